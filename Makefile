@@ -1,0 +1,105 @@
+# make demo    the job that is stopped in mid-epoch and resumed, on this machine (see README)
+# make test    lint, types and every test
+# make help    the rest
+#
+# Settings, as in `make demo PYTHON=python3.12`:
+#   PYTHON            the interpreter that .venv is made from (3.10 to 3.13)
+#   TORCH_INDEX_URL   where to take torch from, if not from where pip looks anyway (e.g. torch's own CPU index)
+#   PIP_ARGS          further arguments for every `pip install`
+#   PYTEST_ARGS       further arguments for pytest, as in `make fast PYTEST_ARGS="-k catalog"`
+
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+PIP_ARGS ?=
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+DONE := $(VENV)/.done
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
+INSTALL := $(PIP) install --quiet $(PIP_ARGS)
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+
+.PHONY: help venv wheel demo test lint types pytest fast format bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
+	@echo "make venv     .venv with the pinned torch"
+	@echo "make wheel    dist/: the wheel, and ma_pre_start.sh beside it"
+	@echo "make lint     ruff and shellcheck;  make format  lets ruff rewrite what it can"
+	@echo "make types    mypy, strict"
+	@echo "make pytest   every test;  make fast  without those marked slow"
+	@echo "make bench    the benchmarks, one after another"
+	@echo "make clean    removes what was built (not .venv)"
+
+# --- what is installed in .venv; a file in $(DONE) stands for each part ---
+
+$(DONE)/venv:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' || { \
+	  echo "make: PYTHON=$(PYTHON) is not Python 3.10 to 3.13; give another, as in: make $(MAKECMDGOALS) PYTHON=python3.11" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "make: $(PYTHON) cannot make virtual environments; install Debian's python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@mkdir -p $(DONE) && touch $@
+
+# torch alone and first, in the exact version: what comes later finds it there and does not fetch a CUDA build.
+$(DONE)/torch: requirements/torch-cpu.txt | $(DONE)/venv
+	$(INSTALL) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) -r $<
+	@touch $@
+
+venv: $(DONE)/torch
+
+# The package's own files, as the tests and tools see them: the working tree itself.
+$(DONE)/dev: pyproject.toml $(DONE)/torch
+	$(INSTALL) -e '.[dev]'
+	@touch $@
+
+# --- the wheel ---
+
+# Built each time, since a module that was taken away leaves no newer file. build/ is removed first: setuptools would pack
+# such a module from there. The fixed date makes the wheel a function of the source, so that an unchanged one is known
+# again by its digest and not installed anew.
+wheel: $(DONE)/torch
+	@rm -rf build dist/mindx_elastic-*.whl
+	SOURCE_DATE_EPOCH=946684800 $(PIP) wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	@cp ma_pre_start.sh dist/ && ls dist
+
+# --- the demo ---
+
+# Installed as a platform would, by the script beside the wheel, in place of the working tree that `make test` installs.
+demo: wheel
+	@rm -f $(DONE)/dev
+	@export PYTHON=$(BIN)/python && source dist/ma_pre_start.sh && \
+	  $(INSTALL) "$$(ls dist/mindx_elastic-*.whl)[examples]" && \
+	  $(BIN)/python examples/resnet_cifar10/demo.py
+
+# --- checks ---
+
+test: lint types pytest
+
+lint: $(DONE)/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@if [ -x $(BIN)/shellcheck ]; then set -x; $(BIN)/shellcheck ma_pre_start.sh .ci/run; fi
+
+format: $(DONE)/dev
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+types: $(DONE)/dev
+	$(BIN)/mypy
+
+pytest: $(DONE)/dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+fast: $(DONE)/dev
+	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+bench: $(DONE)/dev
+	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis demo-output
+	find mindx_elastic tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,223 @@
+"""Seconds from a signal to a durable checkpoint: mindx_elastic beside torch.save, DCP and safetensors.
+
+    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--directory DIR]
+
+Each sample is a fresh process that builds the state (big and small tensors, as of a model with Adam), sends itself
+SIGTERM, and saves as soon as the signal is heard. Its first save is *cold* (nothing of the save path has run or has
+touched its memory), the following ones are *warm*. Time ends when the file and its directory are flushed, for
+everybody: `torch.save` and `safetensors.save_file` are followed by fsync, DCP's writer runs with its `sync_files`.
+Rounds go through all methods in turn, in rotating order, because shared disks drift. mindx_elastic alone also
+computes digests meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+METHODS = ("mindx_elastic", "torch.save", "dcp", "safetensors")
+WARM_SAVES = 3
+_MIB = 1 << 20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="processes per method (default 5)")
+    parser.add_argument("--directory", type=Path, default=Path(), help="disk to write to (default: here)")
+    parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(_measure(args.child, args.gib, args.directory)))
+        return
+    _print_setting(args.directory)
+    samples: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in METHODS}
+    for round_number in range(args.rounds):
+        for index in range(len(METHODS)):
+            method = METHODS[(index + round_number) % len(METHODS)]
+            for kind, seconds in _run_child(method, args.gib, args.directory).items():
+                samples[method][kind] += seconds
+    _print_table(samples, args.gib)
+
+
+def _run_child(method: str, gib: float, directory: Path) -> dict[str, list[float]]:
+    with tempfile.TemporaryDirectory(prefix="bench_save-", dir=directory) as folder:
+        command = [sys.executable, __file__, "--child", method, "--gib", str(gib), "--directory", folder]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def _measure(method: str, gib: float, directory: Path) -> dict[str, list[float]]:
+    save = _SAVERS[method]()
+    state = _make_state(int(gib * 1024) * _MIB)
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
+    seconds = []
+    for number in range(1 + WARM_SAVES):
+        heard.clear()
+        target = directory / f"save-{number}"
+        start = time.monotonic()
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not heard:
+            pass
+        save(state, target)
+        seconds.append(time.monotonic() - start)
+        _remove(target, directory)
+    return {"cold": seconds[:1], "warm": seconds[1:]}
+
+
+def _make_state(nbytes: int) -> dict[str, Any]:
+    """A model and its Adam moments: a third each, per layer one big matrix and a dozen small vectors."""
+    import torch
+
+    torch.manual_seed(0)
+    width = 2048
+    noise = torch.randn(4 * _MIB)
+    num_layers = max(1, nbytes // 3 // (4 * width * (width + 12)))
+    groups: dict[str, dict[str, Any]] = {}
+    for group in ("model", "exp_avg", "exp_avg_sq"):
+        tensors: dict[str, Any] = groups.setdefault(group, {})
+        for layer in range(num_layers):
+            tensors[f"layers.{layer}.weight"] = noise[: width * width].reshape(width, width) + layer
+            for index in range(12):
+                tensors[f"layers.{layer}.norm{index}"] = noise[:width] * layer + index
+    rest = max(0, nbytes // 4 - sum(t.numel() for tensors in groups.values() for t in tensors.values()))
+    groups["model"]["head.weight"] = noise.repeat(rest // noise.numel() + 1)[:rest].clone()
+    return {"state": groups, "step": 1000}
+
+
+def _remove(target: Path, directory: Path) -> None:
+    """Give the disk back as it was, so that every save finds the same conditions."""
+    if target.is_dir():
+        shutil.rmtree(target)
+    else:
+        target.unlink()
+    _fsync(directory)
+
+
+def _fsync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _mindx_elastic() -> Callable[[Any, Path], None]:
+    from mindx_elastic.persist.format import CheckpointInfo
+    from mindx_elastic.persist.writer import write_checkpoint
+
+    def save(state: Any, target: Path) -> None:
+        info = CheckpointInfo(
+            run_id="bench",
+            world_size=1,
+            rank=0,
+            step=1000,
+            epoch=1,
+            step_in_epoch=1000,
+            batch_num=2000,
+            reason="SIGTERM",
+            kind="breakpoint",
+            created=time.time(),
+        )
+        write_checkpoint(target, state, info)
+
+    return save
+
+
+def _torch_save() -> Callable[[Any, Path], None]:
+    import torch
+
+    def save(state: Any, target: Path) -> None:
+        with open(target, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _fsync(target.parent)
+
+    return save
+
+
+def _dcp() -> Callable[[Any, Path], None]:
+    import warnings
+
+    import torch.distributed.checkpoint as dcp
+
+    def save(state: Any, target: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it runs on one process; it is meant to
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(target, sync_files=True))
+        _fsync(target)
+        _fsync(target.parent)
+
+    return save
+
+
+def _safetensors() -> Callable[[Any, Path], None]:
+    from safetensors.torch import save_file
+
+    def save(state: Any, target: Path) -> None:
+        flat = {f"{group}.{name}": t for group, tensors in state["state"].items() for name, t in tensors.items()}
+        save_file(flat, target)
+        _fsync(target)
+        _fsync(target.parent)
+
+    return save
+
+
+_SAVERS: dict[str, Callable[[], Callable[[Any, Path], None]]] = {
+    "mindx_elastic": _mindx_elastic,
+    "torch.save": _torch_save,
+    "dcp": _dcp,
+    "safetensors": _safetensors,
+}
+
+
+def _print_setting(directory: Path) -> None:
+    from importlib.metadata import version
+
+    cpu = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
+    file_system = subprocess.run(
+        ["stat", "--file-system", "--format=%T", directory], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout.strip()
+    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "safetensors", "xxhash", "numpy"))
+    print(f"command   {shlex.join(['python', *sys.argv])}")
+    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}, {file_system}")
+    print(f"versions  python {platform.python_version()}, {libraries}")
+
+
+def _print_table(samples: dict[str, dict[str, list[float]]], gib: float) -> None:
+    for kind in ("cold", "warm"):
+        medians = {name: statistics.median(values[kind]) for name, values in samples.items()}
+        ours = medians["mindx_elastic"]
+        best = min(seconds for name, seconds in medians.items() if name != "mindx_elastic")
+        count = len(samples["mindx_elastic"][kind])
+        print(f"\n{kind}, {gib:g} GiB, {count} saves each        median s     min     max   GB/s   ours is")
+        for name, seconds in medians.items():
+            values = samples[name][kind]
+            rate = gib * 1.073741824 / seconds
+            print(
+                f"  {name:<30} {seconds:>10.3f} {min(values):>7.3f} {max(values):>7.3f} {rate:>6.2f}"
+                f"   {'' if name == 'mindx_elastic' else f'{seconds / ours:.2f}x faster'}"
+            )
+        print(f"  best of the others / mindx_elastic: {best / ours:.2f}")
+
+
+if __name__ == "__main__":
+    main()

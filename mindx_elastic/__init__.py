@@ -1,0 +1,2 @@
+from mindx_elastic import data
+from mindx_elastic.guard import Guard

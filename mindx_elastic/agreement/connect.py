@@ -1,0 +1,67 @@
+"""Builds the exchange that fits the job: none for one rank, the process group's store for several."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import UsageError
+
+__all__ = ["current_ranks", "open_exchange"]
+
+_guards = itertools.count()
+
+
+def current_ranks(env: RankInfo) -> RankInfo:
+    """Rank and world size as torch.distributed has them, else as the environment says."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return RankInfo(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=env.local_rank, attempt=env.attempt
+        )
+    if env.world_size > 1:
+        raise UsageError(
+            f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before entering the guard (Model.train does it by itself)"
+        )
+    return env
+
+
+def open_exchange(ranks: RankInfo) -> Exchange:
+    """An exchange under a key prefix of its own: one per attempt and per guard of the process.
+
+    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do.
+    """
+    if ranks.world_size == 1:
+        return LocalExchange()
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    prefix = f"mindx/{ranks.attempt}/{next(_guards)}"
+    base: Any = _get_default_store()
+
+    def connect() -> Any:  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
+        if hasattr(base, "clone"):
+            return dist.PrefixStore(prefix, base.clone())
+        return dist.PrefixStore(prefix, _second_connection(base))
+
+    return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size)
+
+
+def _second_connection(store: Any) -> Any:
+    """What `Store.clone` does, for the torch versions that lack it."""
+    import torch.distributed as dist
+
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+    if isinstance(store, dist.FileStore):
+        return dist.FileStore(str(getattr(store, "path")))
+    raise UsageError(
+        f"the process group uses a {type(store).__name__}, to which this torch cannot open a second connection; "
+        "use torchrun or a TCPStore, or torch >= 2.9"
+    )

@@ -1,0 +1,222 @@
+"""Carries requests, offers and decisions over the process group's c10d store.
+
+Keys, all under one prefix per attempt and guard:
+
+==========================  =====================================================================
+``request``                 the first stop request (compare-and-set), JSON
+``bell/{rank}``             rung once: wakes that rank's listener, which sleeps in `store.wait`
+``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
+``{round}/count``           how many ranks have offered; whoever makes it full concludes
+``{round}/decision``        the decision cell (compare-and-set), JSON
+==========================  =====================================================================
+
+O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of our own
+(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+
+One bell a rank, and not one for all, lets a rank that ends wake its own listener.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, Protocol
+
+from mindx_elastic.agreement.stop_step import LEFT, Decision, Offer, StopRound, parse_decision, parse_offer
+from mindx_elastic.events import logger
+
+__all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
+
+_FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that we use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
+
+
+class Exchange(Protocol):
+    """Port between the guard and whatever carries its messages. Called from the watcher thread unless said otherwise."""
+
+    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+        """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop."""
+
+    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Ask every rank to stop; returns the request that won, this one or an earlier one."""
+
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        """Take part in round `name`; never blocks longer than about `timeout_s` seconds, never raises."""
+
+    def announce(self, name: str, offer: Offer) -> None:
+        """Make an offer for round `name` without waiting for its decision, unless one was made already. Any thread."""
+
+    def leave(self) -> None:
+        """This rank has finished training; later rounds need not wait for it."""
+
+    def publish(self, name: str, value: str) -> None:
+        """Start-up, main thread: make `value` known to all ranks."""
+
+    def collect(self, name: str, timeout_s: float) -> list[str]:
+        """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing."""
+
+    def close(self) -> None:
+        """End the listener. Main thread."""
+
+
+class LocalExchange:
+    """A job of one rank: nobody to ask."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._first: dict[str, Any] | None = None
+
+    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+        pass
+
+    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        if self._first is None:
+            self._first = dict(content)
+        return self._first
+
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        round_ = StopRound(0, 1)
+        round_.offer()
+        return round_.decide(round_.propose([offer]))
+
+    def announce(self, name: str, offer: Offer) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
+    def publish(self, name: str, value: str) -> None:
+        self._values[name] = value
+
+    def collect(self, name: str, timeout_s: float) -> list[str]:
+        return [self._values[name]]
+
+    def close(self) -> None:
+        pass
+
+
+class StoreExchange:
+    """An exchange over a c10d store.
+
+    `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises what
+    `connect` raises; after that a lost store never raises out of `decide`, `request` or `leave`: the rank acts alone.
+    """
+
+    def __init__(self, connect: Callable[[], Store], *, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._store = connect()
+        self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
+        self._bell = connect()
+        self._closed = False
+        self._listener: threading.Thread | None = None
+        self._offered: set[str] = set()
+
+    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+        def run() -> None:
+            try:
+                self._bell.wait([f"bell/{self.rank}"], _FOREVER)
+                if self._closed:
+                    return
+                content = json.loads(self._bell.get("request"))
+            except Exception as error:
+                # The store's host is gone: a peer has died or the job is over. Collectives will tell the main thread.
+                logger.debug("listener of rank %d ended: %s", self.rank, error)
+                return
+            on_request(content)
+
+        self._listener = threading.Thread(target=run, name="mindx-listener", daemon=True)
+        self._listener.start()
+
+    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        mine = dict(content)
+        try:
+            with self._lock:
+                won = json.loads(self._store.compare_set("request", "", json.dumps(mine)))
+                ranks = range(self.world_size)
+                self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
+            return dict(won)
+        except Exception as error:
+            logger.warning("the stop request could not be told to the other ranks (%s); this rank acts alone", error)
+            return mine
+
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        round_ = StopRound(self.rank, self.world_size)
+        try:
+            with self._lock:
+                full = self._offer(name, offer)
+                round_.offer()
+                if full:
+                    return round_.decide(self._settle(name, round_.propose(self._all_offers(name))))
+                try:
+                    self._store.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
+                    decision = parse_decision(self._store.get(f"{name}/decision").decode())
+                except Exception:
+                    decision = self._settle(name, round_.time_out())
+                return round_.decide(decision)
+        except Exception as error:
+            return Decision(None, f"the store of the process group is gone ({type(error).__name__})")
+
+    def announce(self, name: str, offer: Offer) -> None:
+        try:
+            with self._lock:
+                if name not in self._offered and self._offer(name, offer):
+                    self._settle(name, StopRound(self.rank, self.world_size).propose(self._all_offers(name)))
+        except Exception as error:
+            logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
+
+    def leave(self) -> None:
+        self.announce("stop", LEFT)
+        self.announce("salvage", LEFT)
+
+    def publish(self, name: str, value: str) -> None:
+        with self._lock:
+            self._store.set(f"start/{name}/{self.rank}", value)
+
+    def collect(self, name: str, timeout_s: float) -> list[str]:
+        keys = [f"start/{name}/{r}" for r in range(self.world_size)]
+        with self._lock:
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            except Exception as error:
+                raise TimeoutError(
+                    f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} at the start of training; "
+                    f"is every rank entering the guard? ({error})"
+                ) from error
+            return [value.decode() for value in self._store.multi_get(keys)]
+
+    def close(self) -> None:
+        self._closed = True
+        try:
+            with self._lock:
+                self._store.set(f"bell/{self.rank}", "1")
+        except Exception as error:
+            logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
+        if self._listener is not None:
+            self._listener.join(timeout=2.0)
+
+    def _offer(self, name: str, offer: Offer) -> bool:
+        """Publish an offer; True when it was the last one missing."""
+        self._offered.add(name)
+        self._store.set(f"{name}/offer/{self.rank}", str(offer))
+        return self._store.add(f"{name}/count", 1) == self.world_size
+
+    def _all_offers(self, name: str) -> list[Offer]:
+        keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
+        return [parse_offer(value.decode()) for value in self._store.multi_get(keys)]
+
+    def _settle(self, name: str, proposal: Decision) -> Decision:
+        """Try to put `proposal` into the decision cell; whatever the cell holds afterwards is the decision."""
+        return parse_decision(self._store.compare_set(f"{name}/decision", "", proposal.encode()).decode())

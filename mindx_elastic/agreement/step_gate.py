@@ -1,0 +1,81 @@
+"""The step gate: lets the watcher hold the training thread at a boundary while the ranks agree.
+
+All that the training thread pays for alarm and agreement is `arrive`: one lock and one compare a step.
+"""
+
+from __future__ import annotations
+
+import threading
+
+__all__ = ["StepGate"]
+
+_NEVER = 1 << 62
+
+
+class StepGate:
+    """Counts boundaries and stops the training thread at `limit`.
+
+    `arrive`, `enter_step` and `leave_step` belong to the training thread, the rest to any other thread.
+    """
+
+    def __init__(self, step: int = 0) -> None:
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._step = step
+        self._limit = _NEVER
+        self._decided = True
+        self._between = False
+
+    @property
+    def step(self) -> int:
+        return self._step
+
+    def reset(self, step: int) -> None:
+        """Set the counter after a resume, before the first step."""
+        with self._lock:
+            self._step = step
+
+    def arrive(self, step: int) -> bool:
+        """Boundary `step` is reached. True: this is the limit, call `wait` before going on."""
+        with self._lock:
+            self._step = step
+            return step >= self._limit
+
+    def at_limit(self) -> bool:
+        """Whether the training thread must not go past the boundary where it stands. For code between two steps."""
+        return self._step >= self._limit
+
+    def leave_step(self) -> None:
+        """The training thread is between two steps (an evaluation): it can stop at the boundary it already has."""
+        with self._lock:
+            self._between = True
+
+    def enter_step(self) -> bool:
+        """Back in the step. True: the limit has been set to this very boundary meanwhile, call `wait`."""
+        with self._lock:
+            self._between = False
+            return self._step >= self._limit
+
+    def close(self) -> int:
+        """Hold the training thread at the next boundary (or at this one, between steps). Returns that boundary."""
+        with self._lock:
+            self._limit = self._step if self._between else self._step + 1
+            self._decided = False
+            return self._limit
+
+    def open_until(self, limit: int | None) -> None:
+        """Let the training thread run to boundary `limit`; None: without limit."""
+        with self._lock:
+            self._limit = _NEVER if limit is None else limit
+            self._decided = True
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Training thread: block at a closed gate until the limit is decided. True: stop here; False: go on.
+
+        After `timeout_s` seconds without a decision the answer is True: stopping at a boundary is always safe.
+        """
+        with self._lock:
+            if not self._changed.wait_for(lambda: self._decided, timeout_s):
+                return True
+            return self._step >= self._limit

@@ -1,0 +1,125 @@
+"""The agreement on one stop step, as a pure protocol: no threads, no clock, no network.
+
+Every rank makes one *offer* a round: the boundary that it can stop at, or `CANNOT` (its state is torn), or `LEFT` (it has
+finished training). Once all offers are in, the stop step is the largest one: ranks that are behind run up to it. Whoever
+concludes first writes the decision into a cell with compare-and-set semantics; everybody obeys what the cell holds, so two
+ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if it wins, everybody
+acts alone (each saves its own last boundary, the planner decides at the next start); if it loses, it obeys the agreed step.
+
+The first round is over *coming* boundaries (each rank holds back at the boundary it offered). The second, taken when
+the deadline is near or a rank has failed, is over *held* boundaries: the last one each rank can still reproduce.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["CANNOT", "LEFT", "Decision", "Offer", "Phase", "StopRound", "conclude", "parse_decision", "parse_offer"]
+
+CANNOT = "cannot"
+LEFT = "left"
+Offer = int | str
+"""A step (>= 0), `CANNOT` or `LEFT`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a round ended with. `step` is set when the ranks act together, None when each acts alone."""
+
+    step: int | None
+    reason: str = ""
+
+    @property
+    def together(self) -> bool:
+        return self.step is not None
+
+    def encode(self) -> str:
+        return json.dumps({"step": self.step, "reason": self.reason})
+
+
+def parse_decision(text: str) -> Decision:
+    """Inverse of `Decision.encode`. Raises ValueError for anything else."""
+    content = json.loads(text)
+    step = content["step"]
+    if step is not None and (type(step) is not int or step < 0):
+        raise ValueError(f"not a stop decision: {text!r}")
+    return Decision(step, str(content["reason"]))
+
+
+def parse_offer(text: str) -> Offer:
+    """Read an offer from the exchange. Raises ValueError for anything that is none."""
+    if text in (CANNOT, LEFT):
+        return text
+    step = int(text)
+    if step < 0:
+        raise ValueError(f"not an offer: {text!r}")
+    return step
+
+
+def conclude(offers: Sequence[Offer]) -> Decision:
+    """The decision that follows from the offers of *all* ranks."""
+    torn = [rank for rank, offer in enumerate(offers) if offer == CANNOT]
+    if torn:
+        return Decision(None, f"rank {torn[0]} has no boundary to offer (its update was cut off)")
+    steps = [offer for offer in offers if isinstance(offer, int)]
+    if not steps:
+        return Decision(None, "every rank has finished training")
+    return Decision(max(steps))
+
+
+class Phase(Enum):
+    """Where one rank stands in a round."""
+
+    WAITING = "no offer made yet"
+    OFFERED = "own offer published; this rank is held at it"
+    TIMED_OUT = "waited long enough; proposes to act alone"
+    DECIDED = "the cell's content is known and final"
+
+
+_MOVES = {
+    Phase.WAITING: {Phase.OFFERED, Phase.DECIDED},
+    Phase.OFFERED: {Phase.TIMED_OUT, Phase.DECIDED},
+    Phase.TIMED_OUT: {Phase.DECIDED},
+    Phase.DECIDED: set(),
+}
+
+
+class StopRound:
+    """One rank's side of one round. Feed it what happens; it says what to propose.
+
+    An illegal move raises `RuntimeError`: it would be a bug in the caller, and a wrong stop step is worse than a crash.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.phase = Phase.WAITING
+        self.decision: Decision | None = None
+
+    def _move(self, phase: Phase) -> None:
+        if phase not in _MOVES[self.phase]:
+            raise RuntimeError(f"rank {self.rank}: a stop round cannot go from {self.phase.name} to {phase.name}")
+        self.phase = phase
+
+    def offer(self) -> None:
+        """This rank's offer has been published."""
+        self._move(Phase.OFFERED)
+
+    def propose(self, offers: Sequence[Offer]) -> Decision:
+        """All offers are known: what this rank tries to put into the cell."""
+        if len(offers) != self.world_size:
+            raise RuntimeError(f"{len(offers)} offers for {self.world_size} ranks")
+        return conclude(offers)
+
+    def time_out(self) -> Decision:
+        """The bound has passed without a decision: what this rank tries to put into the cell."""
+        self._move(Phase.TIMED_OUT)
+        return Decision(None, f"rank {self.rank} did not hear from every rank in time")
+
+    def decide(self, content: Decision) -> Decision:
+        """The cell holds `content`, whoever wrote it. Final."""
+        self._move(Phase.DECIDED)
+        self.decision = content
+        return content

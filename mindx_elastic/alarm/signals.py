@@ -1,0 +1,122 @@
+"""Installs the signal handlers, chains the ones that were there, and puts everything back.
+
+The handler itself does nothing but call its predecessor; the alarm travels through the wakeup descriptor to the watcher
+thread (see `watcher`). Without a Python-level handler C code would apply the default action and end the process.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Sequence
+from types import FrameType, TracebackType
+from typing import Any
+
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.errors import UsageError
+
+__all__ = ["SignalHandlers"]
+
+_UNCATCHABLE = (signal.SIGKILL, signal.SIGSTOP)
+_active: SignalHandlers | None = None
+
+
+class SignalHandlers:
+    """Context manager: while it is open, `signals` reach `watcher` and end nothing.
+
+    Enter and leave it in the main thread. A signal that was ignored when it is entered (a background job of a shell
+    ignores SIGINT) stays ignored. Predecessors that are Python functions are called, except Python's own
+    KeyboardInterrupt handler, which would tear a step apart. Restored on leaving, also after a failure half-way.
+    """
+
+    def __init__(self, signals: Sequence[int], watcher: Watcher) -> None:
+        for number in signals:
+            if number in _UNCATCHABLE or number not in signal.valid_signals():
+                raise UsageError(f"signal {number} cannot be caught; choose another, for example signal.SIGTERM")
+        self.signals = tuple(dict.fromkeys(signals))
+        self._watcher = watcher
+        self._previous: dict[int, Any] = {}
+        self._previous_fd = -1
+        self._lock = threading.Lock()  # never taken in the handler
+        self._marked: deque[int] = deque()
+        self._heard = 0
+        self._closed = False
+
+    def __enter__(self) -> SignalHandlers:
+        global _active
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f"signal handlers can only be installed from the main thread, not from "
+                f"{threading.current_thread().name!r}; enter the guard (or call Model.train) in the main thread"
+            )
+        try:
+            self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
+            for number in self.signals:
+                before = signal.getsignal(number)
+                if before is signal.SIG_IGN:
+                    continue
+                self._previous[number] = before
+                signal.signal(number, self._handle)
+        except BaseException:
+            self._restore()
+            raise
+        _active = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._closed = True
+        self._restore()
+        # The last signals may have reached the handler and not yet the watcher. They were meant for this process: they
+        # are delivered again, to whoever handles them now.
+        for signum in list(self._marked)[self._heard :]:
+            signal.raise_signal(signum)
+
+    def forward(self, signum: int) -> None:
+        """Hand a signal number on to the wakeup descriptor that was installed before ours (asyncio's, say)."""
+        if self._previous_fd >= 0:
+            try:
+                os.write(self._previous_fd, bytes([signum]))
+            except OSError:
+                pass  # its owner is gone or its buffer is full: then it is awake anyway
+
+    def hear(self, signum: int) -> bool:
+        """Watcher thread: whether the number that came through the descriptor is one of ours."""
+        with self._lock:
+            if self._closed:
+                return False
+            if signum in self._previous:
+                self._heard += 1
+                return True
+        self.forward(signum)
+        return False
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        self._marked.append(signum)
+        before = self._previous.get(signum)
+        if callable(before) and before is not signal.default_int_handler:
+            before(signum, frame)
+
+    def _restore(self) -> None:
+        global _active
+        if _active is self:
+            _active = None
+        for number, before in self._previous.items():
+            # None: the predecessor was installed by C code and cannot be named; the default is all that is left.
+            signal.signal(number, signal.SIG_DFL if before is None else before)
+        self._previous.clear()
+        signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+        self._previous_fd = -1
+
+
+def _after_fork_in_child() -> None:
+    """A forked child (a loader worker, a pool) shares the parent's wakeup socket: its signals would alarm the parent."""
+    if _active is not None:
+        _active._restore()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

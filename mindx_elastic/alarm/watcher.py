@@ -1,0 +1,107 @@
+"""The watcher: one daemon thread that hears everything, at once, whatever the training thread does.
+
+A Python signal handler runs only between two bytecodes of the main thread, so a rank that sits in a hung collective
+never runs it (FACTS 2.10). `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this
+thread sleeps in `select` on the other end. The same socket wakes it for posts from other threads.
+
+Rejected: `signal.sigwait` in a thread (needs the signal blocked in *every* thread, also those that libraries start);
+`signalfd` (the same, and Linux only); work in the handler itself (never runs in a hang, and may re-enter any lock).
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from mindx_elastic.events import logger
+
+__all__ = ["Watcher"]
+
+_POST = 0  # a byte that is no signal number: something lies in the inbox
+
+
+class Watcher:
+    """Runs callbacks in one thread: on signals, on posts, at times.
+
+    `on_signal(signum)` is called in the watcher thread. A callback that raises is logged; the thread lives on, because
+    a dead watcher would mean a deaf process.
+    """
+
+    def __init__(self, on_signal: Callable[[int], None]) -> None:
+        self._on_signal = on_signal
+        self._receiver, self._sender = socket.socketpair()
+        # Non-blocking on both ends: the C signal handler must never block, and a full buffer already means "wake up".
+        self._receiver.setblocking(False)
+        self._sender.setblocking(False)
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = itertools.count()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="mindx-watcher", daemon=True)
+
+    @property
+    def wakeup_fd(self) -> int:
+        """The descriptor for `signal.set_wakeup_fd`."""
+        return self._sender.fileno()
+
+    @property
+    def ident(self) -> int | None:
+        """Thread identifier, None before `start`."""
+        return self._thread.ident
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped."""
+        self._stopping = True
+        self._wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._receiver.close()
+        self._sender.close()
+
+    def post(self, callback: Callable[[], None]) -> None:
+        """Run `callback` in the watcher thread soon. Any thread, never blocks."""
+        self._inbox.append(callback)
+        self._wake()
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> None:
+        """Run `callback` in the watcher thread at `when` (`time.monotonic` seconds). Any thread."""
+        self.post(lambda: heapq.heappush(self._timers, (when, next(self._ids), callback)))
+
+    def _wake(self) -> None:
+        try:
+            self._sender.send(bytes([_POST]))
+        except (BlockingIOError, OSError):
+            pass  # full: it is awake already; closed: it is gone
+
+    def _run(self) -> None:
+        while not self._stopping:
+            timeout = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic())
+            select.select([self._receiver], [], [], timeout)
+            for number in self._drain():
+                if number != _POST:
+                    self._call(lambda number=number: self._on_signal(number))  # type: ignore[misc]
+            while self._inbox and not self._stopping:
+                self._call(self._inbox.popleft())
+            while self._timers and self._timers[0][0] <= time.monotonic() and not self._stopping:
+                self._call(heapq.heappop(self._timers)[2])
+
+    def _drain(self) -> bytes:
+        try:
+            return self._receiver.recv(4096)
+        except BlockingIOError:
+            return b""
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:
+            logger.exception("the watcher met an unexpected error; it goes on listening")

@@ -1,0 +1,213 @@
+"""The parts of a job's state: what is stable, what is volatile, and how each is put back.
+
+A component is asked three things: `copy` its volatile part at a boundary (training thread, every step, microseconds),
+`state` = live stable part + that copy (any thread, holding the update gate), and `load` (start-up).
+
+* a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are copied
+* an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them between
+* everything else with ``state_dict``: copied whole
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.errors import MismatchError, UsageError
+
+__all__ = [
+    "Component",
+    "ModuleComponent",
+    "OptimizerComponent",
+    "PlainComponent",
+    "Stateful",
+    "component_for",
+    "unwrap_module",
+]
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can give its state and take it back."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class Component(Protocol):
+    """See the module's first lines."""
+
+    def copy(self) -> None: ...
+    def state(self) -> Any: ...
+    def load(self, state: Any) -> None: ...
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """The user's own module inside DDP and `torch.compile` wrappers, so that names do not depend on them."""
+    while True:
+        if isinstance(module, nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(getattr(module, "_orig_mod", None), nn.Module):
+            module = module._orig_mod  # type: ignore[assignment]
+        else:
+            return module
+
+
+class ModuleComponent:
+    """A module; see the top. `name` is used in errors."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = unwrap_module(module)
+        self._find_slots()
+        self.copy()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def _find_slots(self) -> None:
+        # Slots are (dict, key), not tensors: a forward that assigns `self.buf = new` replaces the object.
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._slot_names: list[str] = []
+        self._extras: list[tuple[str, nn.Module]] = []
+        seen: set[int] = set()
+        for prefix, child in self.module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for key in child._buffers:
+                if key not in child._non_persistent_buffers_set:
+                    self._slots.append((child._buffers, key))
+                    self._slot_names.append(dot + key)
+            if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
+                seen.add(id(child))
+                self._extras.append((f"{dot}_extra_state", child))
+        self._copies: list[torch.Tensor | None] = []
+        self._shapes: list[Any] = []
+
+    @torch.no_grad()
+    def copy(self) -> None:
+        live = [slots[key] for slots, key in self._slots]
+        shapes = [None if t is None else (t.shape, t.dtype) for t in live]
+        if shapes == self._shapes and None not in shapes:
+            if live:
+                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+        else:  # the first time, or a buffer was replaced by another shape; foreach would broadcast silently
+            self._copies = [None if t is None else t.detach().clone() for t in live]
+            self._shapes = shapes
+        self._extra_copies = {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+
+    def state(self) -> dict[str, Any]:
+        state = dict(self.module.state_dict())
+        copies = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
+        for name in state:
+            state[name] = copies.get(name, self._extra_copies.get(name, state[name]))
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        problems = _differences(dict(self.module.state_dict()), state)
+        if problems:
+            shown = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
+                'resume="never" in another directory'
+            )
+        self.module.load_state_dict(state)
+        self._find_slots()
+        self.copy()
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    found = [f"{name} is missing in the checkpoint" for name in ours if name not in theirs]
+    found += [f"{name} is only in the checkpoint" for name in theirs if name not in ours]
+    for name, mine in ours.items():
+        other = theirs.get(name)
+        if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+            if mine.shape != other.shape:
+                found.append(f"{name} has shape {list(other.shape)} there and {list(mine.shape)} here")
+            elif mine.dtype != other.dtype:
+                found.append(f"{name} is {other.dtype} there and {mine.dtype} here")
+    return found
+
+
+class OptimizerComponent:
+    """A torch optimizer; see the top."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self.copy()
+
+    def copy(self) -> None:
+        self._groups = [
+            {key: copy_tree(value) for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+
+    def state(self) -> dict[str, Any]:
+        state = dict(self.optimizer.state_dict())
+        state["param_groups"] = [
+            {**copied, "params": live["params"]}
+            for copied, live in zip(self._groups, state["param_groups"], strict=True)
+        ]
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        ours = [len(group["params"]) for group in self.optimizer.param_groups]
+        theirs = [len(group["params"]) for group in state["param_groups"]]
+        if ours != theirs:
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: it has parameter groups of {theirs} parameters, "
+                f"this optimizer has {ours}"
+            )
+        self.optimizer.load_state_dict(state)
+        self._undo_casts(state)
+        self.copy()
+
+    def _undo_casts(self, state: dict[str, Any]) -> None:
+        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32 moments."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        indices = [i for group in state["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            saved = state["state"].get(index, {})
+            loaded = self.optimizer.state.get(parameter, {})
+            for key, value in saved.items():
+                current = loaded.get(key)
+                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+                    if value.dtype != current.dtype:
+                        loaded[key] = value.to(current.device, copy=True)
+
+
+class PlainComponent:
+    """Any object with ``state_dict`` and ``load_state_dict``; the whole state is copied at every boundary."""
+
+    def __init__(self, name: str, target: Stateful) -> None:
+        self.name = name
+        self.target = target
+        self.copy()
+
+    def copy(self) -> None:
+        self._copy = copy_tree(self.target.state_dict())
+
+    def state(self) -> Any:
+        return self._copy
+
+    def load(self, state: Any) -> None:
+        self.target.load_state_dict(copy_tree(state))
+        self.copy()
+
+
+def component_for(name: str, target: object) -> Component:
+    """The component that fits `target`. Raises UsageError when it has no state to give."""
+    if isinstance(target, nn.Module):
+        return ModuleComponent(name, target)
+    if isinstance(target, torch.optim.Optimizer):
+        return OptimizerComponent(name, target)
+    if isinstance(target, Stateful):
+        return PlainComponent(name, target)
+    raise UsageError(
+        f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be resumed. "
+        "Give it both methods, or leave it out"
+    )

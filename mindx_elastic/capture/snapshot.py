@@ -1,0 +1,61 @@
+"""From live state to host memory that nobody else writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["map_tensors", "to_host"]
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied (one call per object)."""
+    done: dict[int, torch.Tensor] = {}
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            if id(item) not in done:
+                done[id(item)] = change(item)
+            return done[id(item)]
+        kind = type(item)
+        if isinstance(item, dict):
+            changed = item.copy()
+            for key in changed:
+                changed[key] = walk(changed[key])
+            return changed
+        if kind in (list, tuple):
+            return kind(walk(one) for one in item)
+        return item
+
+    return walk(value)
+
+
+def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:
+    """`state` with its device tensors in pinned host memory.
+
+    CPU tensors are cloned when `copy` is set (the caller goes on training while the result is written), else taken as they
+    are. CUDA tensors are copied on a stream of their own that waits for `boundary_event` only, so that a hung kernel of
+    the next step on the training stream does not hold the copy up. Returns once all copies are complete.
+    """
+    streams: dict[torch.device, Any] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.detach().clone() if copy else tensor
+        if tensor.device.type != "cuda":
+            return tensor.detach().to("cpu")
+        stream = streams.get(tensor.device)
+        if stream is None:
+            stream = streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            if boundary_event is not None:
+                stream.wait_event(boundary_event)
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=True)
+            return host.copy_(tensor.detach(), non_blocking=True)
+
+    moved = map_tensors(state, move)
+    for stream in streams.values():
+        stream.synchronize()
+    return moved

@@ -1,0 +1,1 @@
+"""The console command ``mindx-elastic``: `main` joins the commands, one file each."""

@@ -1,0 +1,132 @@
+"""What the commands share: exit codes, the argument PATH, and how sizes, ages and untrusted text are shown.
+
+Imports no torch: ``--help`` and ``--version`` must answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from inspect import cleandoc
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+
+__all__ = [
+    "EXIT_BAD",
+    "EXIT_CODES_HELP",
+    "EXIT_GOOD",
+    "EXIT_NOTHING",
+    "EXIT_USAGE",
+    "JSON_SCHEMA",
+    "PathArgument",
+    "fail",
+    "human_age",
+    "human_size",
+    "is_folder",
+    "make_console",
+    "printable",
+    "unwrapped",
+]
+
+EXIT_GOOD, EXIT_BAD, EXIT_USAGE, EXIT_NOTHING = 0, 1, 2, 3
+EXIT_CODES_HELP = "0 good, 1 something is damaged, 2 wrong usage (no such path), 3 no checkpoint found"
+JSON_SCHEMA = 1
+"""Value of ``schema`` in every ``--json`` document; raised when a key changes its meaning or goes away."""
+
+PathArgument = Annotated[
+    Path,
+    # readable=False: not that it should be, but `is_folder` says what is wrong in one line, and the same for all cases
+    typer.Argument(
+        metavar="PATH",
+        help="A checkpoint directory, a rank folder, or one file.",
+        show_default=False,
+        readable=False,
+    ),
+]
+
+_PIPE_WIDTH = 1000  # output that goes to a file or to grep is not wrapped; a table is only as wide as its content
+
+
+def fail(message: str) -> NoReturn:
+    """End with the usage exit code and one line on stderr."""
+    typer.echo(f"mindx-elastic: error: {printable(message)}", err=True)
+    raise typer.Exit(EXIT_USAGE)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether `path` is a folder that can be listed (links to folders count); False: a file or a link to one.
+
+    Anything else ends the command with the usage exit code.
+    """
+    try:
+        mode = os.lstat(path).st_mode
+        if stat.S_ISDIR(mode) or (stat.S_ISLNK(mode) and os.path.isdir(path)):
+            os.listdir(path)
+            return True
+    except FileNotFoundError:
+        fail(f"{path} does not exist{_nearest(path)}")
+    except OSError as error:
+        fail(f"{path} cannot be looked at: {error.strerror}")
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        fail(f"{path} is neither a folder nor a file")
+    return False
+
+
+def _nearest(path: Path) -> str:
+    """A hint for the mistyped part of a long path."""
+    for parent in path.absolute().parents:
+        if parent.exists():
+            return "" if parent == path.absolute().parent else f" (the part that exists is {parent})"
+    return ""
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console on today's stdout or stderr, unlimited in width where nobody looks at it through a
+    terminal."""
+    stream = sys.stderr if stderr else sys.stdout
+    wide = not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit()
+    return Console(file=stream, width=_PIPE_WIDTH if wide else None, highlight=False, markup=False, emoji=False)
+
+
+def printable(text: object) -> str:
+    """`text` on one line, without anything that a terminal would obey or cannot show.
+
+    File names and header fields may come from anywhere: escape sequences, line breaks and undecodable bytes
+    become visible escapes.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def human_size(nbytes: int) -> str:
+    """Bytes in the largest binary unit that keeps the number at least 1."""
+    size = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def human_age(seconds: float) -> str:
+    """A rough duration for a table; negative ones (another machine's clock is ahead) are said to be so."""
+    if seconds < -1:
+        return "in future"
+    if seconds < 100:
+        return f"{max(seconds, 0):.0f} s"
+    for limit, size, unit in ((6000, 60, "min"), (100 * 3600, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def unwrapped(text: str | None) -> str:
+    """A docstring as help text: paragraphs on one line, so that they are wrapped at the reader's width and not at ours.
+
+    Paragraphs that begin with a backspace character (click's mark) keep their lines.
+    """
+    paragraphs = cleandoc(text or "").split("\n\n")
+    return "\n\n".join(p if p.startswith("\b") else " ".join(p.split("\n")) for p in paragraphs)

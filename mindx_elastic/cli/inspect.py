@@ -1,0 +1,264 @@
+"""``mindx-elastic inspect``: the catalog as a table, or the header of one file."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    EXIT_NOTHING,
+    JSON_SCHEMA,
+    PathArgument,
+    human_age,
+    human_size,
+    is_folder,
+    make_console,
+    printable,
+)
+from mindx_elastic.cli.file_details import describe_file, print_file
+from mindx_elastic.cli.verify import check_entries, entries_at
+
+if TYPE_CHECKING:
+    from mindx_elastic.persist.catalog import Catalog, CatalogEntry, StepSet
+
+__all__ = ["inspect_command"]
+
+_COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
+_REASON = _COLUMNS.index("reason")  # the one column that may be wrapped
+_REASON_WIDTH = 12  # where not even that is left for it, steps are shown as lines instead of a table
+_Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
+
+
+def inspect_command(
+    path: PathArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Recompute the digests too: reads every byte.")] = False,
+) -> None:
+    """Show the checkpoints under a directory, newest run and step first; for one file, what is in it.
+
+    Reads headers only (never the file names) unless --verify is given; until then the column "verified" says
+    "-". A step is complete when every rank's file is there. Files that cannot be used are listed below the
+    table with the reason.
+
+    \b
+    [bold]Exit code[/bold]
+    0  something was found and shown (with --verify: and every digest is right)
+    1  --verify found damage, or the one file asked for cannot be used
+    2  wrong usage, for example no such path
+    3  no checkpoint was found
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic inspect ckpt
+    mindx-elastic inspect ckpt --verify
+    mindx-elastic inspect ckpt/rank_0/resnet-2_17_breakpoint.safetensors
+    mindx-elastic inspect ckpt --json | jq '.newest_complete_step'
+    """
+    if is_folder(path):
+        raise typer.Exit(_inspect_folder(path, as_json=as_json, verify=verify))
+    raise typer.Exit(_inspect_file(path, as_json=as_json, verify=verify))
+
+
+def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
+    (entry,) = entries_at(path)
+    problems = check_entries([entry])[0] if verify else [entry.problem] if entry.problem else []
+    details = describe_file(entry, problems, verified=not problems if verify else None)
+    if as_json:
+        typer.echo(json.dumps({"schema": JSON_SCHEMA, "file": details}, indent=2))
+    else:
+        print_file(make_console(), details)
+    return EXIT_BAD if problems else 0
+
+
+def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
+    from mindx_elastic.persist.catalog import scan
+
+    catalog = scan(path)
+    good = [entry for entry in catalog.entries if entry.header is not None]
+    findings: _Findings | None = None
+    if verify:
+        findings = {entry.path: found for entry, found in zip(good, check_entries(good), strict=True)}
+    report = _report(catalog, findings, now=time.time())
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(make_console(), report)
+    if not catalog.entries:
+        return EXIT_NOTHING
+    return EXIT_BAD if any((findings or {}).values()) else 0
+
+
+def _report(catalog: Catalog, findings: _Findings | None, *, now: float) -> dict[str, Any]:
+    """The JSON document; the table is printed from it, so that the two cannot disagree."""
+    from mindx_elastic.persist.catalog import group_steps
+
+    sound = [entry for entry in catalog.entries if not (findings or {}).get(entry.path)]
+    newest = next((step_set for step_set in group_steps(sound) if step_set.complete), None)
+    return {
+        "schema": JSON_SCHEMA,
+        "directory": str(catalog.directory),
+        "newest_complete_step": None if newest is None else newest.step,
+        "newest_complete_run_id": None if newest is None else newest.run_id,
+        "digests_checked": findings is not None,
+        "steps": [_step(step_set, findings, now) for step_set in catalog.steps],
+        "problems": [_problem(entry) for entry in catalog.problems],
+    }
+
+
+def _step(step_set: StepSet, findings: _Findings | None, now: float) -> dict[str, Any]:
+    info = step_set.info
+    files = [_file(entry, findings) for entry in step_set.entries]
+    best = step_set.best
+    return {
+        "run_id": step_set.run_id,
+        "step": step_set.step,
+        "epoch": info.epoch,
+        "step_in_epoch": info.step_in_epoch,
+        "batch_num": info.batch_num,
+        "kind": info.kind,
+        "reasons": list(step_set.reasons),
+        "world_size": step_set.world_size,
+        "ranks": sorted(best),
+        "missing_ranks": list(step_set.missing_ranks),
+        "complete": step_set.complete,
+        "why_incomplete": step_set.why_incomplete,
+        "resumable": step_set.resumable,
+        "verified": None if findings is None else all(file["verified"] for file in files),
+        "size_bytes": sum(entry.size for entry in best.values()),
+        "created": step_set.created,
+        "age_s": round(now - step_set.created, 3),
+        "files": files,
+    }
+
+
+def _file(entry: CatalogEntry, findings: _Findings | None) -> dict[str, Any]:
+    info = entry.info
+    assert info is not None  # files of a step have a good header
+    problems = [] if findings is None else findings[entry.path]
+    return {
+        "path": str(entry.path),
+        "rank": info.rank,
+        "kind": info.kind,
+        "reason": info.reason,
+        "resumable": info.resumable,
+        "size_bytes": entry.size,
+        "created": info.created,
+        "verified": None if findings is None else not problems,
+        "problems": problems,
+    }
+
+
+def _problem(entry: CatalogEntry) -> dict[str, Any]:
+    return {
+        "path": str(entry.path),
+        "problem": entry.problem,
+        "foreign": entry.foreign,
+        "looks_ours": entry.looks_ours,
+        "size_bytes": entry.size,
+    }
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for step in report["steps"]:
+        runs.setdefault(step["run_id"], []).append(step)
+    for run_id, steps in runs.items():
+        console.print(f"run {printable(run_id)}", style="bold", soft_wrap=True)
+        rows = [_cells(step) for step in steps]
+        if _table_width(rows) <= console.width:
+            console.print(_table(rows))
+            continue
+        for row in rows:
+            words = (f"{name} {cell}" for name, cell in zip(_COLUMNS, row, strict=True))
+            console.print("  ".join(words), soft_wrap=True)
+    _print_remarks(console, report)
+
+
+def _table_width(rows: Sequence[tuple[Text, ...]]) -> int:
+    """The least width of the table with nothing cut off; two spaces between columns."""
+    widths = [max(len(name), *(row[i].cell_len for row in rows)) for i, name in enumerate(_COLUMNS)]
+    widths[_REASON] = _REASON_WIDTH
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _table(rows: Sequence[tuple[Text, ...]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(_COLUMNS):
+        right = name in ("step", "epoch", "size", "age")
+        table.add_column(name, justify="right" if right else "left", no_wrap=i != _REASON, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _cells(step: dict[str, Any]) -> tuple[Text, ...]:
+    reason = step["kind"]
+    reasons = [text for text in step["reasons"] if text != step["kind"]]
+    if reasons:
+        reason += f": {'; '.join(reasons)}"
+    epoch = f"{step['epoch']} ({step['step_in_epoch']}/{step['batch_num']})"
+    return (
+        Text(str(step["step"]), style="bold"),
+        Text(epoch),
+        Text(printable(reason)),
+        Text(f"{len(step['ranks'])}/{step['world_size']}"),
+        _yes_no(step["complete"]),
+        _yes_no(step["verified"]),
+        Text(human_size(step["size_bytes"])),
+        Text(human_age(step["age_s"])),
+    )
+
+
+def _yes_no(value: bool | None) -> Text:
+    if value is None:
+        return Text("-")
+    return Text("yes", style="green") if value else Text("NO", style="bold red")
+
+
+def _print_remarks(console: Console, report: dict[str, Any]) -> None:
+    lines = []
+    for step in report["steps"]:
+        if step["why_incomplete"]:
+            lines.append(f"step {step['step']} is not complete: {step['why_incomplete']}")
+        for file in step["files"]:
+            if file["problems"]:
+                lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
+    if report["problems"]:
+        lines += ["", "cannot be used:"]
+        lines += [
+            f"  {_relative(entry['path'], report['directory'])}: {entry['problem']}" for entry in report["problems"]
+        ]
+    lines += ["", *_conclusion(report)]
+    for line in lines:
+        console.print(printable(line), soft_wrap=True)
+
+
+def _conclusion(report: dict[str, Any]) -> list[str]:
+    directory = report["directory"]
+    if not report["steps"]:
+        return [f"no {'usable ' if report['problems'] else ''}checkpoint found in {directory}"]
+    if report["newest_complete_step"] is None:
+        lines = ["no step is complete"]
+        if re.fullmatch(r"rank_\d+", Path(directory).absolute().name):
+            lines[0] += "; only one rank's folder was looked at, give the folder above it"
+    else:
+        verified = " and verified" if report["digests_checked"] else ""
+        lines = [f"newest complete{verified} step: {report['newest_complete_step']}"]
+    if not report["digests_checked"]:
+        lines[-1] += "  (digests not checked; --verify does)"
+    return lines
+
+
+def _relative(path: str, directory: str) -> str:
+    return str(Path(path).relative_to(directory)) if path != directory else path

@@ -1,0 +1,75 @@
+"""The console command ``mindx-elastic``.
+
+Nothing here imports torch: each command brings in what it needs when it runs, so that ``--help``,
+``--version`` and a mistyped option answer at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from typing import Annotated
+
+import typer
+
+from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
+from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.verify import verify_command
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="mindx-elastic",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=f"Exit codes: {EXIT_CODES_HELP}.",
+)
+app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
+app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from mindx_elastic._version import __version__
+
+        typer.echo(f"mindx-elastic {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Look at, and check, the checkpoints that training with mindx_elastic has written.
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic inspect ckpt                    what is there, newest first
+    mindx-elastic inspect ckpt --json | jq .      the same for a script
+    mindx-elastic inspect ckpt/resnet-2_17.safetensors
+    mindx-elastic verify ckpt                     recompute every digest
+    """
+
+
+def main() -> None:
+    """Entry point of the console command; leaves the interpreter with the exit code."""
+    from mindx_elastic.errors import MindxError
+
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a reason or a file name that the locale cannot show is no crash
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        app()
+    except MindxError as error:
+        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        raise SystemExit(EXIT_USAGE) from None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""``mindx-elastic verify``: recompute the digests of every checkpoint file."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
+
+import typer
+from rich.text import Text
+
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    EXIT_NOTHING,
+    JSON_SCHEMA,
+    PathArgument,
+    human_size,
+    is_folder,
+    make_console,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from mindx_elastic.persist.catalog import CatalogEntry
+
+__all__ = ["check_entries", "entries_at", "verify_command"]
+
+
+def verify_command(
+    path: PathArgument,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+) -> None:
+    """Read every checkpoint file completely and compare its digests.
+
+    Reports each file as ok or BAD with what is wrong: flipped bits, a cut-off end, a damaged header, a
+    symbolic link (never followed), a file of something else in a place of ours. Files of others outside such
+    places are passed over. Nothing is changed; damaged files are put into quarantine by the next start of the
+    job, not here.
+
+    \b
+    [bold]Exit code[/bold]
+    0  every file is good
+    1  at least one is bad
+    2  wrong usage, for example no such path
+    3  no checkpoint was found
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic verify ckpt
+    mindx-elastic verify ckpt/rank_0
+    mindx-elastic verify ckpt/rank_0/resnet-2_17_breakpoint.safetensors
+    mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
+    """
+    started = time.monotonic()
+    entries = entries_at(path)
+    if is_folder(path):
+        entries = [entry for entry in entries if entry.header is not None or entry.looks_ours or not entry.foreign]
+    verdicts = check_entries(entries)
+    files = [_as_dict(entry, problems) for entry, problems in zip(entries, verdicts, strict=True)]
+    bad = sum(not file["ok"] for file in files)
+    summary = {
+        "schema": JSON_SCHEMA,
+        "path": str(path),
+        "good": len(files) - bad,
+        "bad": bad,
+        "bytes": sum(file["size_bytes"] for file in files),
+        "duration_s": round(time.monotonic() - started, 3),
+        "files": files,
+    }
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print(summary)
+    if not files:
+        raise typer.Exit(EXIT_NOTHING)
+    if bad:
+        raise typer.Exit(EXIT_BAD)
+
+
+def entries_at(path: Path) -> list[CatalogEntry]:
+    """Everything that a scan finds at `path`; for a file its own entry, whatever it is."""
+    from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entry, scan
+
+    if is_folder(path):
+        return list(scan(path).entries)
+    entry = read_entry(path)
+    if entry is None:  # the user named this file, so it is not passed over as a scan would do
+        link = path.is_symlink()
+        problem = "is a symbolic link; checkpoint files are never followed" if link else "is not a checkpoint file"
+        status = path.lstat()
+        entry = CatalogEntry(path, None, problem, not link, looks_ours(path), status.st_size, status.st_mtime)
+    return [entry]
+
+
+def check_entries(entries: Sequence[CatalogEntry]) -> list[list[str]]:
+    """For each entry what is wrong with it, digests included; an empty list when it is good."""
+    from mindx_elastic.persist.reader import verify_file
+
+    verdicts = []
+    with _progress(sum(entry.size for entry in entries if entry.header is not None)) as progress:
+        for entry in entries:
+            if entry.header is None:
+                verdicts.append([entry.problem or "unreadable"])
+            else:
+                # Without the path in front: every place that shows them has named the file already.
+                problems = verify_file(entry.path)
+                verdicts.append([problem.removeprefix(f"{entry.path}: ") for problem in problems])
+                progress(entry.size)
+    return verdicts
+
+
+class _Advance(Protocol):
+    def __call__(self, nbytes: int) -> None: ...
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[_Advance]:
+    """A bar over bytes on stderr, gone when done; nothing where stderr is not a terminal."""
+    console = make_console(stderr=True)
+    if not console.is_terminal:
+        yield lambda nbytes: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress("verifying", *columns, console=console, transient=True) as bar:
+        task = bar.add_task("verifying", total=total)
+        yield lambda nbytes: bar.advance(task, nbytes)
+
+
+def _as_dict(entry: CatalogEntry, problems: Sequence[str]) -> dict[str, Any]:
+    info = entry.info
+    return {
+        "path": str(entry.path),
+        "ok": not problems,
+        "problems": list(problems),
+        "foreign": entry.foreign,
+        "size_bytes": entry.size,
+        "run_id": None if info is None else info.run_id,
+        "step": None if info is None else info.step,
+        "rank": None if info is None else info.rank,
+    }
+
+
+def _print(summary: dict[str, Any]) -> None:
+    console = make_console()
+    for file in summary["files"]:
+        verdict = Text("ok ", style="green") if file["ok"] else Text("BAD", style="bold red")
+        problems = "; ".join(printable(problem) for problem in file["problems"])
+        console.print(verdict, printable(file["path"]) + (f": {problems}" if problems else ""), soft_wrap=True)
+    count = len(summary["files"])
+    if not count:
+        console.print(f"no checkpoint found in {printable(summary['path'])}", soft_wrap=True)
+        return
+    outcome = f"{summary['bad']} bad" if summary["bad"] else "all good"
+    volume = f"{human_size(summary['bytes'])} in {summary['duration_s']:.1f} s"
+    console.print(f"{count} file{'s' if count > 1 else ''}, {volume}: {outcome}", soft_wrap=True)

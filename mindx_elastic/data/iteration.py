@@ -1,0 +1,123 @@
+"""One pass over a loader: hands out batches, moves the position, and ends the workers."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mindx_elastic.data.position import Cursor
+from mindx_elastic.data.workers import end_workers, open_iterator
+from mindx_elastic.errors import UsageError
+
+__all__ = ["Engine", "Iteration"]
+
+_CLOSE_GRACE_S = 5.0  # as torch: a worker in the middle of a batch may finish it
+_SHUTDOWN_GRACE_S = 0.5
+
+Progress = Callable[[int], "tuple[int, bool]"]
+
+
+class Iteration(Iterator[Any]):
+    """Iterator over the batches of one epoch. Only a batch that the caller gets moves the position:
+    prefetched ones do not count.
+
+    `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs
+    once, before the first batch is fetched. Training thread only.
+    """
+
+    def __init__(
+        self, cursor: Cursor, batches: Iterator[Any], *, progress: Progress, announce: Callable[[], None], owned: bool
+    ) -> None:
+        self._cursor = cursor
+        self._token = cursor.token
+        self._batches: Iterator[Any] | None = batches
+        self._progress = progress
+        self._announce: Callable[[], None] | None = announce
+        self._owned = owned  # False: persistent workers, which outlive the iteration
+        self._count = 0
+        self._stopped = False
+
+    def __next__(self) -> Any:
+        batches = self._batches
+        if batches is None:
+            if self._stopped:
+                raise UsageError("the loader was shut down; make a new iterator with iter(loader)")
+            raise StopIteration
+        if not self._owned and self._token != self._cursor.token:
+            raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
+        if self._announce is not None:
+            announce, self._announce = self._announce, None
+            announce()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            self._end(exhausted=True)
+            raise
+        except Exception:
+            # The batch is gone (torch goes on with the next one), so a caller who carries on must find it
+            # counted.
+            self._advance()
+            raise
+        self._advance()
+        return batch
+
+    def _advance(self) -> None:
+        self._count += 1
+        samples, finished = self._progress(self._count)
+        self._cursor.advance(self._token, samples, finished)
+
+    def _end(self, *, exhausted: bool, grace_s: float = _CLOSE_GRACE_S) -> None:
+        batches, self._batches = self._batches, None
+        if batches is not None:
+            self._cursor.end(self._token, exhausted=exhausted)
+            if self._owned:
+                end_workers(batches, grace_s=grace_s)
+
+    def stop(self) -> None:
+        """End the workers now; from then on asking for a batch is an error."""
+        self._stopped = True
+        self._end(exhausted=False, grace_s=_SHUTDOWN_GRACE_S)
+
+    def __del__(self) -> None:
+        if getattr(self, "_batches", None) is not None:  # not there when __init__ failed
+            self._end(exhausted=False)
+
+
+class Engine:
+    """The machinery that a loader holds: its cursor, its live iteration, its persistent torch loader."""
+
+    def __init__(self) -> None:
+        self.cursor = Cursor()
+        self._torch_loader: Any = None  # kept only for persistent workers
+        self._torch_iterator: Any = None
+        self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
+
+    def open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
+        """A torch iterator over `build()`; with persistent workers `build` is called the first time only."""
+        if not persistent:
+            return open_iterator(build())
+        if self._torch_loader is None:
+            self._torch_loader = build()
+        self._torch_iterator = open_iterator(self._torch_loader)
+        return self._torch_iterator  # type: ignore[no-any-return]
+
+    def iterate(
+        self, batches: Iterator[Any], *, progress: Progress, announce: Callable[[], None], persistent: bool
+    ) -> Iteration:
+        owned = not persistent
+        iteration = Iteration(self.cursor, batches, progress=progress, announce=announce, owned=owned)
+        self._live = weakref.ref(iteration)
+        return iteration
+
+    def shutdown(self) -> None:
+        iteration = self._live() if self._live is not None else None
+        if iteration is not None:
+            iteration.stop()
+        iterator, self._torch_iterator, self._torch_loader = self._torch_iterator, None, None
+        if iterator is not None:
+            end_workers(iterator, grace_s=_SHUTDOWN_GRACE_S)
+
+    def __del__(self) -> None:
+        if getattr(self, "_torch_iterator", None) is not None:
+            end_workers(self._torch_iterator, grace_s=_CLOSE_GRACE_S)

@@ -1,0 +1,262 @@
+"""The loader for map-style data sets: exact and O(1) to resume, whatever the number of workers or ranks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from mindx_elastic.data.iteration import Engine
+from mindx_elastic.data.permutation import mix
+from mindx_elastic.data.position import changes, whole_number
+from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
+from mindx_elastic.data.seeding import SeededDataset, as_collated
+from mindx_elastic.data.workers import make_torch_loader
+from mindx_elastic.errors import MismatchError, UsageError
+
+if TYPE_CHECKING:
+    from mindx_elastic.data.replay import ReplayLoader
+
+__all__ = ["ResumableLoader"]
+
+_log = logging.getLogger(__name__)
+
+_KIND = "resumable"
+_WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
+_REPLACED = {
+    "sampler": "the order is part of the position; shuffle=True or False chooses it",
+    "batch_sampler": "the order is part of the position; use batch_size and shuffle",
+    "generator": "the order is a function of seed and epoch; pass seed=",
+    "in_order": "batches always come in order",
+}
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, index).
+
+    A position is a handful of numbers; resuming at any batch costs the same, and changing `num_workers`
+    changes nothing.
+
+    Args:
+        dataset: map-style: ``len(dataset)`` and ``dataset[i]`` for i in 0..len-1.
+        batch_size: samples a batch *and rank*.
+        shuffle: a new pseudo random order each epoch; otherwise the data set's own order.
+        seed: whole number, the same on every rank.
+        num_workers, collate_fn, pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
+            persistent_workers: as for DataLoader. Workers outlive SIGTERM, SIGINT and SIGUSR1 for the grace
+            period.
+        drop_last: drop the samples that do not fill a whole step over all ranks. Otherwise every sample comes
+            exactly once an epoch, and every rank gets the same number of batches (see `EpochPlan`).
+        rank, world_size: this process's place; None: read from torch.distributed when an iteration begins.
+        per_sample_seed: seed Python's, numpy's and torch's CPU streams for each sample, so that random
+            augmentation resumes exactly. False: the data set draws from the running streams, which is exact
+            with ``num_workers=0`` only.
+
+    Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at
+    the start of the following epoch, *also after a break*, unless `set_epoch` names another. Until then the
+    position stays where the break left it; ``load_state_dict(state_dict())`` makes the next iteration go on
+    there.
+
+    All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that
+    cannot work.
+    """
+
+    on_iterator_ready: Callable[[], None] | None
+    """Called once an iteration, when the worker iterator exists and the first batch has not been fetched."""
+    worker_grace_s: float | None
+    """Seconds that a signalled worker may live on; None: the environment's grace period."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        shuffle: bool = False,
+        *,
+        seed: int = 0,
+        num_workers: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+        per_sample_seed: bool = True,
+        worker_init_fn: Callable[[int], None] | None = None,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        _check_arguments(dataset, rank, world_size, dataloader_kwargs)
+        self.on_iterator_ready = None
+        self.worker_grace_s = None
+        self.seed = whole_number("seed", seed)
+        self.per_sample_seed = per_sample_seed
+        self._rank = rank
+        self._world_size = world_size
+        self._engine = Engine()
+        self._settings: dict[str, Any] | None = None
+        self._told_padding = False
+        sampler = ResumableBatchSampler(
+            dataset,
+            self._engine.cursor,
+            batch_size=whole_number("batch_size", batch_size, low=1),
+            shuffle=bool(shuffle),
+            seed=self.seed,
+            drop_last=bool(drop_last),
+            ranks=self._ranks,
+            seeded=per_sample_seed,
+        )
+        super().__init__(
+            dataset,
+            batch_sampler=sampler,
+            num_workers=whole_number("num_workers", num_workers, low=0),
+            worker_init_fn=worker_init_fn,
+            **dataloader_kwargs,
+        )
+        # DataLoader forgets these two when it is given a batch sampler, and forbids setting them; people
+        # read them.
+        self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
+
+    @classmethod
+    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+        """See `mindx_elastic.data.from_loader`."""
+        from mindx_elastic.data.convert import from_loader
+
+        return from_loader(loader, seed)
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the running iteration, or else of the next one."""
+        return self._engine.cursor.next_epoch
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches of a whole epoch for one rank; same as ``len(loader)``."""
+        return len(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is `epoch`: from the loaded position when that lies in it, otherwise from its start."""
+        self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        cursor = self._engine.cursor
+        cursor.begin()
+        try:
+            self._settings = self._current_settings()
+            plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
+            self._tell_padding(plan)
+            batches = self._engine.open(self._build, persistent=self.persistent_workers)
+        except BaseException:
+            cursor.abandon()
+            raise
+        return self._engine.iterate(
+            batches,
+            progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
+            announce=self._announce,
+            persistent=self.persistent_workers,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position: plain numbers and strings, a new dict each time. About 1 us, meant to be called every step."""
+        if self._settings is None:
+            self._settings = self._current_settings()
+        cursor = self._engine.cursor
+        return {
+            **self._settings,
+            "epoch": cursor.epoch,
+            "batch": cursor.batch,
+            "samples": cursor.samples,
+            "finished": cursor.finished,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration starts at this position.
+
+        Raises MismatchError, and changes nothing, when the data set's length, batch size, seed, shuffle or
+        drop_last have changed, or when another kind of loader wrote the state. Another world size is fine.
+        """
+        settings = self._current_settings()
+        world_size = settings.pop("world_size")
+        changes(_KIND, state, settings)
+        if state["samples"] > settings["num_samples"]:
+            raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
+        if state.get("world_size") != world_size:
+            _log.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
+                      state["samples"])  # fmt: skip
+        self._engine.cursor.move_to(
+            state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
+        )
+        self._settings = None
+
+    def shutdown(self) -> None:
+        """End the worker processes now: ask, wait half a second, SIGKILL.
+
+        Idempotent; any thread, but not two at once.
+        """
+        self._engine.shutdown()
+
+    @property
+    def _sampler(self) -> ResumableBatchSampler:
+        assert isinstance(self.batch_sampler, ResumableBatchSampler)
+        return self.batch_sampler
+
+    def _ranks(self) -> tuple[int, int]:
+        return current_ranks(self._rank, self._world_size)
+
+    def _announce(self) -> None:
+        if self.on_iterator_ready is not None:
+            self.on_iterator_ready()
+
+    def _current_settings(self) -> dict[str, Any]:
+        sampler = self._sampler
+        return {
+            "kind": _KIND,
+            "seed": self.seed,
+            "num_samples": len(sampler.dataset),
+            "batch_size": sampler.batch_size,
+            "shuffle": sampler.shuffle,
+            "drop_last": sampler.drop_last,
+            "world_size": self._ranks()[1],
+        }
+
+    def _build(self) -> DataLoader[Any]:
+        # Read at each epoch, so that attributes set after construction count, as they do in DataLoader.
+        dataset: Any = self.dataset
+        collate_fn: Any = self.collate_fn
+        if self.per_sample_seed:
+            dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
+        generator = torch.Generator()  # torch draws the workers' base seed; not from the global stream
+        generator.manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
+        return make_torch_loader(
+            self,
+            dataset,
+            {"batch_sampler": self._sampler},
+            collate_fn,
+            generator=generator,
+            grace_s=self.worker_grace_s,
+        )
+
+    def _tell_padding(self, plan: EpochPlan) -> None:
+        if plan.padding and not self._told_padding:
+            self._told_padding = True
+            _log.warning(
+                "%d samples do not divide evenly over %d ranks with batch size %d: the last step of each epoch repeats "
+                "%d of them. drop_last=True drops the remainder instead",
+                plan.num_samples, plan.world_size, plan.batch_size, plan.padding,
+            )  # fmt: skip
+
+
+def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, others: Mapping[str, Any]) -> None:
+    if isinstance(dataset, IterableDataset):
+        raise UsageError(
+            "an iterable data set has no index to resume at; wrap its DataLoader with mindx_elastic.data.from_loader"
+        )
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UsageError(f"{type(dataset).__name__} is not a map-style data set: it needs __len__ and __getitem__")
+    for name, why in _REPLACED.items():
+        if others.get(name) is not None and not (name == "in_order" and others[name] is True):
+            raise UsageError(f"ResumableLoader does not take {name}=: {why}. To keep your own, see from_loader")
+    if (rank is None) != (world_size is None):
+        raise UsageError("give both rank and world_size, or neither")
+    if rank is not None and world_size is not None:
+        size = whole_number("world_size", world_size, low=1)
+        if whole_number("rank", rank, low=0) >= size:
+            raise UsageError(f"rank={rank} does not lie below world_size={size}")

@@ -1,0 +1,139 @@
+"""Where a loader is in its data: the bookkeeping that both loaders share, and the protocol that they offer."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from mindx_elastic.errors import MismatchError, UsageError
+
+__all__ = ["Cursor", "PositionedLoader", "changes", "whole_number"]
+
+
+@runtime_checkable
+class PositionedLoader(Protocol):
+    """A loader that can say where it is and go on from there. Called from the training thread only.
+
+    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the
+    first batch has not been fetched (also when no batch is left). Random number streams are restored there,
+    not earlier.
+    """
+
+    on_iterator_ready: Callable[[], None] | None
+
+    def __iter__(self) -> Iterator[Any]: ...
+
+    def __len__(self) -> int: ...
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+@dataclass
+class Cursor:
+    """The position of the newest iteration, or of the next one while none has begun.
+
+    `pending` says that the next iteration starts at this very position; otherwise it starts at the next
+    epoch. `live` says that an iteration is under way (its iterator is neither exhausted nor dropped).
+    """
+
+    epoch: int = 1
+    batch: int = 0
+    """Batches handed to the caller in this epoch."""
+    samples: int = 0
+    """Samples handed out in this epoch by all ranks together."""
+    finished: bool = False
+    """No batch of this epoch is left."""
+    start: dict[str, Any] | None = None
+    """What a replaying loader must restore to begin this epoch again."""
+    pending: bool = True
+    live: bool = False
+    token: int = 0
+    """Number of the newest iteration; older iterators no longer move the position."""
+    requested: int | None = None
+    """Epoch asked for by `set_epoch` while an iteration is live."""
+
+    @property
+    def next_epoch(self) -> int:
+        """Epoch of the live iteration, or else of the next one."""
+        return self.epoch if self.live or self.pending else self.epoch + 1
+
+    def move_to(self, epoch: int, *, batch: int = 0, samples: int = 0, finished: bool = False) -> None:
+        self.epoch, self.batch, self.samples, self.finished = epoch, batch, samples, finished
+        self.start, self.requested, self.pending, self.live = None, None, True, False
+
+    def set_epoch(self, epoch: int) -> None:
+        if self.live:
+            self.requested = epoch
+        elif not (self.pending and epoch == self.epoch):
+            self.move_to(epoch)
+
+    def begin(self) -> int:
+        """A new iteration begins; returns its token."""
+        if self.requested is not None:
+            self.move_to(self.requested)
+        elif not self.pending:
+            self.move_to(self.epoch + 1)
+        self.pending, self.live = False, True
+        self.token += 1
+        return self.token
+
+    def abandon(self) -> None:
+        """The iteration that has just begun could not be set up; the next one starts where it would have."""
+        self.pending, self.live = True, False
+
+    def advance(self, token: int, samples: int, finished: bool) -> None:
+        """One more batch was handed to the caller."""
+        if token == self.token and self.live:
+            self.batch += 1
+            self.samples = samples
+            self.finished = finished
+
+    def end(self, token: int, *, exhausted: bool) -> None:
+        """The iteration is exhausted or was dropped."""
+        if token == self.token and self.live:
+            self.live = False
+            self.finished = self.finished or exhausted
+            if self.requested is not None:
+                self.move_to(self.requested)
+
+
+def whole_number(name: str, value: object, *, low: int | None = None) -> int:
+    """`value` as an int; UsageError when it is not a whole number or is below `low`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"{name}={value!r} is not a whole number") from None
+    if low is not None and number < low:
+        raise UsageError(f"{name}={number} is below {low}")
+    return number
+
+
+def changes(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise MismatchError when `state` comes from another kind of loader or from other settings than `expected`."""
+    if state.get("kind") != kind:
+        raise MismatchError(
+            f"the checkpoint's data position was written by another kind of loader ({state.get('kind')!r}, "
+            f"this one is {kind!r}); use the loader of that run, or start afresh"
+        )
+    different = [
+        f"{name} was {state.get(name)!r}, is {value!r}" for name, value in expected.items() if state.get(name) != value
+    ]
+    if different:
+        raise MismatchError(
+            f"the data loader has changed since the checkpoint: {'; '.join(different)}. "
+            "Use the values of that run, or start afresh"
+        )
+    for name in ("epoch", "batch", "samples"):
+        value = state.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")

@@ -1,0 +1,257 @@
+"""The loader for everything else: custom samplers, iterable data sets, any iterable that can be begun again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from mindx_elastic.alarm.shield import WorkerShield
+from mindx_elastic.config import Settings
+from mindx_elastic.data.iteration import Engine
+from mindx_elastic.data.order_state import capture_part, restore_part
+from mindx_elastic.data.permutation import mix
+from mindx_elastic.data.position import changes, whole_number
+from mindx_elastic.data.sampler import current_ranks
+from mindx_elastic.data.seeding import (
+    SeededDataset,
+    as_collated,
+    capture_streams,
+    preserved_streams,
+    restore_streams,
+)
+from mindx_elastic.data.skipping import SkippingSampler, too_short
+from mindx_elastic.data.workers import WorkerStart, make_torch_loader
+from mindx_elastic.errors import UsageError
+
+__all__ = ["ReplayLoader"]
+
+_KIND = "replay"
+_SAMPLE = 5  # keeps the augmentation's hashes apart from the other hashes of (seed, epoch)
+
+
+class ReplayLoader:
+    """Resumes any loader by beginning its epoch again and skipping what was consumed.
+
+    At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found
+    on the loader and
+    its samplers: generators, ``epoch``, ``state_dict()``. On resume these are put back, the iterator is
+    made anew, and the
+    consumed batches are skipped: on the level of indices, without loading, for map-style data sets; by
+    loading and dropping them for iterable ones. The loader itself is not changed (a subclass with its own ``__iter__`` gets another ``worker_init_fn``), and the workers are
+    shielded from signals.
+
+    What is weaker than `ResumableLoader`:
+    - skipping takes time in proportion to the batches consumed, and for iterable data sets as long as
+      loading them;
+    - the order is exact only if it follows from the noted state: a sampler that draws from a *global*
+      stream in the middle of the epoch, or an iterable data set with ``num_workers=0`` that does, sees
+      other numbers after a resume, because the model's own draws are not replayed. One that seeds itself at
+      the start, or runs in workers, is exact;
+    - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
+      exactly. With ``per_sample_seed=False`` it comes from the workers' running streams and differs after a
+      resume when workers are used; iterable data sets replay their worker streams, so there `num_workers`
+      must stay the same;
+    - the world size must stay the same, and sharding over ranks is the sampler's own business.
+
+    Args:
+        loader: a DataLoader, or any iterable that gives a new iterator each time.
+        seed: whole number for the augmentation.
+        per_sample_seed: see above.
+
+    Iterations, `set_epoch` and threads: as `ResumableLoader`. `set_epoch` is passed on to the sampler at once.
+    """
+
+    def __init__(self, loader: Iterable[Any], *, seed: int = 0, per_sample_seed: bool = True) -> None:
+        if not hasattr(loader, "__iter__"):
+            raise UsageError(f"{type(loader).__name__} is not iterable")
+        if isinstance(loader, Iterator):
+            raise UsageError("an iterator can be gone through only once; pass a DataLoader or a list of batches")
+        self.on_iterator_ready: Callable[[], None] | None = None
+        self.worker_grace_s: float | None = None
+        self.loader = loader
+        self.seed = whole_number("seed", seed)
+        self._engine = Engine()
+        self._settings: dict[str, Any] | None = None
+        # A subclass with its own __iter__ decides by itself what a batch is; it can only be consumed.
+        self._stock = loader if isinstance(loader, DataLoader) and _iterates_as_stock(loader) else None
+        self._skipper: SkippingSampler | None = None
+        if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
+            self._skipper = SkippingSampler(self._stock, seeded=per_sample_seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
+            raise AttributeError(name)
+        return getattr(self.loader, name)  # dataset, batch_size, num_workers, ...
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the running iteration, or else of the next one."""
+        return self._engine.cursor.next_epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is `epoch`; see `ResumableLoader.set_epoch`."""
+        epoch = whole_number("epoch", epoch, low=0)
+        self._engine.cursor.set_epoch(epoch)
+        for part in self._parts().values():
+            if part is not self.loader and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        cursor = self._engine.cursor
+        cursor.begin()
+        announce: Callable[[], None] = _nothing
+        try:
+            self._settings = self._current_settings()
+            if cursor.start is None:
+                # Streams are restored before torch draws from them, as in a run that was never stopped.
+                self._announce()
+                cursor.start = self._capture()
+                batches = self._open(0)
+            else:
+                announce = self._announce
+                with preserved_streams():
+                    self._restore(cursor.start)
+                    batches = self._open(cursor.batch)
+        except BaseException:
+            cursor.abandon()
+            raise
+        return self._engine.iterate(batches, progress=_no_samples, announce=announce, persistent=self._persistent)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position and what is needed to begin its epoch again.
+
+        About 10 KB of arrays, which the dicts of one epoch share: do not change them in place.
+        """
+        if self._settings is None:
+            self._settings = self._current_settings()
+        cursor = self._engine.cursor
+        return {
+            **self._settings,
+            "epoch": cursor.epoch,
+            "batch": cursor.batch,
+            "samples": 0,
+            "finished": cursor.finished,
+            "start": cursor.start,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The next iteration replays up to this position.
+
+        Raises MismatchError, and changes nothing, when length, seed, world size or (iterable data sets)
+        num_workers have changed, or when another kind of loader wrote the state.
+        """
+        changes(_KIND, state, self._current_settings())
+        self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
+        self._engine.cursor.start = state.get("start")
+        self._settings = None
+
+    def shutdown(self) -> None:
+        """End the worker processes now: ask, wait half a second, SIGKILL.
+
+        Idempotent; any thread, but not two at once.
+        """
+        self._engine.shutdown()
+
+    @property
+    def _persistent(self) -> bool:
+        return bool(getattr(self.loader, "persistent_workers", False))
+
+    def _announce(self) -> None:
+        if self.on_iterator_ready is not None:
+            self.on_iterator_ready()
+
+    def _current_settings(self) -> dict[str, Any]:
+        try:
+            length: int | None = len(self)
+        except (TypeError, NotImplementedError):
+            length = None
+        workers = None if self._skipper is not None else getattr(self.loader, "num_workers", None)
+        world_size = current_ranks(None, None)[1]
+        return {
+            "kind": _KIND, "seed": self.seed, "length": length, "num_workers": workers, "world_size": world_size
+        }  # fmt: skip
+
+    def _open(self, skip: int) -> Iterator[Any]:
+        if self._skipper is not None:
+            prefix = mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], _SAMPLE)
+            self._skipper.begin_at(skip, prefix)
+            batches = self._engine.open(self._build, persistent=self._persistent)
+            self._skipper.skip_now()
+            return batches
+        batches = self._engine.open(self._build, persistent=self._persistent)
+        for done in range(skip):
+            if next(batches, _END) is _END:
+                raise too_short(done, skip)
+        return batches
+
+    def _build(self) -> Any:
+        stock = self._stock
+        if stock is None:
+            self._shield_subclass()
+            return self.loader
+        dataset: Any = stock.dataset
+        collate_fn: Any = stock.collate_fn
+        if self._skipper is None:
+            sampler: dict[str, Any] = {"batch_size": stock.batch_size, "drop_last": stock.drop_last}
+        elif stock.batch_sampler is not None:
+            sampler = {"batch_sampler": self._skipper}
+        else:
+            sampler = {"sampler": self._skipper, "batch_size": None}
+        if self._skipper is not None and self._skipper.seeded:
+            dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
+        return make_torch_loader(
+            stock, dataset, sampler, collate_fn, generator=stock.generator, grace_s=self.worker_grace_s
+        )
+
+    def _shield_subclass(self) -> None:
+        loader = self.loader
+        if not isinstance(loader, DataLoader) or isinstance(loader.worker_init_fn, WorkerShield):
+            return
+        life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
+        loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
+
+    def _parts(self) -> dict[str, Any]:
+        """The objects whose state decides the order, by name."""
+        batch_sampler = getattr(self.loader, "batch_sampler", None)
+        parts = {
+            "loader": self.loader,
+            "sampler": getattr(self.loader, "sampler", None),
+            "batch_sampler": batch_sampler,
+            "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
+            # A map-style data set is loaded from at its own pace, ahead of the position, so noting it would
+            # not help.
+            "dataset": getattr(self.loader, "dataset", None) if self._skipper is None else None,
+        }
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def _capture(self) -> dict[str, Any]:
+        return {
+            "streams": capture_streams(),
+            "parts": {name: capture_part(part) for name, part in self._parts().items()},
+        }
+
+    def _restore(self, start: Mapping[str, Any]) -> None:
+        for name, part in self._parts().items():
+            restore_part(part, start["parts"].get(name, {}))
+        restore_streams(start["streams"])
+
+
+_END = object()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _no_samples(count: int) -> tuple[int, bool]:
+    return 0, False
+
+
+def _iterates_as_stock(loader: DataLoader[Any]) -> bool:
+    kind = type(loader)
+    return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator

@@ -1,0 +1,180 @@
+"""Loader worker processes: started so that a signal to the whole job cannot kill them, ended so that none
+can hang us.
+
+The only file that touches torch's private loader state. Why torch's own ways do not do:
+- torch ends workers with SIGTERM as the last resort, and so does the interpreter's exit; a shielded worker
+  defers SIGTERM for the grace period, so a stuck one would hold the process up. We end with SIGKILL, after
+  torch has let go of the pids (its SIGCHLD handler would turn the kill into an exception in the training
+  thread).
+- A worker is not shielded until its `worker_init_fn` runs, seconds after its start under "spawn". So it is
+  started with the signals blocked (children inherit the mask) and unblocks them once it is shielded.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data._utils import signal_handling
+
+from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
+from mindx_elastic.config import Settings
+from mindx_elastic.data.seeding import SeededDataset
+
+__all__ = ["WorkerStart", "end_workers", "make_torch_loader", "open_iterator"]
+
+_EXIT_GRACE_S = 0.5
+_KILL_WAIT_S = 5.0
+
+_open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # only read by the exit hook
+_exit_hook_pid: int | None = None  # the process whose exit hook is registered: a forked child has none of its own
+
+
+class WorkerStart:
+    """A picklable ``worker_init_fn``, run inside a `WorkerShield`: opens the worker to signals, then calls
+    the user's own.
+
+    The user's function finds its own data set in ``get_worker_info().dataset``, not our wrapper.
+    """
+
+    def __init__(self, user_init: Callable[[int], None] | None = None) -> None:
+        self.user_init = user_init
+
+    def __call__(self, worker_id: int) -> None:
+        signal.set_wakeup_fd(-1)  # a forked worker shares the trainer's: its own signals would ring there
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SHIELDED_SIGNALS)
+        info = get_worker_info()
+        if info is not None and isinstance(info.dataset, SeededDataset):
+            object.__setattr__(info, "dataset", info.dataset.wrapped)  # torch freezes the record; this is its twin
+        if self.user_init is not None:
+            self.user_init(worker_id)
+
+
+def make_torch_loader(
+    template: DataLoader[Any],
+    dataset: Any,
+    sampler: dict[str, Any],
+    collate_fn: Callable[[Any], Any] | None,
+    *,
+    generator: torch.Generator | None,
+    grace_s: float | None,
+) -> DataLoader[Any]:
+    """A stock DataLoader with `template`'s settings as they are now, and shielded workers.
+
+    `sampler` holds the sampler arguments. `grace_s`: how long a signalled worker may live on (None: the
+    environment's).
+    """
+    workers: dict[str, Any] = {}
+    if template.num_workers:
+        life_s = Settings.from_env().grace_s if grace_s is None else grace_s
+        workers = {
+            "worker_init_fn": WorkerShield(WorkerStart(template.worker_init_fn), grace_s=life_s),
+            "multiprocessing_context": template.multiprocessing_context,
+            "prefetch_factor": template.prefetch_factor,
+            "persistent_workers": template.persistent_workers,
+        }
+    if template.pin_memory_device:
+        workers["pin_memory_device"] = template.pin_memory_device
+    return DataLoader(
+        dataset,
+        num_workers=template.num_workers,
+        collate_fn=collate_fn,
+        # Without an accelerator there is nothing to pin for; torch would warn at every epoch.
+        pin_memory=template.pin_memory and torch.accelerator.is_available(),
+        timeout=template.timeout,
+        generator=generator,
+        **sampler,
+        **workers,
+    )
+
+
+def open_iterator(loader: Any) -> Iterator[Any]:
+    """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
+    try:
+        with _without_fork_warning():
+            iterator: Iterator[Any] = iter(loader)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    if getattr(iterator, "_workers", None):
+        _open_iterators.add(iterator)
+        _register_exit_hook()
+    return iterator
+
+
+@contextmanager
+def _without_fork_warning() -> Iterator[None]:
+    # Python 3.12 warns when a process with threads forks, and torch alone starts threads. The workers do
+    # not use them.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
+        yield
+
+
+def end_workers(iterator: Any, *, grace_s: float) -> None:
+    """End the worker processes behind `iterator`: ask, wait at most `grace_s` for all of them together,
+    then SIGKILL.
+
+    Any thread. Does nothing for an iterator without workers, or the second time.
+    """
+    workers = getattr(iterator, "_workers", None)
+    if not workers or iterator._shutdown:
+        return
+    iterator._shutdown = True  # torch's own shutdown, run when the iterator is freed, now finds nothing to do
+    if iterator._worker_pids_set:
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    deadline = time.monotonic() + grace_s
+    _end_pin_memory_thread(iterator)
+    # In a thread, because a worker that was killed while it held the event's lock would block us for ever.
+    asking = threading.Thread(target=iterator._workers_done_event.set, daemon=True)
+    asking.start()
+    asking.join(grace_s)
+    for queue in iterator._index_queues:
+        queue.put(None)
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    for worker in workers:
+        worker.join(_KILL_WAIT_S)
+    for queue in [*iterator._index_queues, iterator._worker_result_queue]:
+        queue.cancel_join_thread()
+        queue.close()
+
+
+def _end_pin_memory_thread(iterator: Any) -> None:
+    thread = getattr(iterator, "_pin_memory_thread", None)
+    if thread is None:
+        return
+    # First, as torch does: workers that are ending may leave half an object in the queue that this thread
+    # reads.
+    iterator._pin_memory_thread_done_event.set()
+    iterator._worker_result_queue.put((None, None))
+    thread.join(_KILL_WAIT_S)
+
+
+def _register_exit_hook() -> None:
+    # Registered late, so that it runs before multiprocessing's own exit hook, which would wait for shielded
+    # workers.
+    global _exit_hook_pid
+    if _exit_hook_pid is None:
+        _exit_hook_pid = os.getpid()
+        atexit.register(_end_all_at_exit)
+
+
+def _end_all_at_exit() -> None:
+    if os.getpid() == _exit_hook_pid:
+        for iterator in list(_open_iterators):
+            end_workers(iterator, grace_s=_EXIT_GRACE_S)

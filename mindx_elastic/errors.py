@@ -1,0 +1,119 @@
+"""Every exception of the package, in one tree.
+
+::
+
+    MindxError
+    +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
+    +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
+    +-- CheckpointError
+        +-- SaveError (OSError)              a file could not be written; older files are untouched
+        +-- UnsafeDirectoryError (PermissionError)  a directory that others may write to
+        +-- CorruptCheckpointError (ValueError)     damaged bytes: truncated, flipped, malformed
+        +-- ForeignCheckpointError (ValueError)     a sound file that this package did not write
+        +-- MismatchError (ValueError)       a good checkpoint that does not fit this model, loader or world size
+        +-- NoUsableCheckpointError (FileNotFoundError)  there are checkpoints, none of them can be resumed from
+
+    GracefulExit (SystemExit)                not an error: the job was asked to stop and its state is durable
+
+A message says what happened, to which file, rank, step or tensor, and what to do about it. The same facts are fields.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "ForeignCheckpointError",
+    "GracefulExit",
+    "MindxError",
+    "MismatchError",
+    "NoUsableCheckpointError",
+    "SaveError",
+    "UnsafeDirectoryError",
+    "UnsupportedStateError",
+    "UsageError",
+]
+
+StrPath = str | os.PathLike[str]
+
+
+class MindxError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class UsageError(MindxError, ValueError):
+    """An argument or a call that cannot work; nothing was started and nothing was written."""
+
+
+class UnsupportedStateError(MindxError, TypeError):
+    """A value that a checkpoint cannot hold.
+
+    `where` is its place in the state, for example ``optimizer.state.0.exp_avg``.
+    """
+
+    def __init__(self, where: str, problem: str) -> None:
+        self.where = where
+        super().__init__(f"{where}: {problem}")
+
+
+class CheckpointError(MindxError):
+    """Base of everything that goes wrong with a checkpoint file. `path` names it (None: no single file)."""
+
+    def __init__(self, message: str, *, path: StrPath | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        super().__init__(message)
+
+
+class SaveError(CheckpointError, OSError):
+    """A checkpoint could not be written. Older files are untouched; training may go on.
+
+    `rank` and `step` say whose state was to be saved; ``__cause__`` holds the original error.
+    """
+
+    def __init__(
+        self, message: str, *, path: StrPath | None = None, rank: int | None = None, step: int | None = None
+    ) -> None:
+        super().__init__(message, path=path)
+        self.rank = rank
+        self.step = step
+
+
+class UnsafeDirectoryError(CheckpointError, PermissionError):
+    """A directory that other users may write to and that is not ours: a checkpoint there could be anybody's."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """Damaged bytes. `tensor` names the first bad tensor when the header was still readable."""
+
+    def __init__(self, message: str, *, path: StrPath | None = None, tensor: str | None = None) -> None:
+        super().__init__(message, path=path)
+        self.tensor = tensor
+
+
+class ForeignCheckpointError(CheckpointError, ValueError):
+    """A file that this package did not write (no ``mindx.schema`` in its metadata, or a newer schema)."""
+
+
+class MismatchError(CheckpointError, ValueError):
+    """A sound checkpoint that does not fit the job: changed model, loader or world size."""
+
+
+class NoUsableCheckpointError(CheckpointError, FileNotFoundError):
+    """Checkpoints exist and none can be resumed from. Raised instead of a silent fresh start."""
+
+
+class GracefulExit(SystemExit):
+    """Raised in the training thread once the job's state is durable; leaves the interpreter with `code`.
+
+    A `SystemExit`, so that ``except Exception`` in user code does not swallow it and an uncaught one ends the
+    process with the right exit code and no traceback.
+    """
+
+    def __init__(self, code: int, *, reason: str, step: int | None, path: StrPath | None) -> None:
+        super().__init__(code)
+        self.reason = reason
+        self.step = step
+        self.path = None if path is None else Path(path)

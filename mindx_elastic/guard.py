@@ -1,0 +1,469 @@
+"""`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
+
+The callbacks and integrations are thin layers on it. What stops a job lives in `stopping`, what writes files in `saving`; this
+file holds the life of a guard: enter (resume, install), steps, leave (restore).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.flag_file import FlagFile
+from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.rng import restore_rng
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.storage import prepare_directory, remove_stale_temps
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name
+from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.saving import Saver
+from mindx_elastic.stopping import Stopper
+
+__all__ = ["DEFAULT_SIGNALS", "Guard"]
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_ALL_ALARMS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+_entered: list[Guard] = []
+
+
+class Guard:
+    """Context manager around a training loop.
+
+    ::
+
+        guard = Guard(model=model, optimizer=opt, lr_scheduler=sched, loader=loader, directory="ckpt", prefix="resnet")
+        with guard:
+            for epoch in guard.epochs(90):
+                for x, y in loader:
+                    ...
+                    opt.step()
+                    sched.step()
+                    guard.step_end()
+
+    Entering resumes if there is something to resume, then installs signal handlers; leaving restores them. Enter it in the
+    main thread, one at a time in a process, after DDP has wrapped the model. With several ranks every rank enters it.
+
+    Arguments (all by keyword):
+
+    * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects. Whatever has
+      ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader` also carries the
+      position inside the epoch and the randomness of its workers.
+    * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
+      folders when there are several ranks.
+    * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
+    * `grace_s`: seconds from an alarm until the process must be gone; default ``MINDX_GRACE_S`` or 30.
+    * `save_on_exception`: save the last boundary when an exception leaves the block.
+    * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
+    * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
+    * `allow_shared_directory`: accept a directory that other users may write to.
+
+    Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | Path,
+        prefix: str = "ckpt",
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        resume: str | Path = "auto",
+        grace_s: float | None = None,
+        save_on_exception: bool = True,
+        signals: Sequence[int] = DEFAULT_SIGNALS,
+        flag_file: str | Path | None = None,
+        policies: Sequence[ExitPolicy] | None = None,
+        periodic: Sequence[PeriodicPolicy] = (),
+        append_info: Sequence[object] = (),
+        allow_shared_directory: bool = False,
+    ) -> None:
+        self._directory, self._prefix = Path(directory), prefix
+        self._resume, self._grace_s = resume, grace_s
+        self._allow_shared = allow_shared_directory
+        self.loader = loader
+        self._periodic = tuple(periodic)
+        self._targets = _name_targets(
+            model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
+        )
+        if policies is None:
+            alarms = _ALL_ALARMS if save_on_exception else _ALL_ALARMS - {"exception"}
+            policies = [
+                ExitPolicy(
+                    kind="breakpoint",
+                    alarms=alarms,
+                    name=breakpoint_name(prefix),
+                    directory=self._directory,
+                    signals=tuple(signals),
+                    flag_file=None if flag_file is None else Path(flag_file),
+                    append_info=tuple(append_info),
+                )
+            ]
+        self._policies = tuple(policies)
+        self.resumed_from_step: int | None = None
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self.resumed_path: Path | None = None
+        self.run_id = ""
+        self._step = self._epoch = self._step_in_epoch = 0
+        self._cut = True
+        self._finished = False
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Guard:
+        if threading.current_thread() is not threading.main_thread():
+            raise UsageError(
+                f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: signal handlers "
+                "can only be installed there. Start the training from the main thread"
+            )
+        if _entered:
+            raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")
+        with ExitStack() as stack:
+            self._open(stack)
+            _entered.append(self)
+            stack.callback(_entered.remove, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._conclude(error)
+        finally:
+            self._stack.close()
+
+    def _open(self, stack: ExitStack) -> None:
+        settings = Settings.from_env()
+        if self._grace_s is not None:
+            settings = _with_grace(settings, self._grace_s)
+        env = RankInfo.from_env()
+        self.ranks = current_ranks(env)
+        self._log_filter = RankFilter(
+            rank=self.ranks.rank, world_size=self.ranks.world_size, attempt=self.ranks.attempt
+        )
+        console = attach_console(self._log_filter, settings.log_level)
+        if console is not None:
+            stack.callback(logger.removeHandler, console)
+        directories = self._prepare_directories()
+        self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
+        self._collector = Collector(self._targets)
+        flatten(self._collector.state())  # names what a checkpoint cannot hold now, not at death
+        self._exchange = open_exchange(self.ranks)
+        stack.callback(self._exchange.close)
+        self._resume_or_start(directories)
+        self._start_stages(stack, settings)
+
+    def _prepare_directories(self) -> list[Path]:
+        wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
+        ready = {path: prepare_directory(path, allow_shared=self._allow_shared) for path in wanted}
+        directories = list(dict.fromkeys(ready.values()))
+        for directory in directories:
+            folder = directory / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else directory
+            if folder.is_dir():
+                remove_stale_temps(folder)
+        return directories
+
+    def _start_stages(self, stack: ExitStack, settings: Settings) -> None:
+        self._update_gate = UpdateGate()
+        self._update_gate.watch(self._collector.parameters)
+        stack.callback(self._update_gate.unwatch)
+        self._record_gradient_order(stack)
+        self._step_gate = StepGate(self._step)
+        self._saver = Saver(self._collector, self._update_gate, self.ranks, self._events, run_id=self.run_id)
+        stack.callback(self._saver.close)
+        watcher = Watcher(lambda signum: self._hear_signal(signum))
+        self._watcher = watcher
+        parameter_bytes = sum(p.numel() * p.element_size() for p in self._collector.parameters)
+        self.stopper = Stopper(
+            step_gate=self._step_gate,
+            update_gate=self._update_gate,
+            exchange=self._exchange,
+            watcher=watcher,
+            saver=self._saver,
+            ranks=self.ranks,
+            settings=settings,
+            policies=self._policies,
+            events=self._events,
+            state_bytes=lambda: 3 * parameter_bytes,  # with the two moments of Adam
+            already_durable=self._already_durable,
+        )
+        watcher.start()
+        stack.callback(watcher.stop)
+        self._exchange.listen(lambda content: watcher.post(lambda: self.stopper.hear_peer(content)))
+        for policy in self._policies:
+            if policy.flag_file is not None and "flag" in policy.alarms and settings.graceful_exit is not False:
+                self._poll_flag(FlagFile(policy.flag_file), settings.flag_poll_s)
+        signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
+        self._handlers = stack.enter_context(SignalHandlers(signals, watcher))
+
+    def _hear_signal(self, signum: int) -> None:
+        if self._handlers.hear(signum):
+            self.stopper.hear_signal(signum)
+
+    def _poll_flag(self, flag: FlagFile, period_s: float) -> None:
+        def look() -> None:
+            if flag.poll():
+                self.stopper.hear_flag(flag.path)
+            self._watcher.call_at(time.monotonic() + period_s, look)
+
+        self._watcher.post(look)
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """The block is over: finished, stopped gracefully, or failed."""
+        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
+            self._exchange.leave()
+            self.stopper.wait_while_saving()
+            self._saver.drain()
+            for policy in self._periodic:
+                self._saver.prune(policy)
+            self._events.emit("end", step=self._step, outcome="finished")
+            return
+        if isinstance(error, GracefulExit):
+            self._events.emit("exit", step=error.step, reason=error.reason, outcome=str(error.code))
+            return
+        self.stopper.on_exception(error)
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind != "exception":
+            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
+            logger.warning("%s: %s while stopping", type(error).__name__, error)
+            leaving = self.stopper.exit()
+            self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
+            raise leaving from error
+        self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+
+    # --- start: resume or fresh --------------------------------------------------------------------------------------
+
+    def _resume_or_start(self, directories: Sequence[Path]) -> None:
+        found = find_and_read(directories, self.ranks, self._exchange, resume=self._resume)
+        fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+        self._exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
+        self.run_id = self._events.run_id = self._exchange.collect("run_id", 600.0)[0]
+        if found is None:
+            logger.info("fresh start in %s", directories[0])
+            self._collector.copy(Position())
+            self._events.emit("start", step=0, outcome="fresh")
+            return
+        self._load(found)
+
+    def _load(self, found: Resumed) -> None:
+        began = time.perf_counter()
+        info = found.checkpoint.info
+        for note in self._collector.load(found.checkpoint.state):
+            logger.warning("%s", note)
+        for name, module in self._ddp_modules():
+            problem = replay_gradient_order(module, self._collector.gradient_order.get(name, []))
+            if problem is not None:
+                logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+        position = self._collector.position
+        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
+        self.resumed_from_step, self.resumed_path = position.step, found.path
+        self._log_filter.attempt = self._events.attempt = max(self.ranks.attempt, info.attempt + 1)
+        self._restore_rng(found)
+        self._collector.copy(position)
+        for line in found.rejected:
+            logger.warning("%s", line)
+        logger.info(
+            "resumed from %s: step %d (epoch %d, step %d), saved because of %s",
+            found.path, info.step, info.epoch, info.step_in_epoch, info.reason,
+        )  # fmt: skip
+        self._events.emit(
+            "resume",
+            step=info.step,
+            reason=info.reason,
+            duration_s=time.perf_counter() - began,
+            outcome="resumed",
+            path=str(found.path),
+            rejected=list(found.rejected),
+        )
+
+    def _restore_rng(self, found: Resumed) -> None:
+        """Now, and once more when the loader's iterator exists: creating it, and code before it, may draw numbers."""
+        state = found.checkpoint.state["rng"]
+        restore_rng(state)
+        if not hasattr(self.loader, "on_iterator_ready"):
+            return
+
+        def once() -> None:
+            self.loader.on_iterator_ready = None
+            restore_rng(state)
+
+        self.loader.on_iterator_ready = once
+
+    def _ddp_modules(self) -> list[tuple[str, DistributedDataParallel]]:
+        return [(name, t) for name, t in self._targets.items() if isinstance(t, DistributedDataParallel)]
+
+    def _record_gradient_order(self, stack: ExitStack) -> None:
+        self._orders: dict[str, GradientOrder] = {}
+        for name, module in self._ddp_modules():
+            if not self._collector.gradient_order.get(name):
+                self._orders[name] = GradientOrder(module)
+                self._orders[name].record()
+
+    def _already_durable(self) -> Path | None:
+        """The file that this run was resumed from, while no boundary has been passed since."""
+        return self.resumed_path if self._collector.position.step == self.resumed_from_step else None
+
+    # --- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """The last boundary passed."""
+        return Position(self._step, self._epoch, self._step_in_epoch, self._batches_per_epoch())
+
+    @property
+    def rank(self) -> int:
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks.world_size
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+
+        An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch: so code
+        after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without the stop.
+        """
+        if num_epochs < 0:
+            raise UsageError(f"epochs({num_epochs}): the number of epochs cannot be negative")
+        for epoch in range(max(1, self._epoch), num_epochs + 1):
+            if epoch != self._epoch:
+                self._epoch, self._step_in_epoch = epoch, 0
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(epoch)
+            yield epoch
+        self._step_gate.leave_step()
+
+    def step_end(self, **scalars: Any) -> None:
+        """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
+
+        Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window (gradients, but no
+        update since the last call) it counts a step; the job stops at the window's end. `scalars` are accepted for logging.
+        """
+        self.boundary()
+        self.finish_step()
+
+    def boundary(self) -> None:
+        """First half of `step_end`: everything has stepped; copy the volatile state."""
+        if self._epoch == 0 or self.loader_epoch() not in (0, self._epoch):
+            self._epoch, self._step_in_epoch = max(1, self.loader_epoch(), self._epoch), 0
+        self._step += 1
+        self._step_in_epoch += 1
+        self._cut = self._update_gate.updated or not self._window_open()
+        if not self._cut:
+            return
+        for name, order in list(self._orders.items()):
+            if order.finish():
+                self._collector.gradient_order[name] = self._orders.pop(name).order
+        position = self.position
+        if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
+            logger.warning(
+                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update", self._step
+            )
+
+    def finish_step(self, amend: Sequence[str] = ()) -> None:
+        """Second half of `step_end`: periodic saves and the stop. `amend` names parts to copy again (callbacks' counters)."""
+        if amend:
+            self._collector.copy_components(tuple(amend))
+        self._log_filter.step = self._step
+        if self._step_gate.arrive(self._step):
+            self.stopper.at_limit(is_cut=self._cut)
+        for policy in self._periodic:
+            if self._cut and policy.due(self.position):
+                with self.outside_step():
+                    self._saver.save_periodic(policy)
+
+    def loader_epoch(self) -> int:
+        """The loader's own epoch, 0 when it has none."""
+        return int(getattr(self.loader, "epoch", 0) or 0)
+
+    def poll(self) -> None:
+        """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
+        if self._step_gate.at_limit():
+            self.stopper.at_limit(is_cut=True)
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Around an evaluation or anything long between two steps: the job can then stop at the boundary it already has."""
+        self._step_gate.leave_step()
+        try:
+            yield
+        finally:
+            if self._step_gate.enter_step():
+                self.stopper.at_limit(is_cut=True)
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
+        self._watcher.post(lambda: self.stopper.hear_user(reason, exit_code))
+
+    def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
+        """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
+        with self._update_gate.hold(0.0) as problem:
+            if problem is not None:
+                raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
+            target = None if path is None else Path(path)
+            return self._saver.save_to(target, self._directory, self._prefix, reason).path
+
+    def _window_open(self) -> bool:
+        """No optimizer has stepped since the last boundary: is a gradient accumulation window under way?"""
+        if self._update_gate.changed_since_boundary():
+            return False  # updated by hand
+        return any(p.grad is not None for p in self._collector.parameters)
+
+    def _batches_per_epoch(self) -> int:
+        try:
+            return len(self.loader)
+        except (TypeError, NotImplementedError):
+            return 0
+
+
+def _with_grace(settings: Settings, grace_s: float) -> Settings:
+    from dataclasses import replace
+
+    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0.5 <= grace_s <= 86400:
+        raise UsageError(f"grace_s={grace_s!r}: give seconds from 0.5 to 86400")
+    return replace(settings, grace_s=float(grace_s))
+
+
+def _name_targets(
+    *, model: Any, optimizer: Any, lr_scheduler: Any, scaler: Any, loader: Any, stateful: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """One name for each object, as it will stand in the checkpoint's tree."""
+    named: dict[str, Any] = {}
+    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+        if isinstance(value, (list, tuple)):
+            named.update({f"{name}_{index}": one for index, one in enumerate(value)})
+        elif value is not None:
+            named[name] = value
+    if loader is not None:
+        named["loader"] = loader
+    for name, value in (stateful or {}).items():
+        if name in named or name in ("rng", "progress", "gradient_order"):
+            raise UsageError(f"stateful[{name!r}]: that name is taken; choose another")
+        named[name] = value
+    return named

@@ -1,0 +1,321 @@
+"""What checkpoints there are under a directory, judged by their headers and never by their names.
+
+Looked at: the directory itself, ``rank_*/``, ``tft_saved_checkpoints-step_*/`` and the rank folders inside
+it. Not looked at: ``quarantine/``, temporary files, anything deeper. A *folder* may be a symbolic link (people
+put ranks on different disks); a checkpoint *file* that is one is listed as a problem and never opened: whoever
+can plant a link must not choose which bytes a job loads.
+
+A damaged or foreign file is an entry with a `problem`, so that the caller can tell "there is nothing" from
+"there is something, and none of it can be used"; the second must never become a silent fresh start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath
+from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
+from mindx_elastic.persist.storage import TEMP_SUFFIX
+
+__all__ = [
+    "KIND_ORDER",
+    "Catalog",
+    "CatalogEntry",
+    "StepSet",
+    "group_steps",
+    "looks_ours",
+    "read_entry",
+    "scan",
+]
+
+KIND_ORDER = ("breakpoint", "request_exit", "periodic")
+"""Which of several files of one step and rank is taken first. Kinds that are not listed come last."""
+
+_SUFFIX = ".safetensors"
+_RANK_FOLDER = re.compile(r"rank_(\d+)")
+_TFT_FOLDER = re.compile(r"tft_saved_checkpoints-step_\d+")
+_OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
+_SNIFF_BYTES = 4096  # our metadata stands at the very beginning
+_FILE_TYPES = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """One file (or one folder that could not be listed)."""
+
+    path: Path
+    """Where it lies, under the scanned directory as it was given."""
+    header: Header | None
+    """Its header, when that could be read and is sound; the tensors' digests are *not* checked by a scan."""
+    problem: str | None
+    """Why it cannot be used; None for a good header."""
+    foreign: bool
+    """A sound file that this package did not write."""
+    looks_ours: bool
+    """Its name has the shape of our trees (or a folder that may hide such files): worth quarantine and a
+    warning."""
+    size: int
+    """Bytes."""
+    mtime: float
+    """Unix seconds, from the file system."""
+
+    @property
+    def info(self) -> CheckpointInfo | None:
+        """What the header says about the run and the step; None for an entry with a problem."""
+        return None if self.header is None else self.header.info
+
+
+@dataclass(frozen=True)
+class StepSet:
+    """Everything that was found for one step of one run."""
+
+    run_id: str
+    step: int
+    entries: tuple[CatalogEntry, ...]
+    """By rank; of one rank the resumable ones first, then by `KIND_ORDER`, then the newest."""
+    world_size: int
+    """Of the newest file, should they disagree."""
+    complete: bool
+    """Every rank has a resumable file of this run, step and world size. Digests are not checked yet."""
+    missing_ranks: tuple[int, ...]
+    """Ranks without a resumable file."""
+    why_incomplete: str | None
+    """One line for a person; None when complete."""
+    reasons: tuple[str, ...]
+    """Distinct reasons of the files that would be used, in rank order."""
+    created: float
+    """Unix seconds of the newest file."""
+    resumable: bool
+    """At least one file may be resumed from."""
+
+    @property
+    def best(self) -> dict[int, CatalogEntry]:
+        """For each rank that was found the entry to try first."""
+        chosen: dict[int, CatalogEntry] = {}
+        for entry in self.entries:
+            chosen.setdefault(_info(entry).rank, entry)
+        return chosen
+
+    def of_rank(self, rank: int) -> tuple[CatalogEntry, ...]:
+        """All entries of one rank, the one to try first in front."""
+        return tuple(entry for entry in self.entries if _info(entry).rank == rank)
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """The header facts of the lowest rank's best file."""
+        return _info(self.entries[0])
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """The result of a scan. `steps`: the run with the newest file first, inside a run the highest step
+    first."""
+
+    directory: Path
+    entries: tuple[CatalogEntry, ...]
+    steps: tuple[StepSet, ...]
+    rank: int | None = None
+    """Set when only one rank's files were looked at; `StepSet.complete` then speaks of that rank alone."""
+
+    @property
+    def problems(self) -> tuple[CatalogEntry, ...]:
+        """Entries that cannot be used."""
+        return tuple(entry for entry in self.entries if entry.problem is not None)
+
+    def newest_complete(self, run_id: str | None = None) -> StepSet | None:
+        """The first complete step, of any run or of `run_id`."""
+        return next((s for s in self.steps if s.complete and run_id in (None, s.run_id)), None)
+
+
+def scan(directory: StrPath, *, rank: int | None = None) -> Catalog:
+    """Read the headers of all checkpoint files under `directory` (which may itself be a rank folder).
+
+    rank: look only at the directory itself and that rank's folders, and keep only that rank's files;
+    completeness is then judged for this rank alone. For jobs whose nodes do not share a disk, and to spare a
+    shared one.
+
+    A directory that does not exist is an empty catalog; one that cannot be listed, or any file that cannot be
+    read, is an entry with a problem. Files that vanish meanwhile (another rank's retention) are left out.
+    Nothing is raised for bad content. Reads only; any thread; blocks on the disk.
+    """
+    root = Path(directory)
+    entries = [entry for entry in _walk(root, rank) if rank is None or entry.info is None or entry.info.rank == rank]
+    return Catalog(root, tuple(entries), group_steps(entries, rank=rank), rank)
+
+
+def looks_ours(path: StrPath) -> bool:
+    """Whether the *name* is one that this package gives to checkpoint files. Says nothing about the
+    content."""
+    path = Path(path)
+    if path.suffix != _SUFFIX:
+        return False
+    return bool(_RANK_FOLDER.fullmatch(path.parent.name) or _OUR_NAME.fullmatch(path.name))
+
+
+def read_entry(path: Path) -> CatalogEntry | None:
+    """Judge one file by its header. None: it has vanished, or nothing about it suggests a checkpoint."""
+    try:
+        status = os.lstat(path)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            return None
+        return _bad(path, f"cannot be looked at: {error.strerror}", None)
+    named = path.suffix == _SUFFIX
+    if stat.S_ISLNK(status.st_mode):
+        # The target's bytes are not looked at even to find out whether the link matters; its name must do.
+        return _bad(path, "is a symbolic link; checkpoint files are never followed", status) if named else None
+    if not stat.S_ISREG(status.st_mode):
+        what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
+        return _bad(path, f"is {what}, not a file", status) if named else None
+    try:
+        if not named and not _sniff(path):
+            return None
+        header = read_header(path)
+    except FileNotFoundError:
+        return None
+    except ForeignCheckpointError as error:
+        return _bad(path, _text(error, path), status, foreign=True)
+    except CheckpointError as error:
+        return _bad(path, _text(error, path), status)
+    except OSError as error:
+        return _bad(path, f"cannot be read: {error.strerror or error}", status)
+    return CatalogEntry(path, header, None, False, looks_ours(path), header.file_size, status.st_mtime)
+
+
+def group_steps(entries: Iterable[CatalogEntry], *, rank: int | None = None) -> tuple[StepSet, ...]:
+    """Sort good entries into steps; see `Catalog.steps` for the order and `scan` for `rank`. Pure."""
+    groups: dict[tuple[str, int], list[CatalogEntry]] = {}
+    for entry in entries:
+        if entry.info is not None:
+            groups.setdefault((entry.info.run_id, entry.info.step), []).append(entry)
+    steps = [_step_set(group, rank) for group in groups.values()]
+    activity: dict[str, float] = {}
+    for step_set in steps:
+        activity[step_set.run_id] = max(activity.get(step_set.run_id, step_set.created), step_set.created)
+    steps.sort(key=lambda s: (-activity[s.run_id], s.run_id, -s.step))
+    return tuple(steps)
+
+
+def _step_set(group: Sequence[CatalogEntry], rank: int | None) -> StepSet:
+    entries = tuple(sorted(group, key=_preference))
+    infos = [_info(entry) for entry in entries]
+    newest = max(infos, key=lambda info: info.created)
+    wanted = range(newest.world_size) if rank is None else (rank,)
+    there = {info.rank for info in infos if info.resumable}
+    missing = tuple(r for r in wanted if r not in there)
+    why = _why_incomplete(infos, missing, newest.world_size)
+    used: dict[int, str] = {}
+    for info in infos:
+        used.setdefault(info.rank, info.reason)
+    return StepSet(
+        run_id=newest.run_id,
+        step=newest.step,
+        entries=entries,
+        world_size=newest.world_size,
+        complete=why is None,
+        missing_ranks=missing,
+        why_incomplete=why,
+        reasons=tuple(dict.fromkeys(used.values())),
+        created=newest.created,
+        resumable=bool(there),
+    )
+
+
+def _why_incomplete(infos: Sequence[CheckpointInfo], missing: Sequence[int], world_size: int) -> str | None:
+    sizes = sorted({info.world_size for info in infos})
+    if len(sizes) > 1:
+        # Shares of two worlds do not add up to one state, even when each rank number is there once.
+        return f"files disagree on the world size ({', '.join(map(str, sizes))})"
+    useless = [r for r in missing if any(info.rank == r for info in infos)]
+    absent = [r for r in missing if r not in useless]
+    parts = [f"{_ranks(absent)} of {world_size} missing"] if absent else []
+    parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
+    return "; ".join(parts) or None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
+    info = _info(entry)
+    kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
+    return info.rank, not info.resumable, kind, -info.created, str(entry.path)
+
+
+def _info(entry: CatalogEntry) -> CheckpointInfo:
+    assert entry.header is not None  # only good entries are grouped
+    return entry.header.info
+
+
+def _walk(root: Path, rank: int | None) -> Iterator[CatalogEntry]:
+    folders = [root]
+    while folders:
+        folder = folders.pop(0)
+        try:
+            names = sorted(os.listdir(folder))
+        except OSError as error:
+            entry = _unlisted(folder, error, is_root=folder == root)
+            if entry is not None:
+                yield entry
+            continue
+        for name in names:
+            path = folder / name
+            if _is_our_folder(path, root, rank):
+                folders.append(path)
+            elif not (name.endswith(TEMP_SUFFIX) or _RANK_FOLDER.fullmatch(name)):
+                entry = read_entry(path)
+                if entry is not None:
+                    yield entry
+
+
+def _is_our_folder(path: Path, root: Path, rank: int | None) -> bool:
+    """Whether to go down into `path`: rank folders in the root and in TFT folders, TFT folders in the
+    root."""
+    in_rank = _RANK_FOLDER.fullmatch(path.name)
+    if in_rank is None:
+        return path.parent == root and _TFT_FOLDER.fullmatch(path.name) is not None
+    if rank is not None and int(in_rank[1]) != rank:
+        return False
+    return path.parent == root or _TFT_FOLDER.fullmatch(path.parent.name) is not None
+
+
+def _unlisted(folder: Path, error: OSError, *, is_root: bool) -> CatalogEntry | None:
+    if isinstance(error, FileNotFoundError) and not os.path.islink(folder):
+        return None  # no such directory yet, or it has vanished meanwhile
+    if isinstance(error, NotADirectoryError) and not is_root:
+        return read_entry(folder)  # only called like a folder
+    # It may hide any number of checkpoints (a disk that is not mounted, lost permissions): looks_ours, so
+    # that nobody takes it for an empty directory and starts afresh.
+    return CatalogEntry(folder, None, f"folder cannot be listed: {error.strerror}", False, True, 0, 0.0)
+
+
+def _sniff(path: Path) -> bool:
+    """Whether a file without our suffix starts like one of ours; spares a full parse of logs and the like."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        return b"mindx.schema" in os.pread(fd, _SNIFF_BYTES, 0)
+    finally:
+        os.close(fd)
+
+
+def _bad(path: Path, problem: str, status: os.stat_result | None, *, foreign: bool = False) -> CatalogEntry:
+    size, mtime = (0, 0.0) if status is None else (status.st_size, status.st_mtime)
+    return CatalogEntry(path, None, problem, foreign, looks_ours(path), size, mtime)
+
+
+def _text(error: CheckpointError, path: Path) -> str:
+    # The entry already names the file; a table with the path twice a row cannot be read.
+    return str(error).removeprefix(f"{path}: ")

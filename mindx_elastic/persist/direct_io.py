@@ -1,0 +1,202 @@
+"""One file written front to back, past the page cache, with digests taken on the way.
+
+Two threads share a small ring of aligned blocks: the caller copies tensor bytes into a block and hashes them while
+they are in the CPU's cache, a second thread writes full blocks. memmove, xxh3 and pwrite all release the GIL, so that
+the device never waits for the CPU (measured: copy + hash 7 GB/s, device 2-3 GB/s) and training goes on beside them.
+
+Rejected: buffered writes (0.4 GB/s here, all of it is copied once more and then waited for in fsync); a mapping of
+the file (no error code when the disk is full, only SIGBUS); direct I/O from the tensors' own memory (torch aligns to
+64 bytes, devices ask for up to 4096, and small tensors would need a request each).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import mmap
+import os
+import queue
+import threading
+
+import torch
+import xxhash
+
+__all__ = ["ALIGNMENT", "BlockWriter", "preallocate"]
+
+ALIGNMENT = 4096
+BLOCK_BYTES = 4 << 20
+NUM_BLOCKS = 4
+_PIECE_BYTES = 256 << 10  # copied, then hashed while it is still in the L2 cache
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def preallocate(fd: int, nbytes: int) -> bool:
+    """Reserve disk space, so that a full disk is found before the first byte is written.
+
+    Returns False where the file system cannot do it. Raises OSError (ENOSPC, EFBIG, EDQUOT) when there is no room. Not
+    `os.posix_fallocate`: that writes to every block where the system call is missing, which takes minutes over NFS.
+    """
+    if nbytes == 0:
+        return True
+    call = getattr(_libc, "fallocate64", None) or getattr(_libc, "fallocate", None)
+    if call is None:
+        return False
+    while call(fd, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) != 0:
+        code = ctypes.get_errno()
+        if code in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            return False
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
+    return True
+
+
+class BlockWriter:
+    """Writes from `offset` (a multiple of `ALIGNMENT`) of `fd` onwards; `put` and `finish` by one thread only.
+
+    `pinned` allocates the ring in page-locked memory, so that tensors on an accelerator are copied straight into it
+    at full speed. `close` ends the second thread; call it in any case.
+    """
+
+    def __init__(self, fd: int, offset: int, *, pinned: bool = False) -> None:
+        self._fd = fd
+        self._offset = offset
+        self._blocks = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned).view(NUM_BLOCKS, BLOCK_BYTES)
+        self._views = [memoryview(block.numpy()) for block in self._blocks]
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for index in range(NUM_BLOCKS):
+            self._free.put(index)
+        self._full: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._current, self._fill = self._free.get(), 0
+        self._error: BaseException | None = None
+        self._direct = _set_direct(fd, True)
+        self._thread = self._start()
+
+    @property
+    def direct(self) -> bool:
+        """Whether the file system has accepted direct I/O so far."""
+        return self._direct
+
+    def _start(self) -> threading.Thread | None:
+        thread = threading.Thread(target=self._write_blocks, name="mindx-persist-write", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # No thread can be had: the interpreter is shutting down, or the process is at its limit. A dying
+            # process still has to save; it then copies and writes in turn.
+            return None
+        return thread
+
+    def put(self, data: torch.Tensor) -> str:
+        """Append the bytes of a flat uint8 tensor on any device; returns their xxh3-128 in hex.
+
+        Raises the writing thread's error when there was one.
+        """
+        digest = xxhash.xxh3_128()
+        size, position = data.numel(), 0
+        while position < size:
+            if self._fill == BLOCK_BYTES:
+                self._submit()
+            count = min(size - position, BLOCK_BYTES - self._fill, _PIECE_BYTES)
+            self._copy(data, position, count)
+            digest.update(self._views[self._current][self._fill : self._fill + count])
+            self._fill += count
+            position += count
+        return digest.hexdigest()
+
+    def finish(self) -> None:
+        """Wait until everything is handed to the kernel. The file may be longer than the data by less than a block."""
+        if self._fill:
+            padding = -self._fill % ALIGNMENT
+            self._views[self._current][self._fill : self._fill + padding] = bytes(padding)
+            self._fill += padding
+            self._submit()
+        self.close()
+        if self._error is not None:
+            raise self._error
+
+    def put_at(self, offset: int, data: bytes) -> None:
+        """Write `data` (a multiple of `ALIGNMENT` long) at `offset`, a multiple of it too; after `finish`."""
+        view = self._views[0]
+        for start in range(0, len(data), BLOCK_BYTES):
+            piece = data[start : start + BLOCK_BYTES]
+            view[: len(piece)] = piece
+            self._write(view[: len(piece)], offset + start)
+
+    def _copy(self, data: torch.Tensor, position: int, count: int) -> None:
+        block = self._blocks[self._current]
+        if data.device.type == "cpu":
+            ctypes.memmove(block.data_ptr() + self._fill, data.data_ptr() + position, count)
+        else:
+            block[self._fill : self._fill + count].copy_(data[position : position + count])
+
+    def _submit(self) -> None:
+        if self._thread is None:
+            self._write(self._views[self._current][: self._fill], self._offset)
+            self._offset += self._fill
+        else:
+            self._full.put((self._current, self._fill))
+            self._current = self._free.get()
+        self._fill = 0
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """End the second thread after the blocks that it already has; harmless when called again."""
+        if self._thread is not None and self._thread.is_alive():
+            self._full.put(None)
+            self._thread.join()
+
+    def _write_blocks(self) -> None:
+        while (item := self._full.get()) is not None:
+            index, count = item
+            if self._error is None:
+                try:
+                    self._write(self._views[index][:count], self._offset)
+                except BaseException as error:  # raised again in the caller's thread
+                    self._error = error
+                self._offset += count
+            self._free.put(index)
+
+    def _write(self, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            try:
+                count = os.pwrite(self._fd, view[done:], offset + done)
+            except OSError as error:
+                # Some file systems accept the flag and refuse the first write.
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._direct = _set_direct(self._fd, False)
+                continue
+            if count == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            done += count
+            if self._direct and done % ALIGNMENT and done < len(view):
+                # A write cut short (the disk is nearly full) left us off the boundary that direct I/O needs.
+                self._direct = _set_direct(self._fd, False)
+
+
+def _aligned_memory(nbytes: int, pinned: bool) -> torch.Tensor:
+    if pinned:
+        memory = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        start = -memory.data_ptr() % ALIGNMENT
+        return memory[start : start + nbytes]
+    anonymous = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            anonymous.madvise(mmap.MADV_HUGEPAGE)  # 8 page faults instead of 4096 before the first byte moves
+    return torch.frombuffer(anonymous, dtype=torch.uint8)
+
+
+def _set_direct(fd: int, wanted: bool) -> bool:
+    """Switch O_DIRECT on or off; returns what holds afterwards."""
+    flag: int = getattr(os, "O_DIRECT", 0)
+    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+    try:
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if wanted else flags & ~flag)
+    except OSError:
+        return False
+    return wanted and flag != 0

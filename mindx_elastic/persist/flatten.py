@@ -1,0 +1,273 @@
+"""Nested Python state -> a JSON tree plus named tensors; `unflatten` is the way back.
+
+The tree is what makes a checkpoint loadable without pickle: plain data that is interpreted, never executed. It reads
+like the state it describes; whatever JSON has no form for is an object with one key that starts with ``$``::
+
+    {"model": {"conv.weight": {"$tensor": "model.conv.weight"}}, "betas": {"$tuple": [0.9, 0.999]}, "epoch": 3}
+
+    $tensor name [dtype, strides, grad, parameter]      $ndarray name, dtype [shape, order]    $scalar [dtype, hex]
+    $map [[key, value], ...]  dicts whose keys are not all plain strings   $odict, $counter    the same, other types
+    $tuple $set $frozenset [...]      $deque [...], maxlen    $bytes base64    $blob name (bytes of more than 1 KiB)
+    $int hex (beyond 64 bits)         $float hex (nan, inf)   $complex hex     $size [...]    $dtype   $device
+
+Types are matched exactly: a subclass (an enum, a namedtuple, a DTensor) would silently come back as its base, so it
+is refused by name instead. A `defaultdict` is the one exception, it comes back as a `dict`: its factory is code.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import struct
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.persist.dtypes import NAMES, to_stored
+
+__all__ = ["MAX_DEPTH", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
+
+Tree = Any  # JSON: None, bool, int, float, str, list, dict
+
+MAX_DEPTH = 100
+"""Deepest nesting; far below Python's recursion limit, and the way a state that contains itself is found."""
+_INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
+_NAME_PART = 200
+_REMEDY = "convert it to a plain dense tensor before it enters the state"
+NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no structures
+
+
+def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
+    """Take `state` apart into a JSON tree and the tensors that it refers to by name.
+
+    The tensors are views of the state's own memory wherever that is possible (see `dtypes.to_stored`); nothing big is
+    copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are readable paths such
+    as ``optimizer.state.0.exp_avg``.
+
+    Raises UnsupportedStateError, which names the place, for anything that would not come back as it was: sparse,
+    quantized, nested and meta tensors, tensor subclasses, arbitrary objects.
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, "", 0), encoder.tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._names: dict[tuple[object, ...], str] = {}
+        self._in_key = False
+
+    def encode(self, value: Any, where: str, depth: int) -> Tree:
+        kind = type(value)
+        if kind in (str, bool) or value is None:
+            return value
+        if kind is int:
+            return value if -(1 << 63) <= value < 1 << 63 else {"$int": hex(value)}
+        if kind is float:
+            return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
+        if depth >= MAX_DEPTH:
+            raise UnsupportedStateError(where, f"nested deeper than {MAX_DEPTH} levels, or it contains itself")
+        if isinstance(value, np.generic):
+            return self._scalar(value, where)
+        handler = _HANDLERS.get(kind)
+        if handler is None:
+            raise UnsupportedStateError(where or "state", _why_unsupported(value))
+        return handler(self, value, where, depth)
+
+    def _items(self, values: Iterable[object], where: str, depth: int) -> list[Tree]:
+        return [self.encode(item, f"{where}.{index}", depth + 1) for index, item in enumerate(values)]
+
+    def _list(self, value: list[object], where: str, depth: int) -> Tree:
+        return self._items(value, where, depth)
+
+    def _tuple(self, value: tuple[object, ...], where: str, depth: int) -> Tree:
+        return {"$tuple": self._items(value, where, depth)}
+
+    def _deque(self, value: deque[object], where: str, depth: int) -> Tree:
+        return {"$deque": self._items(value, where, depth), "maxlen": value.maxlen}
+
+    def _key(self, key: object, where: str, depth: int) -> Tree:
+        outer, self._in_key = self._in_key, True
+        try:
+            return self.encode(key, where, depth)
+        finally:
+            self._in_key = outer
+
+    def _dict(self, value: dict[object, object], where: str, depth: int) -> Tree:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.encode(item, _join(where, key), depth + 1) for key, item in value.items()}
+        return {"$map": self._pairs(value, where, depth)}
+
+    def _pairs(self, value: Mapping[Any, Any], where: str, depth: int) -> list[Tree]:
+        pairs = []
+        for key, item in value.items():
+            place = _join(where, key)
+            pairs.append([self._key(key, place, depth + 1), self.encode(item, place, depth + 1)])
+        return pairs
+
+    def _ordered(self, value: OrderedDict[Any, Any], where: str, depth: int) -> Tree:
+        node = {"$odict": self._pairs(value, where, depth)}
+        # Module.state_dict() hangs its version numbers there, and load_state_dict() looks at them.
+        metadata = vars(value).get("_metadata")
+        if metadata is not None:
+            node["metadata"] = self.encode(metadata, _join(where, "_metadata"), depth + 1)
+        return node
+
+    def _counter(self, value: Counter[Any], where: str, depth: int) -> Tree:
+        return {"$counter": self._pairs(value, where, depth)}
+
+    def _set(self, value: set[object] | frozenset[object], where: str, depth: int) -> Tree:
+        nodes = [self._key(item, where, depth + 1) for item in value]
+        # Sorted: a set's own order changes with the hash seed, and equal states should give equal files.
+        return {f"${type(value).__name__}": sorted(nodes, key=json.dumps)}
+
+    def _complex(self, value: complex, where: str, depth: int) -> Tree:
+        return {"$complex": struct.pack(">dd", value.real, value.imag).hex()}
+
+    def _bytes(self, value: bytes, where: str, depth: int) -> Tree:
+        if len(value) <= _INLINE_BYTES:
+            return {"$bytes": base64.b64encode(value).decode()}
+        return {"$blob": self._add(torch.frombuffer(bytearray(value), dtype=torch.uint8), where)}
+
+    def _size(self, value: torch.Size, where: str, depth: int) -> Tree:
+        return {"$size": list(value)}
+
+    def _dtype(self, value: torch.dtype, where: str, depth: int) -> Tree:
+        return {"$dtype": str(value).removeprefix("torch.")}
+
+    def _device(self, value: torch.device, where: str, depth: int) -> Tree:
+        return {"$device": str(value)}
+
+    def _scalar(self, value: np.generic, where: str) -> Tree:
+        _check_numpy(value.dtype, where)
+        return {"$scalar": [value.dtype.str, value.tobytes().hex()]}
+
+    def _ndarray(self, value: np.ndarray[Any, Any], where: str, depth: int) -> Tree:
+        _check_numpy(value.dtype, where)
+        plain = np.asarray(value, order="C")
+        plain = plain if plain.flags.writeable else plain.copy()  # torch warns about memory that it must not write to
+        node: dict[str, Tree] = {"$ndarray": "", "dtype": value.dtype.str}
+        if value.flags.f_contiguous and not value.flags.c_contiguous:
+            node["order"] = "F"
+        if value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype != np.longdouble:
+            try:
+                stored = to_stored(torch.from_numpy(plain))
+            except TypeError:  # a type that torch lacks, for example the long complex
+                stored = None
+        else:
+            stored = None
+        if stored is None:
+            stored = torch.from_numpy(plain.reshape(-1).view(np.uint8))
+            node["shape"] = list(value.shape)
+        node["$ndarray"] = self._add(stored, where)
+        return node
+
+    def _tensor(self, value: torch.Tensor, where: str, depth: int) -> Tree:
+        problem = _tensor_problem(value)
+        if self._in_key:
+            problem = "a tensor cannot be a dictionary key or a member of a set"
+        if problem:
+            raise UnsupportedStateError(where or "state", problem)
+        stored = to_stored(value)
+        key = _identity(value)
+        name = self._names.get(key)
+        if name is None:
+            name = self._names[key] = self._add(stored, where)
+        node: dict[str, Tree] = {"$tensor": name}
+        if value.dtype not in NAMES:
+            node["dtype"] = str(value.dtype).removeprefix("torch.")
+        if not stored.is_contiguous() and is_dense(stored.shape, stored.stride()):
+            node["strides"] = list(stored.stride())  # channels_last and transposed weights stay as fast as they were
+        if value.requires_grad:
+            node["grad"] = True
+        if isinstance(value, torch.nn.Parameter):
+            node["parameter"] = True
+        return node
+
+    def _add(self, tensor: torch.Tensor, where: str) -> str:
+        # Lone surrogates are legal in a Python string and illegal in a file that other readers open.
+        base = where.encode("utf-8", "replace").decode() or "state"
+        name, count = base, 1
+        while name in self.tensors or name == "__metadata__":
+            count += 1
+            name = f"{base}~{count}"
+        self.tensors[name] = tensor
+        return name
+
+
+_HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
+    list: _Encoder._list,
+    tuple: _Encoder._tuple,
+    dict: _Encoder._dict,
+    defaultdict: _Encoder._dict,
+    OrderedDict: _Encoder._ordered,
+    Counter: _Encoder._counter,
+    set: _Encoder._set,
+    frozenset: _Encoder._set,
+    deque: _Encoder._deque,
+    bytes: _Encoder._bytes,
+    complex: _Encoder._complex,
+    torch.Size: _Encoder._size,
+    torch.dtype: _Encoder._dtype,
+    torch.device: _Encoder._device,
+    np.ndarray: _Encoder._ndarray,
+    torch.Tensor: _Encoder._tensor,
+    torch.nn.Parameter: _Encoder._tensor,
+}
+
+
+def _join(where: str, key: object) -> str:
+    text = key if isinstance(key, str) else repr(key)
+    text = text[:_NAME_PART]
+    return f"{where}.{text}" if where else text
+
+
+def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same memory seen the same way."""
+    if tensor.numel() == 0:
+        return ("empty", id(tensor))  # their address is null, which would tie unrelated ones
+    storage = tensor.untyped_storage().data_ptr()
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, storage, tensor.dtype, *view)
+
+
+def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
+    """Whether the elements fill one block of memory without holes and overlaps, in whatever order of the axes."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _tensor_problem(tensor: torch.Tensor) -> str | None:
+    if tensor.is_nested:
+        return f"nested tensors cannot be stored; {_REMEDY}"
+    if tensor.layout != torch.strided:
+        kind = "sparse tensor" if "sparse" in str(tensor.layout) else "tensor"
+        return f"{kind} of layout {tensor.layout} cannot be stored; {_REMEDY}"
+    if tensor.is_quantized:
+        return f"quantized tensor of type {tensor.dtype} cannot be stored; {_REMEDY}"
+    if tensor.is_meta:
+        return "a tensor on the meta device has no data; give it memory (to_empty) first"
+    return None
+
+
+def _why_unsupported(value: object) -> str:
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, torch.Tensor):
+        return f"tensor of class {name} cannot be stored; {_REMEDY}"
+    return f"value of type {name} cannot be stored; use numbers, strings, tensors, arrays, lists, tuples, sets or
+    dicts"
+
+
+def _check_numpy(dtype: np.dtype[Any], where: str) -> None:
+    if not NUMPY_DTYPE.fullmatch(dtype.str):
+        raise UnsupportedStateError(where or "state", f"numpy data of type {dtype} cannot be stored")

@@ -1,0 +1,377 @@
+"""The checkpoint file: bytes <-> header. It is a safetensors file, and any stock safetensors reader opens it.
+
+::
+
+    8 bytes   length of the JSON text, little endian          (safetensors)
+    JSON      {"__metadata__": {...}, "<tensor>": {"dtype": "F32", "shape": [...], "data_offsets": [start, end]}, ...}
+    spaces    so that the data starts on a 4096-byte boundary, which direct I/O needs
+    data      the tensors without gaps, widest elements first, so that each is aligned to its element
+
+``__metadata__`` is string -> string: ``mindx.schema`` ("1"), ``mindx.checkpoint`` (JSON of `CheckpointInfo`),
+``mindx.tree`` (JSON skeleton of the state, see `flatten`), ``mindx.layout`` (JSON, only where tensors are shards),
+``mindx.digests`` (JSON, tensor -> xxh3-128 hex of its bytes) and ``mindx.header_digest``: xxh3-128 over all bytes
+before the data, itself taken as zeros. So every bit of the file is under a digest, and a header that any other
+program has rewritten is no longer ours.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import stat
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.errors import (
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    StrPath,
+    UnsupportedStateError,
+    UsageError,
+)
+from mindx_elastic.persist.dtypes import BY_NAME, NAMES
+from mindx_elastic.persist.flatten import Tree, flatten
+from mindx_elastic.persist.unflatten import unflatten
+
+__all__ = [
+    "DATA_ALIGNMENT",
+    "MAX_HEADER_BYTES",
+    "SCHEMA",
+    "CheckpointInfo",
+    "Header",
+    "TensorEntry",
+    "encode_header",
+    "flatten",
+    "open_checkpoint",
+    "place_tensors",
+    "read_header",
+    "unflatten",
+]
+
+SCHEMA = "1"
+DATA_ALIGNMENT = 4096
+MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
+NO_DIGEST = "0" * 32
+
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_HEADER_DIGEST = re.compile(rb'"mindx\.header_digest":"([0-9a-f]{32})"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """Where a checkpoint comes from. Raises UsageError when a field has a wrong type or range."""
+
+    run_id: str
+    """The job, the same over all its restarts."""
+    world_size: int
+    """Number of ranks that saved together."""
+    rank: int
+    """Which of them this file is from."""
+    step: int
+    """Boundaries passed since the job's very first start."""
+    epoch: int
+    """From 1; 0 before the first."""
+    step_in_epoch: int
+    """From 1; 0 before the first."""
+    batch_num: int
+    """Batches of one epoch."""
+    reason: str
+    """For people: "periodic", "SIGTERM", "flag file", "exception: ValueError: ..."."""
+    kind: str
+    """"periodic", "breakpoint", "request_exit" or "eval"."""
+    created: float
+    """Unix seconds."""
+    resumable: bool = True
+    """False: for inspection only, not a boundary's state."""
+    attempt: int = 0
+    """How often the job had been restarted."""
+    coordinates: Mapping[str, int] = field(default_factory=dict)
+    """Mesh coordinates of the rank, free form."""
+    append_info: Sequence[object] = ()
+    """The user's own JSON-able facts."""
+    torch_version: str = ""
+    """Filled in by the writer."""
+
+    def __post_init__(self) -> None:
+        problem = _info_problem(self)
+        if problem:
+            raise UsageError(f"checkpoint info: {problem}")
+        object.__setattr__(self, "append_info", tuple(self.append_info))
+        object.__setattr__(self, "coordinates", dict(self.coordinates))
+
+    def to_json(self) -> str:
+        """One JSON object. Raises UnsupportedStateError when `append_info` holds what JSON has no form for."""
+        try:
+            return json.dumps(asdict(self))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UnsupportedStateError("append_info", f"{error}; give numbers, strings, lists and dicts") from None
+
+    @classmethod
+    def from_json(cls, text: str) -> CheckpointInfo:
+        """The inverse of `to_json`; unknown keys are ignored. Raises CorruptCheckpointError when malformed."""
+        try:
+            values = json.loads(text)
+            known = {f.name for f in fields(cls)}
+            return cls(**{key: value for key, value in values.items() if key in known})
+        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+            raise CorruptCheckpointError(f"malformed checkpoint info: {error}") from error
+
+
+def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can be of any type
+    for name in ("run_id", "reason", "kind", "torch_version"):
+        if not isinstance(getattr(info, name), str):
+            return f"{name} must be a string"
+    for name in ("world_size", "rank", "step", "epoch", "step_in_epoch", "batch_num", "attempt"):
+        value = getattr(info, name)
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            return f"{name} must be a whole number, 0 or more"
+    if not info.rank < info.world_size:
+        return f"rank {info.rank} does not lie in a world of {info.world_size}"
+    if type(info.resumable) is not bool:
+        return "resumable must be true or false"
+    if type(info.created) not in (int, float) or not math.isfinite(info.created):
+        return "created must be a time in seconds"
+    if not isinstance(info.coordinates, Mapping) or not all(
+        isinstance(key, str) and type(value) is int for key, value in info.coordinates.items()
+    ):
+        return "coordinates must map names to whole numbers"
+    if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
+        return "append_info must be a list"
+    return None
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor's place in the file."""
+
+    name: str
+    dtype: str
+    """The safetensors type name, for example "F32"."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the start of the data section."""
+    end: int
+    """One past the last byte."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return BY_NAME[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything before the data section, checked against itself and against the file's size."""
+
+    info: CheckpointInfo
+    tree: Tree
+    entries: dict[str, TensorEntry]
+    """In file order."""
+    digests: dict[str, str]
+    layout: dict[str, Any]
+    """How tensors are sharded; empty where they are whole."""
+    data_start: int
+    """Offset of the data section in the file, bytes."""
+    file_size: int
+    """Bytes."""
+
+
+def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
+    """Lay tensors (of types in `dtypes.NAMES`) out in the data section: widest elements first, else as they come."""
+    entries = []
+    position = 0
+    for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
+        tensor = tensors[name]
+        end = position + tensor.numel() * tensor.element_size()
+        entries.append(TensorEntry(name, NAMES[tensor.dtype], tuple(tensor.shape), position, end))
+        position = end
+    return entries
+
+
+def encode_header(
+    info: CheckpointInfo,
+    tree: Tree,
+    entries: Sequence[TensorEntry],
+    digests: Mapping[str, str],
+    layout: Mapping[str, Any] | None = None,
+) -> bytes:
+    """All bytes before the data section, a multiple of `DATA_ALIGNMENT`.
+
+    Digests have a fixed width, so that the length does not depend on them: call with zeros to learn it, and again once
+    the data is written. Raises UnsupportedStateError when the header would be too long for any reader.
+    """
+    metadata = {
+        "mindx.schema": SCHEMA,
+        "mindx.header_digest": NO_DIGEST,
+        "mindx.checkpoint": info.to_json(),
+        "mindx.tree": json.dumps(tree, separators=(",", ":")),
+        "mindx.digests": json.dumps({entry.name: digests.get(entry.name, NO_DIGEST) for entry in entries}),
+    }
+    if layout:
+        metadata["mindx.layout"] = json.dumps(layout)
+    content: dict[str, Any] = {"__metadata__": metadata}
+    for entry in entries:
+        offsets = [entry.start, entry.end]
+        content[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": offsets}
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
+        raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
+    raw = struct.pack("<Q", len(text)) + text
+    digest = xxhash.xxh3_128(raw).hexdigest().encode()
+    # The first match is the real one: metadata comes first, and a quote inside any string is escaped.
+    return _HEADER_DIGEST.sub(b'"mindx.header_digest":"' + digest + b'"', raw, count=1)
+
+
+def read_header(path: StrPath) -> Header:
+    """Read and check the header of `path`; the tensors' digests are not checked.
+
+    Raises FileNotFoundError or another OSError when it cannot be opened, ForeignCheckpointError for a sound
+    safetensors file of another program or a newer version, CorruptCheckpointError for everything else that is wrong,
+    truncation and a symbolic link in the file's place included. Any thread. """ with open_checkpoint(path) as (_,
+    header):
+        return header
+
+
+@contextmanager
+def open_checkpoint(path: StrPath) -> Iterator[tuple[int, Header]]:
+    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked."""
+    fd = _open_regular(path)
+    try:
+        yield fd, _parse(fd, Path(path))
+    finally:
+        os.close(fd)
+
+
+def _open_regular(path: StrPath) -> int:
+    # Not following a link and not blocking on a pipe: whoever can plant a name must not choose what is loaded.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP and os.path.islink(path):
+            problem = f"{path}: is a symbolic link; checkpoint files are never followed"
+            raise CorruptCheckpointError(problem, path=path) from None
+        if error.errno in (errno.ENXIO, errno.ENODEV):
+            raise CorruptCheckpointError(f"{path}: is not a regular file", path=path) from None
+        raise
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptCheckpointError(f"{path}: is not a regular file", path=path)
+    return fd
+
+
+def _parse(fd: int, path: Path) -> Header:
+    try:
+        size = os.fstat(fd).st_size
+        raw = _read_raw(fd, size)
+        content = json.loads(raw[8:], object_pairs_hook=_no_duplicates)
+        metadata = _metadata(content, raw)
+        return _checked(content, metadata, raw, size)
+    except _ForeignError as error:
+        raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
+        # UnicodeDecodeError and JSONDecodeError are ValueErrors; an OSError here is a medium that fails.
+        problem = f"damaged header: {error}" if type(error) is ValueError else f"damaged header: {error!r}"
+        raise CorruptCheckpointError(f"{path}: {problem}", path=path) from error
+
+
+class _ForeignError(Exception):
+    pass
+
+
+def _read_raw(fd: int, size: int) -> bytes:
+    prefix = os.pread(fd, 8, 0)
+    if len(prefix) < 8:
+        raise ValueError(f"the file has only {size} bytes")
+    (length,) = struct.unpack("<Q", prefix)
+    if not 2 <= length <= MAX_HEADER_BYTES:
+        raise ValueError(f"impossible header length {length}; not a safetensors file, or damaged")
+    if length > size - 8:
+        raise ValueError(f"header of {length} bytes in a file of {size}; truncated, or not a safetensors file")
+    text = b""
+    while len(text) < length:
+        piece = os.pread(fd, length - len(text), 8 + len(text))
+        if not piece:
+            raise ValueError("truncated while it was read")
+        text += piece
+    return prefix + text
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a name appears twice")
+    return result
+
+
+def _metadata(content: Any, raw: bytes) -> dict[str, str]:
+    if not isinstance(content, dict):
+        raise ValueError("not a JSON object")
+    metadata = content.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("__metadata__ is not a map of strings")
+    schema = metadata.get("mindx.schema")
+    if schema is None and b"mindx." not in raw:
+        raise _ForeignError("not written by mindx_elastic (no mindx.schema in its metadata)")
+    found = _HEADER_DIGEST.search(raw)
+    if found is not None:
+        zeroed = raw[: found.start(1)] + NO_DIGEST.encode() + raw[found.end(1) :]
+        if xxhash.xxh3_128(zeroed).hexdigest().encode() == found[1]:
+            if schema != SCHEMA:
+                raise _ForeignError(f"schema {schema}; this version reads {SCHEMA}: install a newer mindx_elastic")
+            return metadata
+    raise ValueError("its digest does not match: bits have changed, or another program has rewritten it")
+
+
+def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, size: int) -> Header:
+    entries = _entries(content)
+    data_start, data_size = len(raw), max((entry.end for entry in entries.values()), default=0)
+    if size != data_start + data_size:
+        raise ValueError(f"the file has {size} bytes instead of {data_start + data_size}; truncated or overwritten")
+    digests = json.loads(metadata["mindx.digests"])
+    if digests.keys() != entries.keys() or not all(_DIGEST.fullmatch(text) for text in digests.values()):
+        raise ValueError("the digests do not belong to the tensors")
+    layout = json.loads(metadata.get("mindx.layout", "{}"))
+    if not isinstance(layout, dict):
+        raise ValueError("the layout is not a JSON object")
+    info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
+    return Header(info, json.loads(metadata["mindx.tree"]), entries, digests, layout, data_start, size)
+
+
+def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    entries = []
+    for name, value in content.items():
+        start, end = value["data_offsets"]
+        shape = value["shape"]
+        numbers = [start, end, *shape]
+        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
+            raise ValueError(f"tensor {name}: malformed shape or offsets")
+        if value["dtype"] not in BY_NAME:
+            raise ValueError(f"tensor {name}: unknown type {value['dtype']!r}")
+        if end - start != math.prod(shape) * BY_NAME[value["dtype"]].itemsize:
+            raise ValueError(f"tensor {name}: {end - start} bytes do not fit its shape and type")
+        entries.append(TensorEntry(name, value["dtype"], tuple(shape), start, end))
+    entries.sort(key=lambda entry: (entry.start, entry.end))
+    position = 0
+    for entry in entries:
+        if entry.start != position:
+            raise ValueError(f"tensor {entry.name} starts at {entry.start} instead of {position}: a gap or an
+            overlap")
+        position = entry.end
+    return {entry.name: entry for entry in entries}

@@ -1,0 +1,136 @@
+"""A checkpoint file -> nested state, every byte checked against its digest on the way. No code is ever run.
+
+Tensors are read straight into memory of their own (so that one that outlives the rest does not hold the whole file),
+by a few threads, each reading and hashing its own tensors: preadv and xxh3 release the GIL.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPath
+from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
+
+__all__ = ["Checkpoint", "read_checkpoint", "verify_file"]
+
+_NUM_THREADS = 4
+_PIECE_BYTES = 8 << 20  # read, then hashed
+_BATCH_BYTES = 8 << 20  # small tensors are handed to a thread together
+
+
+@dataclass
+class Checkpoint:
+    """One file's content."""
+
+    info: CheckpointInfo
+    state: Any
+    """As it was given to `write_checkpoint`; all tensors on the CPU."""
+    layout: dict[str, Any]
+
+
+def read_checkpoint(path: StrPath, *, verify: bool = True) -> Checkpoint:
+    """Read `path` whole. Any thread; blocks on the disk.
+
+    verify=False leaves out the digests of the tensors (the header is always checked); for a file that was verified a
+    moment ago. Raises CorruptCheckpointError, with `tensor` set when one tensor is to blame, ForeignCheckpointError, or
+    an OSError when the file cannot be opened.
+    """
+    path = Path(path)
+    with open_checkpoint(path) as (fd, header):
+        tensors: dict[str, torch.Tensor] = {}
+
+        def load(entry: TensorEntry) -> None:
+            tensors[entry.name] = _read_tensor(fd, header, entry, path, verify=verify)
+
+        _for_each(header.entries.values(), load)
+    return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
+
+
+def verify_file(path: StrPath) -> list[str]:
+    """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing."""
+    path = Path(path)
+    problems: list[str] = []
+    try:
+        with open_checkpoint(path) as (fd, header):
+
+            def check(entry: TensorEntry) -> None:
+                try:
+                    _read_tensor(fd, header, entry, path, verify=True)
+                except CheckpointError as error:
+                    problems.append(str(error))
+
+            _for_each(header.entries.values(), check)
+    except CheckpointError as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{path}: cannot be read: {error.strerror or error}")
+    return sorted(problems)
+
+
+def _for_each(entries: Iterable[TensorEntry], work: Callable[[TensorEntry], None]) -> None:
+    """Call `work` for all entries, in file order within a batch; the first error is raised after all have ended."""
+    batches = list(_batches(entries))
+    if len(batches) <= 1:
+        for entry in batches[0] if batches else ():
+            work(entry)
+        return
+
+    def work_batch(batch: list[TensorEntry]) -> None:
+        for entry in batch:
+            work(entry)
+
+    with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="mindx-persist-read") as pool:
+        for _ in pool.map(work_batch, batches):
+            pass
+
+
+def _batches(entries: Iterable[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    batch: list[TensorEntry] = []
+    size = 0
+    for entry in entries:
+        batch.append(entry)
+        size += entry.nbytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_tensor(fd: int, header: Header, entry: TensorEntry, path: Path, *, verify: bool) -> torch.Tensor:
+    tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+    digest = xxhash.xxh3_128()
+    if entry.nbytes:
+        view = tensor.reshape(-1).view(torch.uint8).numpy().data
+        offset = header.data_start + entry.start
+        for start in range(0, entry.nbytes, _PIECE_BYTES):
+            piece = view[start : start + _PIECE_BYTES]
+            _read_into(fd, piece, offset + start, entry, path)
+            if verify:
+                digest.update(piece)
+    if verify and digest.hexdigest() != header.digests[entry.name]:
+        problem = f"{path}: tensor {entry.name} does not match its digest; the file is damaged"
+        raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
+    return tensor
+
+
+def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = os.preadv(fd, [view[done:]], offset + done)
+        except OSError as error:  # the medium fails; to the caller that is a damaged file
+            problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
+        if count == 0:
+            problem = f"{path}: tensor {entry.name} is cut off; the file was truncated while it was read"
+            raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
+        done += count

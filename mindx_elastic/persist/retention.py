@@ -1,0 +1,113 @@
+"""Which old checkpoints may go: a pure decider, no clock and no file system.
+
+The two rules and their precedence are those of MindSpore's ``CheckpointConfig``: ``keep_checkpoint_max``
+keeps the newest so many; ``keep_checkpoint_per_n_minutes`` keeps one for each n minutes; where both are set
+the second one is without effect. MindSpore keeps whatever was oldest inside the n minutes before the newest
+save, which lets the kept files creep closer than n minutes; here a kept file is at least n minutes younger
+than the one kept before it, and because the rule looks at the past only, deciding after each save and
+deciding once at the end keep the same files.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.errors import UsageError
+
+__all__ = ["DELETABLE_KINDS", "CheckpointFact", "choose_deletions"]
+
+DELETABLE_KINDS = frozenset({"periodic"})
+"""Kinds that retention may delete unless told otherwise. A breakpoint is somebody's last state; it is never
+garbage."""
+
+_Moment = tuple[str, int]  # (run_id, step): all files of one moment stay or go together
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointFact:
+    """What the decision needs to know about one finished checkpoint file (from its header, see
+    `CheckpointInfo`)."""
+
+    path: Path
+    """The file; handed back when it may be deleted."""
+    step: int
+    """Boundaries passed when it was made."""
+    kind: str
+    """``periodic``, ``breakpoint``, ``request_exit``, ``eval``."""
+    created: float
+    """Unix seconds."""
+    epoch: int = 0
+    """Epoch of the boundary; not used for the decision, for the caller's log line."""
+    run_id: str = ""
+    """Run that wrote it: step 100 of one run is not step 100 of another."""
+
+
+def choose_deletions(
+    files: Sequence[CheckpointFact],
+    *,
+    keep_max: int | None,
+    keep_per_n_minutes: float | None,
+    protect_steps: Collection[int],
+    deletable_kinds: Collection[str] = DELETABLE_KINDS,
+) -> list[Path]:
+    """Files that may be deleted, oldest first.
+
+    files: every finished file of one rank, or of all ranks of the directory; any order.
+    keep_max: how many moments (a step of a run) to keep, newest first; None or 0: no such limit.
+    keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
+        effect where `keep_max` is set (MindSpore's rule). With neither nothing is deleted.
+    protect_steps: steps that stay whatever the rules say. The caller puts the newest complete step here (from
+        `Catalog.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
+        step just committed (the clock may have been set back, and then the newest file does not look it). A
+        protected moment counts towards `keep_max` only when it is among the newest anyway.
+    deletable_kinds: only files of these kinds are counted and deleted.
+
+    The newest moment among the countable files is never deleted. Raises `UsageError` on a negative or
+    non-finite limit. Any thread.
+    """
+    if keep_max is not None and keep_max < 0:
+        raise UsageError(f"keep_checkpoint_max={keep_max}: give a number from 0 (no limit)")
+    if keep_per_n_minutes is not None and not (math.isfinite(keep_per_n_minutes) and keep_per_n_minutes >= 0):
+        raise UsageError(f"keep_checkpoint_per_n_minutes={keep_per_n_minutes}: give minutes from 0 (rule not used)")
+    countable = [fact for fact in files if fact.kind in deletable_kinds]
+    moments = _oldest_first(countable)
+    if keep_max:
+        kept = set(moments[-keep_max:])
+    elif keep_per_n_minutes:
+        kept = _one_per_interval(moments, _created(countable), keep_per_n_minutes * 60.0)
+    else:
+        return []
+    kept.update(moments[-1:])
+    order = {moment: position for position, moment in enumerate(moments)}
+    doomed = [f for f in countable if (f.run_id, f.step) not in kept and f.step not in protect_steps]
+    doomed.sort(key=lambda f: (order[f.run_id, f.step], str(f.path)))
+    return [fact.path for fact in doomed]
+
+
+def _created(files: Iterable[CheckpointFact]) -> dict[_Moment, float]:
+    """When each moment was last written."""
+    created: dict[_Moment, float] = {}
+    for fact in files:
+        moment = (fact.run_id, fact.step)
+        created[moment] = max(created.get(moment, -math.inf), fact.created)
+    return created
+
+
+def _oldest_first(files: Iterable[CheckpointFact]) -> list[_Moment]:
+    # By time, not by step: after a restart from an older step, or with a second run in the same directory,
+    # low steps are the new ones and deleting "the lowest" would delete what was just written.
+    created = _created(files)
+    return sorted(created, key=lambda moment: (created[moment], moment[1], moment[0]))
+
+
+def _one_per_interval(moments: Sequence[_Moment], created: dict[_Moment, float], interval_s: float) -> set[_Moment]:
+    kept: set[_Moment] = set()
+    last_kept = -math.inf
+    for moment in moments:
+        if created[moment] - last_kept >= interval_s:
+            kept.add(moment)
+            last_kept = created[moment]
+    return kept

@@ -1,0 +1,260 @@
+"""Directories and names: what must hold before, after and around the bytes of a checkpoint file.
+
+A file appears under its final name whole or not at all: it is written under a temporary name in the same directory,
+flushed, renamed, and the directory is flushed. A temporary file is locked by its writer for as long as that lives, so
+that the left-overs of a killed one can be told from a save in progress, on the same machine and over NFS alike; a
+process id in the name could not do that.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+from pathlib import Path
+
+from mindx_elastic.errors import SaveError, StrPath, UnsafeDirectoryError, UsageError
+
+__all__ = [
+    "QUARANTINE",
+    "TEMP_SUFFIX",
+    "check_free_space",
+    "create_temp",
+    "fsync_dir",
+    "prepare_directory",
+    "publish",
+    "publish_copy",
+    "quarantine",
+    "remove_stale_temps",
+]
+
+TEMP_SUFFIX = ".mindx-tmp"
+QUARANTINE = "quarantine"
+_NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
+_DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
+_FILE_MODE = 0o644
+
+
+def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
+    """Make `path` a directory that checkpoints can safely go to, and return it with links resolved.
+
+    A symbolic link to a directory is resolved here, once, so that re-pointing it later does not split a run over two
+    places. Missing directories are created, writable by the owner only.
+
+    Raises UsageError when `path` is a file, UnsafeDirectoryError when other users may write to it and it is not ours
+    (unless `allow_shared`), SaveError when it cannot be created or written to. Any thread.
+    """
+    try:
+        directory = Path(path).resolve()
+        _make_directories(directory)
+        status = os.stat(directory)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(f"{path} is, or lies under, a file; give a directory") from error
+    except RuntimeError as error:  # Python < 3.13 for a loop of links
+        raise UsageError(f"{path}: {error}; give a directory") from error
+    except OSError as error:
+        raise SaveError(f"{path}: cannot create the directory: {error.strerror}", path=path) from error
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{path} is a file; give a directory")
+    if status.st_uid != os.geteuid() and status.st_mode & 0o022 and not allow_shared:
+        raise UnsafeDirectoryError(
+            f"{directory} belongs to user {status.st_uid} and others may write to it "
+            f"(mode {stat.S_IMODE(status.st_mode):o}): a checkpoint there could be anybody's. Give a directory of your "
+            "own (a new subdirectory will do), or allow a shared directory explicitly",
+            path=directory,
+        )
+    _probe(directory)
+    return directory
+
+
+def _make_directories(directory: Path) -> None:
+    missing = []
+    while not directory.exists():
+        missing.append(directory)
+        directory = directory.parent
+    for new in reversed(missing):
+        try:
+            new.mkdir(mode=_DIRECTORY_MODE)
+        except FileExistsError:  # another rank was faster
+            if not new.is_dir():
+                raise
+        else:
+            fsync_dir(new.parent)
+
+
+def _probe(directory: Path) -> None:
+    """Really write: permission bits say nothing about a read-only mount, a quota, or what root may do."""
+    try:
+        fd, temp = create_temp(directory / "probe")
+        try:
+            os.write(fd, b"x")
+        finally:
+            temp.unlink(missing_ok=True)
+            os.close(fd)
+    except OSError as error:
+        problem = f"{directory}: cannot write there: {error.strerror}"
+        remedy = "check its permissions and free space, or give another directory"
+        raise SaveError(f"{problem}; {remedy}", path=directory) from error
+
+
+def check_free_space(path: StrPath, nbytes: int) -> None:
+    """Raise OSError (ENOSPC) with both numbers when the file system of `path` cannot take `nbytes` more."""
+    free = free_space(path)
+    if free < nbytes:
+        raise OSError(errno.ENOSPC, f"No space left on device ({nbytes:,} bytes needed, {free:,} free)", str(path))
+
+
+def free_space(path: StrPath) -> int:
+    """Bytes that this user may still write to the file system of the existing file or directory `path`."""
+    status = os.statvfs(path)
+    return (status.f_bavail if os.geteuid() else status.f_bfree) * status.f_frsize
+
+
+def fsync_dir(directory: StrPath) -> None:
+    """Make names in `directory` durable. File systems that cannot flush a directory keep them safe by themselves."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
+
+
+def _temp_name(final: Path) -> Path:
+    # Part of the name for people; short, because a legal name plus our ending may be too long for the file system.
+    return final.with_name(f".{final.name[:40]}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
+
+
+def create_temp(final: Path) -> tuple[int, Path]:
+    """A new, locked, empty file beside `final`, open for reading and writing. Closing the descriptor ends the lock."""
+    while True:
+        temp = _temp_name(final)
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temp, flags, _FILE_MODE)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                os.close(fd)
+                raise
+        if os.fstat(fd).st_nlink:
+            return fd, temp
+        os.close(fd)  # a cleaner took it for a left-over between its creation and the lock
+
+
+def remove_stale_temps(directory: StrPath) -> list[Path]:
+    """Delete the temporary files that killed writers have left in `directory`; returns them.
+
+    Files whose writer is alive, files that cannot be opened, and everything on a file system without locks stay.
+    """
+    removed = []
+    for entry in os.scandir(directory):
+        if not entry.name.endswith(TEMP_SUFFIX) or not entry.is_file(follow_symlinks=False):
+            continue
+        path = Path(entry.path)
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed.append(path)
+        except OSError:
+            continue
+        finally:
+            os.close(fd)
+    return removed
+
+
+def publish(temp: Path, final: Path, *, keep_as: Path | None = None) -> None:
+    """Give the finished file `temp` its final name in one step; what had the name is replaced, or kept as `keep_as`.
+
+    At no instant is there neither the old file nor the new one. The caller flushes the directory afterwards.
+    """
+    if keep_as is not None:
+        try:
+            _link_over(final, keep_as)
+        except OSError as error:
+            if error.errno not in _NO_HARD_LINKS:
+                raise
+            os.rename(final, keep_as)  # for a moment the old file is there under its second name only
+    os.rename(temp, final)
+
+
+def publish_copy(source: Path, final: Path) -> None:
+    """Put the bytes of the finished file `source` under a further name: a hard link where possible, else a copy."""
+    try:
+        _link_over(source, final)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        fd, temp = create_temp(final)
+        try:
+            with open(source, "rb") as reader, open(fd, "wb", closefd=False) as writer:
+                shutil.copyfileobj(reader, writer, 8 << 20)
+            os.fsync(fd)
+            os.rename(temp, final)
+        finally:
+            temp.unlink(missing_ok=True)
+            os.close(fd)
+
+
+def _link_over(source: Path, target: Path) -> None:
+    """A hard link that replaces `target`: `os.link` refuses an existing one, and deleting it first would open a gap."""
+    temp = _temp_name(target)
+    os.link(source, temp, follow_symlinks=False)
+    try:
+        os.rename(temp, target)
+    finally:
+        # rename() of two links to one file does nothing at all, and leaves the source
+        temp.unlink(missing_ok=True)
+
+
+def quarantine(path: StrPath, reason: str, root: StrPath) -> Path:
+    """Move a bad file out of the way to ``root/quarantine/<relative name>[.n]``, with a ``.reason.txt`` beside it.
+
+    Nothing is ever overwritten and no link is followed. Returns the new place. Raises FileNotFoundError when the file
+    has gone (another rank was faster), another OSError when it cannot be moved. Any thread, any number of processes.
+    """
+    path = Path(path)
+    try:
+        return _move_aside(path, reason, Path(root))
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return _move_aside(path, reason, path.parent)  # a rank folder on another disk keeps its own quarantine
+
+
+def _move_aside(path: Path, reason: str, root: Path) -> Path:
+    relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
+    base = root / QUARANTINE / relative
+    os.lstat(path)
+    _make_directories(base.parent)
+    number = 0
+    while True:
+        target = base if number == 0 else base.with_name(f"{base.name}.{number}")
+        note = target.with_name(f"{target.name}.reason.txt")
+        number += 1
+        try:
+            fd = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)
+        except FileExistsError:
+            continue
+        with open(fd, "w", encoding="utf-8", errors="replace") as file:
+            file.write(f"{path}\n{reason}\n")
+        if os.path.lexists(target):  # somebody's file without a note; ours goes elsewhere
+            note.unlink()
+            continue
+        try:
+            os.rename(path, target)  # the note, created exclusively, reserves the name
+        except OSError:
+            note.unlink(missing_ok=True)
+            raise
+        fsync_dir(target.parent)
+        fsync_dir(path.parent)
+        return target

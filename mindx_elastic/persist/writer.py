@@ -1,0 +1,196 @@
+"""Nested state -> one durable checkpoint file.
+
+The order of events is what makes a kill at any instant harmless: reserve the space, write the data, then the header
+(until then the file begins with zeros and no reader accepts it), flush, keep the old file under its second name,
+rename, flush the directory. Only after the last of these is the save reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
+from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.flatten import Tree
+from mindx_elastic.persist.format import CheckpointInfo, encode_header, flatten, place_tensors, read_header
+from mindx_elastic.persist.storage import (
+    check_free_space,
+    create_temp,
+    free_space,
+    fsync_dir,
+    publish,
+    publish_copy,
+    quarantine,
+)
+
+__all__ = ["SaveResult", "previous_path", "write_checkpoint"]
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """A save that is durable."""
+
+    path: Path
+    nbytes: int
+    """Size of the file."""
+    duration_s: float
+    """From the call to the flushed directory."""
+    info: CheckpointInfo
+
+
+def write_checkpoint(
+    path: StrPath,
+    state: object,
+    info: CheckpointInfo,
+    *,
+    layout: Mapping[str, Any] | None = None,
+    also: Sequence[StrPath] = (),
+) -> SaveResult:
+    """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
+
+    state: nested Python values and tensors (see `flatten`), CPU or accelerator. Tensors are read in place, so nobody
+    may change them meanwhile; work that produces accelerator tensors must be done, or queued on the calling thread's
+    current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
+    bytes (hard links, or copies where links are not possible), each put in place atomically, before `path`.
+
+    A file of another step or run that already has the name `path` is kept as `previous_path(path)`; a file there that
+    is no checkpoint is moved to quarantine. Directories must exist (see `storage.prepare_directory`).
+
+    Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
+    then and the temporary file is gone. Raises UnsupportedStateError for a value that a checkpoint cannot hold, before
+    anything is written.
+    """
+    started = time.monotonic()
+    path = Path(path)
+    if sys.byteorder != "little":
+        raise UsageError("the file format is little-endian, this machine is not")
+    info = info if info.torch_version else replace(info, torch_version=torch.__version__)
+    tree, tensors = flatten(state)
+    save = _Save(path, [Path(name) for name in also], info, tree, tensors, layout or {})
+    try:
+        save.run()
+    except (OSError, MemoryError, RuntimeError) as error:
+        raise _save_error(error, save) from error
+    return SaveResult(path, save.nbytes, time.monotonic() - started, info)
+
+
+def previous_path(path: StrPath) -> Path:
+    """Where the older file of the same name is kept: ``a/resnet.safetensors`` -> ``a/resnet.prev.safetensors``."""
+    path = Path(path)
+    return path.with_name(f"{path.stem}.prev{path.suffix}")
+
+
+class _Save:
+    """One run of the sequence in the module's docstring; a method a stage, so that tests can kill between them."""
+
+    def __init__(
+        self,
+        path: Path,
+        also: list[Path],
+        info: CheckpointInfo,
+        tree: Tree,
+        tensors: dict[str, torch.Tensor],
+        layout: Mapping[str, Any],
+    ) -> None:
+        self.path, self.also, self.info, self.tree, self.layout = path, also, info, tree, layout
+        self.tensors = tensors
+        self.entries = place_tensors(tensors)
+        self.data_start = len(encode_header(info, tree, self.entries, {}, layout))
+        self.nbytes = self.data_start + (self.entries[-1].end if self.entries else 0)
+
+    def run(self) -> None:
+        fd, temp = create_temp(self.path)
+        try:
+            self.reserve(fd)
+            self.write(fd)
+            self.flush(fd)
+            self.commit(temp)
+        finally:
+            temp.unlink(missing_ok=True)  # gone already when all went well
+            os.close(fd)
+
+    def reserve(self, fd: int) -> None:
+        if not preallocate(fd, self.nbytes):
+            check_free_space(self.path.parent, self.nbytes)
+
+    def write(self, fd: int) -> None:
+        pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
+        blocks = BlockWriter(fd, self.data_start, pinned=pinned)
+        with contextlib.closing(blocks):
+            digests = {entry.name: blocks.put(_flat_bytes(self.tensors[entry.name])) for entry in self.entries}
+            blocks.finish()
+            self.write_header(blocks, digests)
+
+    def write_header(self, blocks: BlockWriter, digests: dict[str, str]) -> None:
+        blocks.put_at(0, encode_header(self.info, self.tree, self.entries, digests, self.layout))
+
+    def flush(self, fd: int) -> None:
+        os.ftruncate(fd, self.nbytes)  # direct I/O writes whole blocks
+        os.fsync(fd)
+
+    def commit(self, temp: Path) -> None:
+        for name in self.also:
+            publish_copy(temp, name)
+        publish(temp, self.path, keep_as=self.previous())
+        for directory in dict.fromkeys([self.path.parent, *(name.parent for name in self.also)]):
+            fsync_dir(directory)
+
+    def previous(self) -> Path | None:
+        """Where to keep the file that has our name now; None: there is none, or it may be replaced."""
+        try:
+            status = os.lstat(self.path)
+        except FileNotFoundError:
+            return None
+        if stat.S_ISLNK(status.st_mode):
+            return None  # rename() replaces the link itself; its target is not touched
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EEXIST, "a folder or a special file has this name", str(self.path))
+        try:
+            old = read_header(self.path).info
+        except CheckpointError as error:
+            # As .prev it would push out a good older file.
+            quarantine(self.path, str(error), self.path.parent)
+            return None
+        same = (old.run_id, old.step) == (self.info.run_id, self.info.step)
+        return None if same else previous_path(self.path)
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in file order, on its device; copies only where they do not lie in that order."""
+    if not tensor.is_contiguous():
+        # On the host: a training job has no spare accelerator memory.
+        tensor = tensor.cpu().contiguous()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _save_error(error: BaseException, save: _Save) -> SaveError:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    who = f"rank {save.info.rank}, step {save.info.step}"
+    message = f"{save.path}: cannot save {who} ({save.nbytes:,} bytes): {text}"
+    code = error.errno if isinstance(error, OSError) else None
+    if code in (errno.ENOSPC, errno.EDQUOT):
+        message += f"; {_free_text(save.path.parent)}free some space, keep fewer checkpoints or give another
+        directory"
+    elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
+        message += "; check the directory's permissions or give another directory"
+    result = SaveError(message, path=save.path, rank=save.info.rank, step=save.info.step)
+    result.errno = code
+    return result
+
+
+def _free_text(directory: Path) -> str:
+    try:
+        return f"{free_space(directory):,} bytes are free; "
+    except OSError:
+        return ""

@@ -1,0 +1,79 @@
+"""What callbacks and users ask of the guard: when to save, under which name, and how to leave.
+
+A policy only decides. The guard owns the handlers, the capture and the files, so several callbacks never compete for
+the same signal and there is one save path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mindx_elastic.capture.position import Position
+from mindx_elastic.errors import UsageError
+
+__all__ = ["ALARM_KINDS", "EXIT_TEMPORARY", "ExitPolicy", "PeriodicPolicy", "breakpoint_name"]
+
+ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
+
+
+def breakpoint_name(prefix: str) -> Callable[[Position], str]:
+    """The documented name of a dying-gasp checkpoint: ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors``."""
+
+    def name(position: Position) -> str:
+        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_breakpoint.safetensors"
+
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitPolicy:
+    """A wish to save when the job must stop."""
+
+    kind: str
+    """``breakpoint`` or ``request_exit``; written into the file's header."""
+    alarms: frozenset[str]
+    """Which of `ALARM_KINDS` this policy answers to."""
+    name: Callable[[Position], str]
+    """File name (no folder) for the boundary that is saved."""
+    directory: Path
+    """Where the file goes; with more than one rank inside ``rank_{r}/``."""
+    signals: tuple[int, ...] = ()
+    """Signal numbers to listen to; only with ``"signal"`` in `alarms`."""
+    flag_file: Path | None = None
+    """JSON file ``{"GracefulExit": 1}`` to watch; only with ``"flag"`` in `alarms`."""
+    exit_codes: Mapping[str, int] = field(default_factory=dict)
+    """Exit code by alarm kind; a signal's default is 128 + number, everything else 75."""
+    append_info: Sequence[object] = ()
+    """JSON-able values of the user, written into the header."""
+    save: bool = True
+    """False: stop gracefully without a checkpoint of this policy."""
+    after_save: Callable[[float], None] | None = None
+    """Called in the training thread once the checkpoint is durable, with the `time.monotonic` deadline in seconds.
+    An exception there is a warning."""
+
+    def __post_init__(self) -> None:
+        unknown = self.alarms - ALARM_KINDS
+        if unknown or not self.alarms:
+            raise UsageError(f"unknown or no alarm kinds {sorted(unknown)}; choose from {sorted(ALARM_KINDS)}")
+
+
+class PeriodicPolicy(Protocol):
+    """A wish to save now and then. Called in the training thread right after a boundary."""
+
+    directory: Path
+    asynchronous: bool
+    keep_max: int | None
+    keep_per_n_minutes: float | None
+    append_info: Sequence[object]
+
+    def due(self, position: Position) -> bool:
+        """Whether the boundary `position` is to be saved. Must give the same answer on every rank."""
+        ...
+
+    def name(self, position: Position) -> str:
+        """File name, no folder."""
+        ...

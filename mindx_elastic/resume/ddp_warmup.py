@@ -1,0 +1,61 @@
+"""Gives a resumed DDP module the bucket layout that the interrupted process had.
+
+DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual cure is a throwaway
+forward and backward of the real model before loading the state, which needs a batch and the loss, disturbs BatchNorm
+buffers and random generators, and costs a step. Instead we replay only what DDP looks at: a graph that touches every
+parameter with zeros, built so that autograd reaches the parameters in the recorded order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.ddp_order import GradientOrder
+
+__all__ = ["replay_gradient_order"]
+
+
+def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> str | None:
+    """Run one synthetic backward through `module` (a collective: every rank must call it). Main thread.
+
+    Returns None when the layout is restored, else why it could not be. Parameters, buffers, gradients and random
+    generators are as before.
+    """
+    if module.static_graph or module.find_unused_parameters:
+        # static_graph counts gradient hooks in its first iteration, which ours would falsify; with
+        # find_unused_parameters DDP never rebuilds, so there is nothing to restore.
+        return None if module.find_unused_parameters else "static_graph=True: its first step cannot be replayed"
+    parameters = GradientOrder(module).parameters
+    if sorted(order) != list(range(len(parameters))):
+        return f"the checkpoint recorded {len(order)} gradients, the model has {len(parameters)} that need one"
+    gradients = [p.grad for p in parameters]
+
+    inner = module.module
+    broadcast, module.broadcast_buffers = module.broadcast_buffers, False
+    module._modules["module"] = _Replay(parameters, order)  # not inner.forward: the user's own hooks must not run
+    try:
+        with torch.enable_grad():
+            module(torch.zeros(1, device=parameters[0].device)).backward()
+    finally:
+        module._modules["module"] = inner
+        module.broadcast_buffers = broadcast
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+    return None
+
+
+class _Replay(nn.Module):
+    """Touches each parameter with a zero, in an order that makes autograd arrive at them in `order`."""
+
+    def __init__(self, parameters: list[nn.Parameter], order: list[int]) -> None:
+        super().__init__()
+        self._touched = [parameters[index] for index in order]  # a plain list: the parameters are not ours
+
+    def forward(self, anchor: torch.Tensor) -> torch.Tensor:
+        total = anchor.sum()
+        # Autograd runs the node that was created last first, so the chain starts at the end of the order.
+        for parameter in reversed(self._touched):
+            total = total + (parameter.flatten()[:1] * 0).sum().to(total.device, total.dtype)
+        return total

@@ -1,0 +1,222 @@
+"""Turns a boundary into files: names, headers, the periodic saves, and what old files to delete."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.snapshot import to_host
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import SaveError
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.writer import SaveResult, write_checkpoint
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
+
+__all__ = ["Saver"]
+
+
+class Saver:
+    """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
+
+    def __init__(
+        self, collector: Collector, gate: UpdateGate, ranks: RankInfo, events: EventLog, *, run_id: str
+    ) -> None:
+        self.collector, self.gate, self.ranks, self.events, self.run_id = collector, gate, ranks, events, run_id
+        self.bytes_per_s: float | None = None
+        """Speed of this process's slowest save so far, for the deadline's reserve."""
+        self._background = _Background()
+        self._pending: set[Path] = set()
+
+    def folder(self, directory: Path) -> Path:
+        """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
+        return directory / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else directory
+
+    def save_dying(self, policies: Sequence[ExitPolicy], reason: str) -> SaveResult:
+        """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
+
+        The caller holds the update gate or is the training thread at a boundary. Raises SaveError.
+        """
+        position = self.collector.position
+        paths = [self.folder(p.directory) / p.name(position) for p in policies]
+        info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
+        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        return self._write(paths[0], state, info, also=paths[1:])
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        """Write the boundary just reached. A failure is reported and training goes on; returns whether it went well.
+
+        With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the events.
+        """
+        position = self.collector.position
+        path = self.folder(policy.directory) / policy.name(position)
+        info = self._info(position, kind="periodic", reason="periodic", append_info=policy.append_info)
+        copy = policy.asynchronous
+        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=copy)
+
+        def work() -> bool:
+            try:
+                self._write(path, state, info)
+            except SaveError as error:
+                logger.error("%s; training goes on, older checkpoints are untouched", error)
+                return False
+            self._prune(policy, path)
+            return True
+
+        if not copy:
+            return work()
+        self._background.submit(work)
+        return True
+
+    def save_to(self, path: Path | None, directory: Path, prefix: str, reason: str) -> SaveResult:
+        """Write the boundary because the user asked. Raises SaveError."""
+        position = self.collector.position
+        name = f"{prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
+        info = self._info(position, kind="periodic", reason=reason, append_info=())
+        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        return self._write(self.folder(directory) / name if path is None else path, state, info)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
+        return self._background.drain(timeout_s)
+
+    def close(self) -> None:
+        """Wait for the background saves and end their thread."""
+        self._background.close()
+
+    def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
+        return CheckpointInfo(
+            run_id=self.run_id,
+            world_size=self.ranks.world_size,
+            rank=self.ranks.rank,
+            step=position.step,
+            epoch=position.epoch,
+            step_in_epoch=position.step_in_epoch,
+            batch_num=position.batch_num,
+            reason=reason,
+            kind=kind,
+            created=time.time(),
+            attempt=self.ranks.attempt,
+            append_info=tuple(append_info),
+            torch_version=torch.__version__,
+        )
+
+    def _write(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path] = ()) -> SaveResult:
+        for target in (path, *also):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            result = write_checkpoint(path, state, info, also=also)
+        except SaveError as error:
+            self.events.emit(
+                "save", step=info.step, reason=info.reason, outcome=f"failed: {error}", path=str(path), kind=info.kind
+            )
+            raise
+        speed = result.nbytes / max(result.duration_s, 1e-6)
+        self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
+        self.events.emit(
+            "save",
+            step=info.step,
+            reason=info.reason,
+            duration_s=result.duration_s,
+            nbytes=result.nbytes,
+            outcome="saved",
+            path=str(path),
+            kind=info.kind,
+        )
+        return result
+
+    def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
+        """Delete what the policy no longer keeps: only periodic files of this run and rank, never of the newest whole step.
+
+        A step is whole when every rank's file is there. Where the other ranks' folders cannot be seen (node-local disks) no
+        step ever looks whole; the two newest own steps are kept then, because the other ranks may not have finished the last.
+        """
+        if policy.keep_max is None and policy.keep_per_n_minutes is None:
+            return
+        catalog = scan(policy.directory)
+        mine = [
+            entry
+            for entry in catalog.entries
+            if entry.header is not None
+            and entry.header.info.run_id == self.run_id
+            and entry.header.info.rank == self.ranks.rank
+            and entry.header.info.kind == "periodic"
+            and entry.path.parent == newest.parent
+        ]
+        whole = [s.step for s in catalog.steps if s.run_id == self.run_id and s.complete]
+        own = sorted({e.header.info.step for e in mine if e.header is not None})
+        protect = set(own[-1:]) | ({max(whole)} if whole else set(own[-2:]))
+        facts = [
+            CheckpointFact(
+                path=e.path,
+                step=e.header.info.step,
+                kind=e.header.info.kind,
+                created=e.header.info.created,
+                epoch=e.header.info.epoch,
+            )
+            for e in mine
+            if e.header is not None
+        ]
+        doomed = choose_deletions(
+            facts, keep_max=policy.keep_max, keep_per_n_minutes=policy.keep_per_n_minutes, protect_steps=protect
+        )
+        for path in doomed:
+            try:
+                os.unlink(path)
+            except OSError as error:
+                logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
+
+    def prune(self, policy: PeriodicPolicy) -> None:
+        """Apply the policy's retention once more, when the other ranks have had time to finish."""
+        self._prune(policy, self.folder(policy.directory) / "_")
+
+
+class _Background:
+    """The persist thread: one job at a time, in order; at most one waits, so that memory holds two copies at most."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue(maxsize=1)
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Condition()
+        self._open = 0
+
+    def submit(self, job: Callable[[], bool]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
+            self._thread.start()
+        with self._idle:
+            self._open += 1
+        self._jobs.put(job)
+
+    def drain(self, timeout_s: float | None) -> bool:
+        with self._idle:
+            return self._idle.wait_for(lambda: self._open == 0, timeout_s)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a background save met an unexpected error")
+            finally:
+                with self._idle:
+                    self._open -= 1
+                    self._idle.notify_all()

@@ -1,0 +1,371 @@
+"""How a job stops: from an alarm, over the agreement, to a durable checkpoint and the way out.
+
+One `Stopper` a guard. Alarms come in on the watcher thread (signals, flag file, other ranks) or on the training thread
+(exceptions). Whoever gets there first *claims* the save; the other one waits for it.
+
+======================  =====================================================================================
+phase                   what is true
+======================  =====================================================================================
+TRAINING                nothing was heard
+STOPPING                an alarm was heard; the training thread runs to the agreed boundary
+SAVING                  one thread has claimed the save and writes
+SAVED                   this rank's state is durable (or no policy wanted a file)
+FAILED                  nothing could be saved, and the reason is recorded
+======================  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.agreement.stop_step import CANNOT, Decision
+from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
+from mindx_elastic.alarm.deadline import Deadline, reserve_s
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
+from mindx_elastic.saving import Saver
+
+__all__ = ["StopPhase", "Stopper"]
+
+_PATIENCE_S = 3.0  # how long a saved rank waits for its training thread to come out by itself
+_LAST_MOMENT_S = 0.3  # before the deadline: leave, or be killed with nothing said
+
+
+class StopPhase(Enum):
+    """See the module's table."""
+
+    TRAINING = 0
+    STOPPING = 1
+    SAVING = 2
+    SAVED = 3
+    FAILED = 4
+
+
+_MOVES = {
+    StopPhase.TRAINING: {StopPhase.STOPPING},
+    # back to STOPPING: the claim was given up because another rank is one boundary ahead, or the gate was not clean
+    StopPhase.STOPPING: {StopPhase.SAVING},
+    StopPhase.SAVING: {StopPhase.SAVED, StopPhase.FAILED, StopPhase.STOPPING},
+    StopPhase.SAVED: set(),
+    StopPhase.FAILED: set(),
+}
+_FINAL = (StopPhase.SAVED, StopPhase.FAILED)
+
+
+class Stopper:
+    """The state machine. Methods say which thread may call them."""
+
+    def __init__(
+        self,
+        *,
+        step_gate: StepGate,
+        update_gate: UpdateGate,
+        exchange: Exchange,
+        watcher: Watcher,
+        saver: Saver,
+        ranks: RankInfo,
+        settings: Settings,
+        policies: Sequence[ExitPolicy],
+        events: EventLog,
+        state_bytes: Callable[[], int],
+        already_durable: Callable[[], Path | None],
+    ) -> None:
+        self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
+        self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
+        self.policies = tuple(policies)
+        self.alarm: Alarm | None = None
+        self.path: Path | None = None
+        self.saved_step: int | None = None
+        self.failure: str | None = None
+        self._state_bytes, self._already_durable = state_bytes, already_durable
+        self._phase = StopPhase.TRAINING
+        self._changed = threading.Condition()
+        self._salvage_decision: Decision | None = None
+        self._heard_at = 0.0
+
+    @property
+    def phase(self) -> StopPhase:
+        return self._phase
+
+    # --- alarms -----------------------------------------------------------------------------------------------------
+
+    def hear_signal(self, signum: int) -> None:
+        """Watcher thread."""
+        name = signal_name(signum)
+        if self._phase is not StopPhase.TRAINING:
+            logger.warning("%s again; the stop is under way (%s)", name, self._phase.name.lower())
+            self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")
+            return
+        code = self._exit_code("signal", exit_code_of_signal(signum))
+        self.stop(self._alarm("signal", name, code, signum=signum))
+
+    def hear_flag(self, path: Path) -> None:
+        """Watcher thread."""
+        self.stop(self._alarm("flag", f"flag file {path}", self._exit_code("flag", EXIT_TEMPORARY)))
+
+    def hear_user(self, reason: str, exit_code: int) -> None:
+        """Watcher thread: the program asked for a stop."""
+        self.stop(self._alarm("request", reason, exit_code))
+
+    def hear_peer(self, content: Mapping[str, Any]) -> None:
+        """Watcher thread: another rank's request."""
+        if self._phase is not StopPhase.TRAINING:
+            return
+        grace_s = min(self.settings.grace_s, float(content["grace_left_s"]))
+        alarm = Alarm(
+            kind=str(content["kind"]),
+            reason=f"{content['reason']} on rank {content['origin']}",
+            deadline=Deadline.after(max(0.5, grace_s)),
+            exit_code=EXIT_TEMPORARY if content["kind"] == "exception" else int(content["exit_code"]),
+            origin=int(content["origin"]),
+            signum=content.get("signum"),
+        )
+        self.stop(alarm)
+
+    def stop(self, alarm: Alarm) -> None:
+        """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
+        if not self._accept(alarm):
+            return
+        if alarm.origin == self.ranks.rank:
+            self._tell_others(alarm)
+        if alarm.kind == "exception":  # a rank has failed: no coming boundary is sure to be reached
+            self._salvage(alarm)
+            return
+        reserve = reserve_s(self._state_bytes(), alarm.deadline.grace_s, bytes_per_s=self.saver.bytes_per_s)
+        self.watcher.call_at(alarm.deadline.salvage_at(reserve), lambda: self._salvage(alarm))
+        offer = self.step_gate.close()
+        bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
+        decision = self.exchange.decide("stop", offer, bound)
+        self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
+        if decision.step is None:
+            logger.warning("no common stop step: %s; saving the last boundary here", decision.reason)
+            self.step_gate.open_until(0)
+            self._salvage(alarm)
+            return
+        self.step_gate.open_until(decision.step)
+        if decision.step <= self.step_gate.step:
+            self._salvage(alarm)  # between two steps: the boundary is already here, and an evaluation may take long
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def at_limit(self, *, is_cut: bool) -> None:
+        """Training thread, at the step gate's limit: save here and raise GracefulExit, or go on to the agreed step."""
+        alarm = self.alarm
+        assert alarm is not None, "the step gate has a limit only after an alarm"
+        if self._phase not in _FINAL:
+            if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
+                return
+            if not is_cut:
+                return  # inside an accumulation window; the next boundary asks again
+            self._save_at_boundary(alarm)
+        raise self.exit()
+
+    def on_exception(self, error: BaseException) -> None:
+        """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
+        if self._phase is StopPhase.TRAINING:
+            reason = f"exception: {type(error).__name__}: {error}"[:300]
+            if not any("exception" in policy.alarms for policy in self.policies):
+                return
+            alarm = self._alarm("exception", reason, 1)
+            if self._accept(alarm):
+                self._tell_others(alarm)
+        assert self.alarm is not None
+        self._salvage(self.alarm, can_wait=False)
+
+    def exit(self) -> GracefulExit:
+        """What the training thread raises once the phase is final."""
+        assert self.alarm is not None
+        return GracefulExit(
+            self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path
+        )
+
+    def wait_while_saving(self) -> StopPhase:
+        """Training thread: wait for the watcher's save. Without a bound: leaving now would cut the file off."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase is not StopPhase.SAVING)
+            return self._phase
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def _save_at_boundary(self, alarm: Alarm) -> None:
+        while not self._claim():
+            if self.wait_while_saving() in _FINAL:
+                return
+        self._write(alarm)
+        if self.saved_step is not None:
+            self.exchange.announce("salvage", self.saved_step)
+
+    def _salvage(self, alarm: Alarm, *, can_wait: bool = True) -> None:
+        """Save the last boundary from beside the training thread, or from its failing end. Either thread.
+
+        `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
+        """
+        while not self._claim():
+            if can_wait or self.wait_while_saving() in _FINAL:
+                return
+        self.exchange.announce("stop", CANNOT)  # whoever still waits for this rank in the first round must not
+        left = alarm.deadline.remaining_s()
+        # A failed step never ends: its update is torn for good, and waiting for it would only cost time.
+        with self.update_gate.hold(max(0.05, left / 4) if can_wait else 0.05) as problem:
+            offer: int | str = CANNOT if problem else self.saver.collector.position.step
+            decision = self._decide_salvage(offer, min(self.settings.agreement_s, max(0.1, left / 4)))
+            behind = decision.step is not None and isinstance(offer, int) and decision.step > offer
+            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * _LAST_MOMENT_S:
+                self._give_up_claim(alarm, decision)
+                return
+            if problem:
+                self._refuse(problem)
+            else:
+                self._write(alarm)
+        if can_wait:
+            self._leave_later(alarm)
+
+    def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
+        """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
+        self._move(StopPhase.STOPPING)
+        self.step_gate.open_until(decision.step or 0)
+        self.watcher.call_at(alarm.deadline.at - 2 * _LAST_MOMENT_S, lambda: self._salvage(alarm))
+
+    def _decide_salvage(self, offer: int | str, timeout_s: float) -> Decision:
+        if self._salvage_decision is None:
+            self._salvage_decision = self.exchange.decide("salvage", offer, timeout_s)
+            self.events.emit(
+                "agreement", step=self._salvage_decision.step, reason=self._salvage_decision.reason, offer=offer
+            )
+        return self._salvage_decision
+
+    def _write(self, alarm: Alarm) -> None:
+        """The claim is ours: write the files of every policy that answers this alarm."""
+        step = self.saver.collector.position.step
+        wanted = [p for p in self._answering(alarm) if p.save]
+        durable = self._already_durable()
+        if not wanted or durable is not None:
+            self.path, self.saved_step = durable, step if durable is not None else None
+            if durable is not None:
+                logger.info("step %d is already durable in %s", step, durable)
+            self._move(StopPhase.SAVED)
+            return
+        self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
+        try:
+            result = self.saver.save_dying(wanted, alarm.reason)
+        except (SaveError, UnsupportedStateError, OSError) as error:
+            self.failure = str(error)
+            logger.error("step %d could not be saved: %s", step, error)
+            self._move(StopPhase.FAILED)
+            return
+        self.path, self.saved_step = result.path, step
+        since = time.monotonic() - self._heard_at
+        logger.info("step %d saved in %s (%.2f s after the alarm)", step, result.path, since)
+        self.events.emit(
+            "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
+        )
+        self._move(StopPhase.SAVED)
+
+    def _refuse(self, problem: str) -> None:
+        self.failure = problem
+        step = self.saver.collector.position.step
+        logger.error(
+            "the boundary after step %d cannot be saved: %s. The newest complete checkpoint on disk stands in", step, problem
+        )
+        self.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary")
+        self._move(StopPhase.FAILED)
+
+    # --- leaving ------------------------------------------------------------------------------------------------------
+
+    def _leave_later(self, alarm: Alarm) -> None:
+        """Watcher thread: the state is settled. The training thread leaves by itself, else the process is ended."""
+        self.step_gate.open_until(0)
+        latest = alarm.deadline.at - _LAST_MOMENT_S
+        self.watcher.call_at(max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, latest)), self.leave_now)
+
+    def leave_now(self) -> None:
+        """Watcher thread: end the process although the training thread is stuck. Loader workers go first."""
+        assert self.alarm is not None
+        logger.warning("the training thread does not come back; leaving with exit code %d", self.alarm.exit_code)
+        self.events.emit("exit", step=self.saved_step, reason=self.alarm.reason, outcome=str(self.alarm.exit_code))
+        for child in multiprocessing.active_children():
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):
+                pass  # a closed pipe must not keep a dying process
+        logging.shutdown()
+        os._exit(self.alarm.exit_code)
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _alarm(self, kind: str, reason: str, exit_code: int, *, signum: int | None = None) -> Alarm:
+        deadline = Deadline.after(self.settings.grace_s)
+        return Alarm(kind, reason, deadline, exit_code, origin=self.ranks.rank, signum=signum)
+
+    def _accept(self, alarm: Alarm) -> bool:
+        with self._changed:
+            if self._phase is not StopPhase.TRAINING:
+                return False
+            self.alarm = alarm
+            self._heard_at = time.monotonic()
+            self._phase = StopPhase.STOPPING
+            self._changed.notify_all()
+        self.events.emit("alarm", step=self.step_gate.step, reason=alarm.reason, outcome="stopping", kind=alarm.kind)
+        if alarm.kind == "exception":
+            logger.error("%s; saving the last boundary", alarm.reason)
+        else:
+            logger.warning("%s heard; the process must be gone in %.1f s", alarm.reason, alarm.deadline.remaining_s())
+            logger.info("Graceful exit is triggered, stop training.")
+        return True
+
+    def _tell_others(self, alarm: Alarm) -> None:
+        self.exchange.request(
+            {
+                "kind": alarm.kind,
+                "reason": alarm.reason,
+                "exit_code": alarm.exit_code,
+                "origin": alarm.origin,
+                "signum": alarm.signum,
+                "grace_left_s": alarm.deadline.remaining_s(),
+            }
+        )
+
+    def _answering(self, alarm: Alarm) -> list[ExitPolicy]:
+        def answers(policy: ExitPolicy) -> bool:
+            if alarm.kind == "signal" and policy.signals and alarm.signum not in policy.signals:
+                return False
+            return alarm.kind in policy.alarms
+
+        return [policy for policy in self.policies if answers(policy)]
+
+    def _exit_code(self, kind: str, default: int) -> int:
+        for policy in self.policies:
+            if kind in policy.alarms and kind in policy.exit_codes:
+                return policy.exit_codes[kind]
+        return default
+
+    def _claim(self) -> bool:
+        with self._changed:
+            if self._phase is not StopPhase.STOPPING:
+                return False
+            self._phase = StopPhase.SAVING
+            return True
+
+    def _move(self, phase: StopPhase) -> None:
+        with self._changed:
+            if phase not in _MOVES[self._phase]:
+                raise RuntimeError(f"a stop cannot go from {self._phase.name} to {phase.name}")
+            self._phase = phase
+            self._changed.notify_all()

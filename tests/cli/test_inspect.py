@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint_files import flip_bit_in_data, write
+
+BREAKPOINT = Path("rank_0") / "resnet-2_7_breakpoint.safetensors"
+
+
+def table_rows(stdout: str) -> list[list[str]]:
+    """Cells of the lines that begin with a step number; cells are two spaces or more apart."""
+    rows = (line.split("  ") for line in stdout.splitlines() if line.strip()[:1].isdigit())
+    return [[cell.strip() for cell in row if cell.strip()] for row in rows]
+
+
+def test_the_table(run: Callable[..., Any], tree: Path) -> None:
+    result = run("inspect", tree)
+    assert result.exit_code == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == "run run-a"
+    assert lines[1].split() == ["step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age"]
+    rows = table_rows(result.stdout)
+    assert [row[:6] for row in rows] == [
+        ["20", "2 (10/10)", "periodic", "1/2", "NO", "-"],
+        ["17", "2 (7/10)", "breakpoint: SIGTERM", "2/2", "yes", "-"],
+        ["10", "1 (10/10)", "periodic", "2/2", "yes", "-"],
+    ]
+    assert "step 20 is not complete: rank 1 of 2 missing" in lines
+    assert lines[-1] == "newest complete step: 17  (digests not checked; --verify does)"
+
+
+def test_verify_fills_the_column(run: Callable[..., Any], tree: Path) -> None:
+    good = run("inspect", tree, "--verify")
+    assert good.exit_code == 0 and [row[5] for row in table_rows(good.stdout)] == ["yes"] * 3
+    flip_bit_in_data(tree / BREAKPOINT)
+    bad = run("inspect", tree, "--verify")
+    assert bad.exit_code == 1 and [row[5] for row in table_rows(bad.stdout)] == ["yes", "NO", "yes"]
+    assert any(str(tree / BREAKPOINT) in line and "model.bias" in line for line in bad.stdout.splitlines())
+    assert bad.stdout.splitlines()[-1] == "newest complete and verified step: 10"
+    assert json.loads(run("inspect", tree, "--verify", "--json").stdout)["newest_complete_step"] == 10
+
+
+def test_json(run: Callable[..., Any], tree: Path) -> None:
+    (tree / "rank_1" / "odd-3_3.safetensors").write_bytes(b"")
+    result = run("inspect", tree, "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert set(document) == {
+        "schema",
+        "directory",
+        "newest_complete_step",
+        "newest_complete_run_id",
+        "digests_checked",
+        "steps",
+        "problems",
+    }
+    assert (document["schema"], document["directory"], document["digests_checked"]) == (1, str(tree), False)
+    assert (document["newest_complete_step"], document["newest_complete_run_id"]) == (17, "run-a")
+    step = document["steps"][1]
+    files = step.pop("files")
+    assert step.pop("age_s") > 0 and step.pop("size_bytes") == sum(file["size_bytes"] for file in files)
+    assert step == {
+        "run_id": "run-a",
+        "step": 17,
+        "epoch": 2,
+        "step_in_epoch": 7,
+        "batch_num": 10,
+        "kind": "breakpoint",
+        "reasons": ["SIGTERM"],
+        "world_size": 2,
+        "ranks": [0, 1],
+        "missing_ranks": [],
+        "complete": True,
+        "why_incomplete": None,
+        "resumable": True,
+        "verified": None,
+        "created": 1_700_000_017.0,
+    }
+    assert files[0] == {
+        "path": str(tree / BREAKPOINT),
+        "rank": 0,
+        "kind": "breakpoint",
+        "reason": "SIGTERM",
+        "resumable": True,
+        "size_bytes": (tree / BREAKPOINT).stat().st_size,
+        "created": 1_700_000_017.0,
+        "verified": None,
+        "problems": [],
+    }
+    (problem,) = document["problems"]
+    assert set(problem) == {"path", "problem", "foreign", "looks_ours", "size_bytes"}
+    assert problem["path"] == str(tree / "rank_1" / "odd-3_3.safetensors") and problem["looks_ours"]
+
+
+def test_each_damage_is_listed_or_left_to_verify(
+    run: Callable[..., Any], tree: Path, damage: Callable[[Path], None]
+) -> None:
+    damage(tree / BREAKPOINT)
+    result = run("inspect", tree)
+    assert result.exit_code == 0
+    listed = f"  {BREAKPOINT}: " in result.stdout and "cannot be used:" in result.stdout
+    damaged_data = run("inspect", tree, "--verify").exit_code == 1
+    assert listed != damaged_data  # only flipped data needs --verify
+    if listed:
+        assert result.stdout.splitlines()[-1].startswith("newest complete step: 10")
+
+
+def test_each_damage_of_a_single_file(run: Callable[..., Any], tree: Path, damage: Callable[[Path], None]) -> None:
+    damage(tree / BREAKPOINT)
+    result = run("inspect", tree / BREAKPOINT, "--verify")
+    if (tree / BREAKPOINT).is_dir() and not (tree / BREAKPOINT).is_symlink():
+        assert result.exit_code == 3
+    else:
+        assert result.exit_code == 1 and "BAD" in result.stdout
+
+
+def test_one_file_in_detail(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "x-2_7.safetensors", coordinates={"dp": 1}, append_info=[{"epoch_num": 3}], reason="flag file"
+    )
+    result = run("inspect", path)
+    assert result.exit_code == 0
+    lines = [" ".join(line.split()) for line in result.stdout.splitlines()]
+    assert lines[0] == str(path)
+    for line in (
+        "run run-a",
+        "step 17",
+        "epoch 2 (batch 7 of 10)",
+        "reason periodic: flag file",
+        "rank 0 of 1",
+        "resumable yes",
+        "torch 2.6.0",
+        "digests not checked (--verify does)",
+        "coordinates {'dp': 1}",
+        "append_info [{'epoch_num': 3}]",
+        "tensors 3, 7.8 KiB",
+        "model 2 tensors, 3.9 KiB, F32 BF16",
+        "optimizer 1 tensor, 3.9 KiB, F32",
+    ):
+        assert line in lines
+    assert "digests right" in " ".join(run("inspect", path, "--verify").stdout.split())
+    document = json.loads(run("inspect", path, "--json").stdout)
+    assert document["schema"] == 1
+    file = document["file"]
+    assert (file["num_tensors"], file["tensor_bytes"], file["verified"]) == (3, 8006, None)
+    assert sorted((part["name"], part["num_tensors"], part["bytes"]) for part in file["parts"]) == [
+        ("model", 2, 4006),
+        ("optimizer", 1, 4000),
+    ]
+
+
+def test_nothing_found_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 3 and result.stdout.strip() == f"no checkpoint found in {tmp_path}"
+    assert json.loads(run("inspect", tmp_path, "--json").stdout)["steps"] == []
+
+
+def test_only_damaged_files(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "resnet-1_1.safetensors").write_bytes(b"")
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == f"no usable checkpoint found in {tmp_path}"
+
+
+def test_a_rank_folder_alone_says_so(run: Callable[..., Any], tree: Path) -> None:
+    result = run("inspect", tree / "rank_1")
+    assert "only one rank's folder was looked at, give the folder above it" in result.stdout
+
+
+def test_two_runs_are_two_tables_newest_first(run: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "a-1_9.safetensors", step=9, run_id="old", created=1e9)
+    write(tmp_path / "a-1_3.safetensors", step=3, run_id="new", created=1.5e9)
+    lines = run("inspect", tmp_path).stdout.splitlines()
+    assert [line for line in lines if line.startswith("run ")] == ["run new", "run old"]
+
+
+def test_fields_that_a_terminal_would_obey(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "a-1_9.safetensors", reason="\x1b[2J[bold]exception:\nboom", run_id="r\x1b[0m")
+    for words in (["inspect", tmp_path], ["inspect", path]):
+        out = run(*words).stdout
+        assert "\x1b" not in out and "\\x1b[2J[bold]exception:\\nboom" in out
+
+
+def test_a_pipe_gets_unbroken_lines(run: Callable[..., Any], tmp_path: Path) -> None:
+    write(tmp_path / "a-1_9.safetensors", reason="exception: " + "word " * 40)
+    assert "exception: " + "word " * 40 in run("inspect", tmp_path).stdout
+
+
+@pytest.mark.parametrize("columns", [120, 100, 90])
+def test_the_table_fits_the_width_and_loses_nothing(run: Callable[..., Any], tmp_path: Path, columns: int) -> None:
+    reason = "exception: ValueError: " + " ".join(f"word{n}" for n in range(12))
+    write(tmp_path / "a-12_345.safetensors", step=123456, kind="breakpoint", reason=reason)
+    lines = run("inspect", tmp_path, columns=columns).stdout.splitlines()
+    table = lines[: lines.index("")]
+    assert max(map(len, table)) <= columns and "\u2026" not in "".join(table)
+    assert all(word in " ".join(table) for word in ("step  ", "123456", "12346 (6/10)", *reason.split()))
+
+
+def test_a_narrow_terminal_gets_a_line_for_each_step(run: Callable[..., Any], tree: Path) -> None:
+    lines = run("inspect", tree, columns=40).stdout.splitlines()
+    (line,) = [line for line in lines if line.startswith("step 17 ")]
+    start = "step 17  epoch 2 (7/10)  reason breakpoint: SIGTERM  ranks 2/2  complete? yes  verified? -  size "
+    assert line.startswith(start)
+
+
+def test_on_a_real_terminal(tree: Path) -> None:
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    env = {**os.environ, "TERM": "xterm", "NO_COLOR": "1"}
+    env.pop("COLUMNS", None)
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "inspect", str(tree), "--verify"]
+    with subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, env=env) as process:
+        os.close(follower)
+        out = bytearray()
+        while True:
+            try:
+                chunk = os.read(leader, 65536)
+            except OSError:  # Linux: EIO once the last writer is gone
+                break
+            if not chunk:
+                break
+            out += chunk
+    os.close(leader)
+    assert process.returncode == 0
+    text = out.decode()
+    assert "breakpoint:" in text and "SIGTERM" in text and "newest complete and verified step: 17" in text
+    assert "1000" not in text and "Traceback" not in text

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+
+from mindx_elastic.cli.main import app, main
+from tests.checkpoint_files import write
+
+
+def option_set() -> dict[str, list[str]]:
+    """Every command with its arguments (lower case) and options, as the parser knows them."""
+    group: Any = typer.main.get_command(app)
+    found = {}
+    for name, command in [("", group), *group.commands.items()]:
+        found[name] = sorted(o for p in command.params for o in (*p.opts, *p.secondary_opts))
+    return found
+
+
+def test_the_option_set() -> None:
+    # People's scripts depend on these words: a change here is a visible change and belongs in the changelog.
+    assert option_set() == {
+        "": ["--version"],
+        "inspect": ["--json", "--verify", "path"],
+        "verify": ["--json", "path"],
+    }
+
+
+def test_version(run: Callable[..., Any]) -> None:
+    result = run("--version")
+    assert result.exit_code == 0
+    assert re.fullmatch(r"mindx-elastic \d+\.\d+\S*\n", result.stdout)
+
+
+@pytest.mark.parametrize("words", [["--help"], ["-h"], ["inspect", "--help"], ["verify", "-h"]])
+def test_help_has_examples_and_exit_codes(run: Callable[..., Any], words: list[str]) -> None:
+    result = run(*words, columns=100)
+    assert result.exit_code == 0
+    assert "Examples" in result.stdout and "mindx-elastic inspect" in result.stdout + "mindx-elastic inspect"
+    assert "mindx-elastic" in result.stdout
+    assert re.search(r"[Ee]xit codes?", result.stdout) and "no checkpoint" in result.stdout
+
+
+def test_examples_keep_their_lines(run: Callable[..., Any]) -> None:
+    lines = [line.strip() for line in run("verify", "--help", columns=100).stdout.splitlines()]
+    assert "mindx-elastic verify ckpt" in lines and "mindx-elastic verify ckpt/rank_0" in lines
+
+
+def test_without_arguments_the_help_is_shown(run: Callable[..., Any]) -> None:
+    result = run()
+    assert "inspect" in result.stdout + result.stderr and "verify" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("words", [["inspct"], ["inspect"], ["inspect", "--jsn", "."], ["verify", "a", "b"]])
+def test_wrong_usage_is_2(run: Callable[..., Any], words: list[str]) -> None:
+    result = run(*words)
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_missing_path_is_named_with_the_part_that_exists(
+    run: Callable[..., Any], tmp_path: Path, command: str
+) -> None:
+    result = run(command, tmp_path / "chekpt" / "rank_0")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert f"{tmp_path / 'chekpt' / 'rank_0'} does not exist (the part that exists is {tmp_path})" in result.stderr
+    assert run(command, tmp_path / "chekpt").stderr.endswith("does not exist\n")
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_neither_folder_nor_file(run: Callable[..., Any], command: str) -> None:
+    result = run(command, "/dev/null")
+    assert result.exit_code == 2 and "/dev/null is neither a folder nor a file" in result.stderr
+
+
+def test_help_and_version_do_not_wait_for_torch() -> None:
+    code = (
+        "import sys, mindx_elastic.cli.main as m\n"
+        "try: m.app(['--version'])\n"
+        "except SystemExit: pass\n"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False).returncode == 0
+    )
+
+
+def test_as_a_process(tree: Path) -> None:
+    command = [sys.executable, "-m", "mindx_elastic.cli.main"]
+    done = subprocess.run([*command, "inspect", str(tree)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and done.stderr == ""
+    assert "newest complete step: 17" in done.stdout
+    missing = subprocess.run(
+        [*command, "verify", str(tree / "no")], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert missing.returncode == 2 and "Traceback" not in missing.stderr
+
+
+def test_a_package_error_is_one_line_and_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from mindx_elastic.errors import UsageError
+
+    def fail() -> None:
+        raise UsageError("this cannot work\nat all")
+
+    monkeypatch.setattr("mindx_elastic.cli.main.app", fail)
+    with pytest.raises(SystemExit) as exit_info:
+        main()
+    assert exit_info.value.code == 2
+    assert capsys.readouterr().err == "mindx-elastic: error: this cannot work\\nat all\n"
+
+
+def test_what_the_locale_cannot_show_is_escaped(tmp_path: Path) -> None:
+    write(tmp_path / "caf\u00e9-1_1.safetensors", reason="exception: \u6a21\u578b")
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    for command, expected in (("inspect", b"exception: \\u6a21\\u578b"), ("verify", b"caf\\xe9-1_1.safetensors")):
+        words = [sys.executable, "-m", "mindx_elastic.cli.main", command, str(tmp_path)]
+        done = subprocess.run(words, capture_output=True, timeout=60, check=False, env=env)
+        assert done.returncode == 0 and expected in done.stdout and done.stderr == b""
+
+
+def test_a_folder_that_cannot_be_listed_is_2(
+    run: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_path: Path) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "listdir", refuse)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 2 and f"{tmp_path} cannot be looked at: Permission denied" in result.stderr

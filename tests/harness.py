@@ -1,0 +1,183 @@
+"""Runs jobs as real processes, waits for their lines, signals them, and leaves nothing behind.
+
+Everything is ordered by lines that the job prints; a test that fails shows all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["JOBS", "Job", "events", "run_job", "start_job"]
+
+JOBS = Path(__file__).parent / "jobs"
+_ROOT = Path(__file__).parent.parent
+_TIMEOUT_S = 120.0
+
+
+class Job:
+    """One launched job: a plain process, or torchrun with its workers."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
+        self.command = list(command)
+        # A session of its own: what is left of the job can be ended by its group and session, never by name.
+        self.process = subprocess.Popen(
+            self.command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=env,
+            start_new_session=True,
+        )
+        self.lines: list[str] = []
+        self._more = threading.Condition()
+        self._closed = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._more:
+                self.lines.append(line.rstrip("\n"))
+                self._more.notify_all()
+        with self._more:
+            self._closed = True
+            self._more.notify_all()
+
+    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = _TIMEOUT_S) -> list[re.Match[str]]:
+        """The first `count` matches of `pattern` in the output, as soon as they are there."""
+
+        def found() -> list[re.Match[str]]:
+            return [m for line in self.lines if (m := re.search(pattern, line))]
+
+        with self._more:
+            self._more.wait_for(lambda: self._closed or len(found()) >= count, timeout_s)
+            matches = found()
+        if len(matches) < count:
+            raise AssertionError(f"{len(matches)} of {count} lines match {pattern!r}\n{self.report()}")
+        return matches[:count]
+
+    def matches(self, pattern: str) -> list[re.Match[str]]:
+        """All matches in the output of the finished job."""
+        return [m for line in self.lines if (m := re.search(pattern, line))]
+
+    def pids(self) -> dict[int, int]:
+        """Worker process ids by rank, from the READY lines printed so far."""
+        return {int(m[1]): int(m[2]) for m in self.matches(r"READY (\d+) (\d+)")}
+
+    def signal_rank(self, rank: int, signum: int = signal.SIGTERM) -> None:
+        os.kill(self.pids()[rank], signum)
+
+    def wait(self, timeout_s: float = _TIMEOUT_S) -> int:
+        """Exit code of the launched process, once all its output has been read."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end in {timeout_s:g} s\n{self.report()}") from None
+        self._reader.join(30)
+        return code
+
+    def expect(self, code: int) -> Job:
+        """Wait for the end and insist on the exit code."""
+        actual = self.wait()
+        assert actual == code, f"exit code {actual}, expected {code}\n{self.report()}"
+        return self
+
+    def hashes(self) -> dict[int, str]:
+        """Final weights by rank, from the DONE lines."""
+        return {int(m[1]): m[2] for m in self.matches(r"DONE (\d+) (\w+)")}
+
+    def seen(self) -> dict[int, list[int]]:
+        """Sample indices by epoch, over all ranks, in the order printed."""
+        result: dict[int, list[int]] = {}
+        for match in self.matches(r"SEEN (\d+) ([\d,]+)"):
+            result.setdefault(int(match[1]), []).extend(int(i) for i in match[2].split(","))
+        return result
+
+    def report(self) -> str:
+        return f"command: {' '.join(self.command)}\n--- output ---\n" + "\n".join(self.lines[-400:])
+
+    def end(self) -> None:
+        """Kill whatever is left of the job, by process id."""
+        for pid in [*self.pids().values(), *_session(self.process.pid)]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join(10)
+
+
+def _session(leader: int) -> list[int]:
+    """Process ids whose session is the job's (torchrun gives its workers sessions of their own: see `Job.pids`)."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+            except (ProcessLookupError, PermissionError):
+                continue
+    return found
+
+
+def _environment(extra: dict[str, str] | None) -> dict[str, str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC"))}
+    paths = [str(_ROOT), env.get("PYTHONPATH", "")]
+    env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    env.update(
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore", **(extra or {})
+    )
+    return env
+
+
+@contextmanager
+def start_job(
+    script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, restarts: int = 0
+) -> Iterator[Job]:
+    """Start ``tests/jobs/{script}`` alone or under torchrun; ends it on leaving, whatever happened."""
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher += ["--max-restarts", str(restarts)]
+    job = Job([*launcher, str(JOBS / script), *map(str, args)], _environment(env))
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def run_job(script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, code: int = 0) -> Job:
+    """Run a job to its end and insist on its exit code."""
+    with start_job(script, *args, ranks=ranks, env=env) as job:
+        return job.expect(code)
+
+
+def events(directory: Path, name: str | None = None) -> list[dict[str, Any]]:
+    """The events of a run, oldest first."""
+    lines = (directory / "events.jsonl").read_text().splitlines()
+    found = [json.loads(line) for line in lines]
+    return [event for event in found if name is None or event["event"] == name]
+
+
+def wait_until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
+    """Poll `condition`; for facts that no line announces (a file that another process writes)."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"{what} did not happen in {timeout_s:g} s")
+        time.sleep(0.01)

@@ -1,0 +1,184 @@
+"""A training job for the system tests: a user's own loop on `Guard`, alone or under torchrun.
+
+Prints lines that tests wait for: ``READY rank pid resumed_from``, ``HOLD rank step``, ``SEEN epoch index,...`` and
+``DONE rank sha256 step``. ``--hold-at STEP`` keeps the loop after that step until an alarm is heard, so that a signal
+always finds it there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import mindx_elastic as mx
+import mindx_elastic.data.loader
+from mindx_elastic.stopping import StopPhase
+
+
+class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
+    """Random vectors with noise drawn anew each time: the augmentation that must come out equal."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, 24, generator=generator)
+        self.y = torch.randint(0, 5, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        noise = torch.rand(24) + random.random() + float(np.random.rand())
+        return self.x[index] + 0.1 * noise, int(self.y[index]), index
+
+
+def build_network() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(4):  # enough layers for several DDP buckets
+        layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
+
+
+class FragileAdamW(torch.optim.AdamW):
+    """Can fail half-way through an update."""
+
+    fail = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fail:
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise RuntimeError("injected in the optimizer")
+        return super().step(closure)
+
+
+def weights_hash(module: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def hold(guard: mx.Guard, rank: int) -> None:
+    """Stay here until an alarm is heard (on any rank)."""
+    print(f"HOLD {rank} {guard.position.step}", flush=True)
+    end = time.monotonic() + 60
+    while guard.stopper.phase is StopPhase.TRAINING:
+        if time.monotonic() > end:
+            sys.exit("no alarm came in 60 s")
+        time.sleep(0.005)
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--size", type=int, default=90)
+    parser.add_argument("--batch-size", type=int, default=5)
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
+    parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--fail-rank", type=int, default=0)
+    parser.add_argument("--fail-where", choices=("forward", "optimizer", "between", "after"), default="forward")
+    parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
+    parser.add_argument("--grace-s", type=float, default=30.0)
+    parser.add_argument("--flag-file")
+    parser.add_argument("--bucket-mb", type=float, default=0.002)
+    return parser.parse_args()
+
+
+class Trainer:
+    """One rank's training."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.network = build_network()
+        self.wrapped: nn.Module = self.network
+        if self.world_size > 1:
+            dist.init_process_group("gloo")
+            self.wrapped = nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=args.bucket_mb)
+        self.optimizer = FragileAdamW(self.network.parameters(), lr=1e-2)
+        self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[arg-type, index]
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=2000)
+        self.per_epoch = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.9)
+        self.loader = mx.data.loader.ResumableLoader(
+            Pictures(args.size), batch_size=args.batch_size, shuffle=True, seed=3, num_workers=args.num_workers
+        )
+        self.guard = mx.Guard(
+            model=self.wrapped,
+            optimizer=[self.optimizer, self.second],
+            lr_scheduler=[self.scheduler, self.per_epoch],
+            loader=self.loader,
+            directory=args.directory,
+            prefix="loop",
+            grace_s=args.grace_s,
+            flag_file=args.flag_file,
+        )
+        self.seen = ""
+
+    def run(self) -> None:
+        with self.guard:
+            print(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}", flush=True)
+            for epoch in self.guard.epochs(self.args.epochs):
+                for number, (x, y, index) in enumerate(self.loader, start=1):
+                    self.seen = f"SEEN {epoch} {','.join(map(str, index.tolist()))}"
+                    self.step(x, y, number)
+                self.per_epoch.step()
+                if epoch == self.args.hold_in_eval:
+                    with self.guard.outside_step():
+                        hold(self.guard, self.rank)
+                        while True:
+                            self.guard.poll()
+                            time.sleep(0.01)
+        print(f"DONE {self.rank} {weights_hash(self.network)} {self.guard.position.step}", flush=True)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
+        args, step = self.args, self.guard.position.step + 1
+        failing = step == args.fail_at and self.rank == args.fail_rank and self.guard.resumed_from_step is None
+        if step == args.stuck_at and self.guard.resumed_from_step is None:
+            print(f"STUCK {self.rank} {step}", flush=True)
+            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
+        loss = nn.functional.cross_entropy(self.wrapped(x), y)
+        if failing and args.fail_where == "forward":
+            raise RuntimeError("injected in forward")
+        (loss / args.accumulate).backward()
+        if number % args.accumulate == 0:
+            self.update(failing)
+        print(self.seen, flush=True)
+        self.guard.step_end(loss=loss)
+        if failing and args.fail_where == "after":
+            raise RuntimeError("injected after the boundary")
+        if step == args.hold_at and self.guard.resumed_from_step is None:
+            hold(self.guard, self.rank)
+
+    def update(self, failing: bool) -> None:
+        self.optimizer.fail = failing and self.args.fail_where == "optimizer"
+        self.optimizer.step()
+        if failing and self.args.fail_where == "between":
+            raise RuntimeError("injected between two optimizers")
+        self.second.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    arguments = parse()
+    Trainer(arguments).run()
+    if dist.is_initialized():
+        dist.destroy_process_group()

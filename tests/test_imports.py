@@ -1,0 +1,368 @@
+"""The shape of the package: which stage may import which, what an import costs and does, what no module may contain."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = "mindx_elastic"
+MAX_LINES = 400
+
+STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
+"""In the order of the path: a stage imports only stages to its left."""
+FOUNDATION = {"_version", "config", "errors", "events"}
+"""What everything may import, and what imports nothing but its own kind."""
+JOINERS = {"agent", "cli", "cluster", "guard", "integrations", "train"}
+"""May import any stage. So may every other module at the top of the package."""
+PURE = ["agreement/stop_step.py", "persist/retention.py", "plan/layout.py", "plan/planner.py"]
+"""Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""
+IMPURE_MODULES = {
+    *("asyncio", "datetime", "fcntl", "glob", "io", "mmap", "multiprocessing", "os", "random", "safetensors", "shutil"),
+    *("signal", "socket", "subprocess", "tempfile", "threading", "time", "torch"),
+}
+CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
+CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}
+FORBIDDEN_CALLS = {"numpy.load", "torch.load", "torch.serialization.load", "yaml.load", "yaml.unsafe_load", "os.system"}
+
+
+def part_of(name: str) -> str:
+    """The stage, joiner or top module that a dotted name belongs to; ``""`` for the package itself."""
+    return name.partition(".")[2].partition(".")[0]
+
+
+@dataclass(frozen=True)
+class Module:
+    path: Path
+    """The source file."""
+    name: str
+    """Dotted name, for example ``mindx_elastic.alarm.signals``."""
+    source: str
+
+    @property
+    def part(self) -> str:
+        return part_of(self.name)
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source, filename=str(self.path), feature_version=(3, 10))
+
+    def __str__(self) -> str:
+        return str(self.path.relative_to(ROOT))
+
+
+def find_modules(root: Path = ROOT) -> list[Module]:
+    modules = []
+    for path in sorted((root / PACKAGE).rglob("*.py")):
+        if path.name.endswith("_pb2.py"):  # written by protoc
+            continue
+        parts = path.relative_to(root).with_suffix("").parts
+        name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        modules.append(Module(path, name, path.read_text(encoding="utf-8")))
+    return modules
+
+
+MODULES = find_modules()
+NAMES = {module.name for module in MODULES}
+every_module = pytest.mark.parametrize("module", MODULES, ids=str)
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    return ast.unparse(test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def nodes_at_run_time(tree: ast.AST) -> Iterator[ast.AST]:
+    """Every node that is not under ``if TYPE_CHECKING:``."""
+    for child in ast.iter_child_nodes(tree):
+        if isinstance(child, ast.If) and is_type_checking(child.test):
+            for orelse in child.orelse:
+                yield orelse
+                yield from nodes_at_run_time(orelse)
+            continue
+        yield child
+        yield from nodes_at_run_time(child)
+
+
+def imported_names(module: Module, *, known: set[str] = NAMES) -> set[str]:
+    """Dotted names that the module imports, anywhere in it, relative ones made absolute; modules where they are."""
+    found: set[str] = set()
+    package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
+    for node in nodes_at_run_time(module.tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parents = package.split(".")
+                base = ".".join([*parents[: len(parents) - node.level + 1], *([base] if base else [])])
+            for alias in node.names:
+                full = f"{base}.{alias.name}"
+                found.add(full if full in known else base)
+    return found
+
+
+def forbidden_arrows(module: Module, *, known: set[str] = NAMES) -> list[str]:
+    """Imports of the module that point against the path."""
+    allowed = set(FOUNDATION)
+    if module.part in STAGES:
+        allowed |= set(STAGES[: STAGES.index(module.part) + 1])
+    elif module.part == "data":
+        allowed |= {"alarm", "data"}
+    elif module.part not in FOUNDATION:
+        return []
+    ours = {name for name in imported_names(module, known=known) if name.split(".")[0] == PACKAGE}
+    return sorted(name for name in ours if part_of(name) not in allowed)
+
+
+@every_module
+def test_a_stage_imports_only_what_is_to_its_left(module: Module) -> None:
+    assert not forbidden_arrows(module)
+
+
+def test_every_folder_has_its_place_on_the_path() -> None:
+    folders = {path.name for path in (ROOT / PACKAGE).iterdir() if (path / "__init__.py").exists()}
+    assert folders <= {*STAGES, *JOINERS, "data"}, "say in this test what a new folder may import"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "wrong"),
+    [
+        ("alarm.x", "from mindx_elastic.capture.rng import a", ["mindx_elastic.capture.rng"]),
+        ("alarm.x", "def f():\n    import mindx_elastic.persist", ["mindx_elastic.persist"]),
+        ("alarm.x", "from .. import guard", ["mindx_elastic.guard"]),
+        ("alarm.x", "from ..agreement import exchange", ["mindx_elastic.agreement.exchange"]),
+        ("alarm.x", "from mindx_elastic import Guard", ["mindx_elastic"]),
+        ("alarm.x", "from mindx_elastic import errors, events\nfrom . import y", []),
+        ("alarm.x", "if TYPE_CHECKING:\n    from mindx_elastic.capture import rng", []),
+        ("resume.x", "from mindx_elastic.alarm import signals", []),
+        (
+            "data.x",
+            "from mindx_elastic.alarm.shield import s\nfrom mindx_elastic.persist import p",
+            ["mindx_elastic.persist"],
+        ),
+        ("errors", "from mindx_elastic import config\nfrom mindx_elastic import alarm", ["mindx_elastic.alarm"]),
+        ("guard", "from mindx_elastic.resume import restore", []),
+    ],
+)
+def test_the_arrow_check_sees_what_it_must(name: str, source: str, wrong: list[str]) -> None:
+    parts = ["errors", "events", "config", "guard", "alarm", "alarm.y", "capture.rng", "agreement.exchange"]
+    module = Module(ROOT / PACKAGE / (name.replace(".", "/") + ".py"), f"{PACKAGE}.{name}", source)
+    assert forbidden_arrows(module, known={f"{PACKAGE}.{part}" for part in parts}) == wrong
+
+
+@pytest.mark.parametrize("name", PURE)
+def test_pure_deciders_touch_nothing(name: str) -> None:
+    matches = [module for module in MODULES if module.path == ROOT / PACKAGE / name]
+    if not matches:
+        pytest.skip(f"{name} is not written yet")
+    assert not {imported.split(".")[0] for imported in imported_names(matches[0])} & IMPURE_MODULES
+
+
+def aliases(tree: ast.Module) -> dict[str, str]:
+    """Local name -> full name, of everything imported: ``np`` -> ``numpy``, ``load`` -> ``torch.load``."""
+    names: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+    return names
+
+
+def risky_code(module: Module) -> list[str]:
+    """Places where the module could run code out of a file, a message or a string."""
+    tree = module.tree
+    known_as = aliases(tree)
+    found = [name for name in imported_names(module) if name.split(".")[0] in CODE_LOADERS]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            found.append(f"line {node.value.lineno}: allow_pickle")
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func)
+        first, dot, rest = called.partition(".")
+        full = known_as.get(first, first) + dot + rest
+        if full in CODE_RUNNERS or full in FORBIDDEN_CALLS:
+            found.append(f"line {node.lineno}: {called}")
+        found += [f"line {node.lineno}: shell=True" for k in node.keywords if k.arg == "shell"]
+    return sorted(found)
+
+
+@every_module
+def test_nothing_runs_code_from_data(module: Module) -> None:
+    assert not risky_code(module)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from joblib import load",
+        "def f():\n    import marshal",
+        "eval('1')",
+        "import torch\ntorch.load(f)",
+        "import torch as t\nt.load(f)",
+        "from torch import load as get\nget(f)",
+        "import numpy as np\nnp.load(f)",
+        "reader(allow_pickle=True)",
+        "import yaml\nyaml.load(f)",
+        "import subprocess\nsubprocess.run('x', shell=True)",
+    ],
+)
+def test_the_risk_check_sees_what_it_must(source: str) -> None:
+    assert len(risky_code(Module(ROOT / PACKAGE / "x.py", f"{PACKAGE}.x", source))) == 1
+
+
+@every_module
+def test_files_are_short(module: Module) -> None:
+    assert module.source.count("\n") <= MAX_LINES
+
+
+def defined_names(tree: ast.Module) -> set[str]:
+    """Public classes and functions that the module itself defines."""
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
+
+
+@every_module
+def test_all_names_are_the_real_public_names(module: Module) -> None:
+    imported = importlib.import_module(module.name)
+    declared: list[str] = list(getattr(imported, "__all__", ()))
+    assert len(declared) == len(set(declared)), "a name twice"
+    assert [name for name in declared if not hasattr(imported, name)] == []
+    if module.name.rpartition(".")[2] != "__main__":
+        assert defined_names(module.tree) <= set(declared), "a public name that __all__ does not have"
+
+
+def test_the_package_exports_what_it_says() -> None:
+    package = importlib.import_module(PACKAGE)
+    public = {name for name in dir(package) if not name.startswith("_")}
+    submodules = {name.split(".")[1] for name in NAMES if "." in name}
+    assert public - submodules <= set(package.__all__), "a public name that __all__ does not have"
+    callbacks = {
+        "Callback",
+        "CheckpointConfig",
+        "ExceptionCheckpoint",
+        "LossMonitor",
+        "ModelCheckpoint",
+        "OnRequestExit",
+    }
+    expected = {"Guard", "Model", "RunContext", "TimeMonitor", "data", "errors", *callbacks}
+    assert expected <= set(package.__all__)
+    assert not [name for name in package.__all__ if name.startswith("_") and name != "__version__"]
+
+
+# Runs in a fresh interpreter. torch is imported first, so that only what this package adds is seen.
+PROBE = """
+import atexit, gc, json, logging, os, signal, sys, threading, warnings
+import numpy, torch
+
+def handlers():
+    return {int(number): repr(signal.getsignal(number)) for number in signal.valid_signals()}
+
+touched = []
+def listen(event, arguments):
+    if event == "open":
+        name, mode, flags = arguments
+        if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND):
+            touched.append(f"open {name}")
+    elif event.split(".")[0] in ("socket", "subprocess", "shutil", "tempfile", "ctypes", "fcntl") or event in (
+        "os.mkdir", "os.rename", "os.remove", "os.fork", "os.posix_spawn", "os.system", "os.putenv", "os.unsetenv",
+        "os.kill", "os.chdir", "signal.pthread_kill",
+    ):
+        touched.append(f"{event} {arguments}")
+
+def facts():
+    root = logging.getLogger()
+    wakeup = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(wakeup)
+    return {
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "tasks": len(os.listdir("/proc/self/task")) if os.path.isdir("/proc/self/task") else 1,
+        "handlers": handlers(),
+        "wakeup": wakeup,
+        "atexit": atexit._ncallbacks(),
+        "environ": dict(os.environ),
+        "hooks": [repr(hook) for hook in (sys.excepthook, threading.excepthook, sys.unraisablehook)],
+        "logging": [root.level, len(root.handlers), logging.lastResort.level],
+        "warnings": len(warnings.filters),
+        "gc": [gc.isenabled(), gc.get_threshold()],
+        "torch": [torch.initial_seed(), torch.get_num_threads(), torch.is_grad_enabled()],
+        "cuda": torch.cuda.is_initialized(),
+        "numpy": numpy.random.get_state()[1].tolist()[:4],
+    }
+
+before, modules = facts(), set(sys.modules)
+sys.addaudithook(listen)
+import mindx_elastic
+seen = list(touched)
+after = facts()
+package_logger = logging.getLogger("mindx_elastic")
+print(json.dumps({
+    "changed": {key: [before[key], after[key]] for key in before if before[key] != after[key]},
+    "touched": [entry for entry in seen if ".pyc" not in entry],
+    "modules": sorted(set(sys.modules) - modules),
+    "log_handlers": [repr(handler) for handler in package_logger.handlers],
+    "cwd": os.listdir("."),
+}))
+"""
+
+HEAVY = [
+    *(
+        "accelerate",
+        "google.protobuf",
+        "lightning",
+        "matplotlib",
+        "pandas",
+        "pytest",
+        "pytorch_lightning",
+        "rich",
+        "scipy",
+    ),
+    *("sklearn", "sympy", "torch._dynamo", "torch._inductor", "torch.distributed.run", "torch.onnx", "torchvision"),
+    *("torch.utils.tensorboard", "tqdm", "transformers", "typer", "yaml"),
+]
+"""What only one command or one integration needs is imported there, when it runs."""
+
+
+@pytest.fixture(scope="module")
+def import_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What one ``import mindx_elastic`` changed in a fresh interpreter with an empty working directory."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "error", "-c", PROBE]
+    place = tmp_path_factory.mktemp("empty")
+    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "importing the package prints something"
+    facts: dict[str, object] = json.loads(done.stdout)
+    return facts
+
+
+def test_nothing_happens_at_import(import_facts: dict[str, object]) -> None:
+    wrong = {key: import_facts[key] for key in ("changed", "touched", "log_handlers", "cwd") if import_facts[key]}
+    assert not wrong
+
+
+def test_import_pulls_in_nothing_heavy(import_facts: dict[str, object]) -> None:
+    modules = import_facts["modules"]
+    assert isinstance(modules, list)
+    assert [name for name in HEAVY if name in modules] == []
+
+
+def test_the_version_is_read_without_torch() -> None:
+    code = (
+        "import runpy, sys; v = runpy.run_path(sys.argv[1])['__version__']; assert 'torch' not in sys.modules; print(v)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / PACKAGE / "_version.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    version = importlib.import_module(f"{PACKAGE}._version").__version__
+    assert done.stdout.strip() == version
