@@ -98,13 +98,12 @@ choose_python() {
 
 # Looks, changes nothing, and leaves what it found in the file "$work/facts" as shell assignments:
 #   wheel version       the newest wheel, by PEP 440
-#   state               current (this very file is installed already) or absent
+#   state               current (what is installed is what the wheel holds) or absent
 #   mode where          site, user or target; the folder that the package is, or will be, imported from
 #   missing             requirements of the wheel that are not met (an array)
-# With an argument nothing counts as installed.
 probe() {
-    "$python" - "$folder" "$work/facts" "${1-}" <<'PY' || exit 1
-import hashlib, json, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
+    "$python" - "$folder" "$work/facts" <<'PY' || exit 1
+import hashlib, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
 from email.parser import Parser
 from importlib import metadata
 
@@ -115,7 +114,7 @@ except ImportError:
     from pip._vendor.packaging.requirements import Requirement
     from pip._vendor.packaging.version import InvalidVersion, Version
 
-folder, facts, anew = sys.argv[1:]
+folder, facts = sys.argv[1:]
 
 
 def say(text):
@@ -218,7 +217,7 @@ def own_folder(version, digest):
 
 def choose_place(version, digest):
     if os.environ.get("MINDX_INSTALL_DIR"):
-        return "target", own_folder(version, digest)
+        return "target", own_folder(version, digest), None
     site_packages, scripts = sysconfig.get_path("purelib"), sysconfig.get_path("scripts")
     managed = (
         sys.prefix == sys.base_prefix
@@ -228,40 +227,50 @@ def choose_place(version, digest):
     if managed:
         why = f"{sys.executable} belongs to the system's package manager"
     elif writable(site_packages) and writable(scripts):
-        return "site", site_packages
+        return "site", site_packages, None
     else:
         why = f"'{site_packages}' cannot be written to"
     if not managed and site.ENABLE_USER_SITE and writable(site.getuserbase()):
-        say(f"{why}; installing for this user only, in '{site.getusersitepackages()}'")
-        return "user", site.getusersitepackages()
+        place = site.getusersitepackages()
+        return "user", place, f"{why}; installing for this user only, in '{place}'"
     place = own_folder(version, digest)
-    say(f"{why}; installing into a folder of its own, '{place}', and putting it on PYTHONPATH")
-    return "target", place
+    return "target", place, f"{why}; installing into a folder of its own, '{place}', and putting it on PYTHONPATH"
 
 
-def installed_from(digest, paths):
+def installed_from(wheel, paths):
+    """The folder where every file is, byte for byte, what the wheel has; None if there is none."""
     for dist in metadata.distributions(name="mindx_elastic", path=paths):
-        try:
-            archive = json.loads(dist.read_text("direct_url.json") or "{}").get("archive_info", {})
-        except ValueError:
-            archive = {}
-        same = archive.get("hashes", {}).get("sha256") == digest or archive.get("hash") == f"sha256={digest}"
-        return str(dist.locate_file("")) if same else None  # the first is the one that Python imports
+        with zipfile.ZipFile(wheel) as archive:
+            for name in archive.namelist():
+                if name.endswith(("/", ".dist-info/RECORD")):  # pip rewrites RECORD
+                    continue
+                try:
+                    with open(dist.locate_file(name), "rb") as file:
+                        same = file.read() == archive.read(name)
+                except OSError:
+                    same = False
+                if not same:
+                    return None  # not another one further down the path: the first is the one that is imported
+        return str(dist.locate_file(""))
     return None
 
 
 wheel, version = newest_wheel()
 meta, digest = read_metadata(wheel, version)
 missing = list(unmet(meta))
-where = None if anew or os.environ.get("MINDX_INSTALL_DIR") else installed_from(digest, sys.path)
-if where is not None and not missing:
+chosen = os.environ.get("MINDX_INSTALL_DIR")
+where = None if chosen or missing else installed_from(wheel, sys.path)
+if where is not None:
     state, mode = "current", "site"
 else:
-    mode, where = choose_place(version, digest)
+    mode, where, note = choose_place(version, digest)
     state = "absent"
-    if mode == "target" and not anew and os.path.isdir(where):
+    if mode == "target" and os.path.isdir(where):
         sys.path.insert(0, where)
-        state = "current" if not list(unmet(meta)) else "absent"
+        if installed_from(wheel, [where]) and not list(unmet(meta)):
+            state = "current"
+    if note and state == "absent":
+        say(note)
 with open(facts, "w", encoding="utf-8") as file:
     for key, value in {"wheel": wheel, "version": str(version), "state": state, "mode": mode, "where": where}.items():
         print(f"{key}={shlex.quote(value)}", file=file)
@@ -302,12 +311,11 @@ install_wheel() {
 
 # Imports every public name, from an empty working directory, and leaves the folder of the command in "$work/bin".
 check_import() {
-    PYTHONPATH=${python_path-} "$python" - "$where" "$version" "$mode" "$work/bin" <<'PY'
+    PYTHONPATH=${python_path-} "$python" - "$where" "$mode" "$work/bin" <<'PY'
 import os, sys, sysconfig
 from importlib import metadata
 
-where, version, mode, answer = sys.argv[1:]
-sys.path[:] = [entry for entry in sys.path if entry != ""]
+where, mode, answer = sys.argv[1:]
 try:
     import mindx_elastic
 
@@ -323,9 +331,6 @@ if seen != os.path.realpath(where):
         "take that folder off PYTHONPATH",
         file=sys.stderr,
     )
-    sys.exit(1)
-if metadata.version("mindx_elastic") != version:
-    print(f"ma_pre_start: Python finds version {metadata.version('mindx_elastic')} of it", file=sys.stderr)
     sys.exit(1)
 if mode == "target":
     folders = [os.path.join(where, "bin")]
@@ -383,12 +388,11 @@ main() {
     probe
     set_python_path
     how="was installed already"
-    if [ "$state" = absent ] || ! check_import 2>/dev/null; then
-        [ "$state" = absent ] || probe anew
+    if [ "$state" = absent ]; then
         how=installed
         install_wheel
-        check_import || fail "$(basename -- "$wheel") was installed but cannot be used by $python; the reason is above"
     fi
+    check_import || fail "$(basename -- "$wheel") is installed but cannot be used by $python; the reason is above"
     say "mindx_elastic $version $how in '$where' for $python"
     print_exports
 }

@@ -14,10 +14,16 @@ from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
 
 BATCHES = 10  # a made-up epoch length: step 17 is epoch 2, batch 7
+STATE = {
+    "model": {"weight": torch.arange(1000.0), "bias": torch.zeros(3, dtype=torch.bfloat16)},
+    "optimizer": {"state": {0: {"exp_avg": torch.ones(1000), "step": 3}}, "lr": (0.1,)},
+    "rng": [1, 2**70, float("inf")],
+    "empty": {},
+}
 EPOCH_0 = 1_700_000_000.0  # step n was created n seconds later
 
 
-def write(path: Path, *, step: int = 17, **fields: Any) -> Path:
+def write(path: Path, *, step: int = 17, state: object = None, **fields: Any) -> Path:
     """One checkpoint file (8006 bytes of tensors); keyword arguments replace fields of its `CheckpointInfo`."""
     facts = {
         "run_id": "run-a",
@@ -32,13 +38,8 @@ def write(path: Path, *, step: int = 17, **fields: Any) -> Path:
         "created": EPOCH_0 + step,
         "torch_version": "2.6.0",
     }
-    state = {
-        "model": {"weight": torch.arange(1000.0), "bias": torch.zeros(3, dtype=torch.bfloat16)},
-        "optimizer": {"state": {0: {"exp_avg": torch.ones(1000)}}},
-        "step": step,
-    }
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_checkpoint(path, state, CheckpointInfo(**{**facts, **fields}))
+    write_checkpoint(path, STATE if state is None else state, CheckpointInfo(**{**facts, **fields}))
     return path
 
 

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_file", "print_file"]
 
+_DATA_TAGS = ("$tensor", "$ndarray", "$blob")
+_PAIR_TAGS = ("$map", "$odict", "$counter")
+_ITEM_TAGS = ("$tuple", "$set", "$frozenset", "$deque")
+
 
 def describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: bool | None) -> dict[str, Any]:
     """The JSON document of one file. `verified` is None when the digests were not recomputed."""
@@ -57,16 +61,41 @@ def describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: boo
 
 
 def _parts(header: Header) -> list[dict[str, Any]]:
-    """The tensors summed up by the first part of their name (``model``, ``optimizer``), in file order."""
-    parts: dict[str, dict[str, Any]] = {}
-    for name, tensor in header.entries.items():
-        top = name.partition(".")[0]
-        part = parts.setdefault(top, {"name": top, "num_tensors": 0, "bytes": 0, "dtypes": []})
-        part["num_tensors"] += 1
-        part["bytes"] += tensor.end - tensor.start
-        if tensor.dtype not in part["dtypes"]:
-            part["dtypes"].append(tensor.dtype)
-    return list(parts.values())
+    """The state summed up by its outermost keys (``model``, ``optimizer``, ``rng``), in the order they were saved."""
+    tree = header.tree
+    plain = isinstance(tree, dict) and not any(key.startswith("$") for key in tree)
+    parts = []
+    for name, node in tree.items() if plain else [("state", tree)]:
+        names, num_values = _contents(node)
+        tensors = [header.entries[tensor] for tensor in names if tensor in header.entries]
+        part = {"name": name, "num_tensors": len(tensors), "num_values": num_values}
+        part["bytes"] = sum(tensor.nbytes for tensor in tensors)
+        parts.append({**part, "dtypes": list(dict.fromkeys(tensor.dtype for tensor in tensors))})
+    return parts
+
+
+def _contents(tree: Any) -> tuple[list[str], int]:
+    """Names of the tensors that a tree refers to, tied ones once, and how many values it holds itself.
+
+    The tags are those of `mindx_elastic.persist.values`. A stack instead of recursion: the file decides how deep it is.
+    """
+    names: dict[str, None] = {}
+    num_values = 0
+    stack = [tree]
+    while stack:
+        node = stack.pop()
+        tag = next((key for key in node if key.startswith("$")), None) if isinstance(node, dict) else None
+        if tag in _DATA_TAGS:
+            names[str(node[tag])] = None
+        elif tag in _PAIR_TAGS:
+            stack.extend(pair[-1] for pair in reversed(node[tag]))
+        elif tag in _ITEM_TAGS:
+            stack.extend(reversed(node[tag]))
+        elif tag is None and isinstance(node, (dict, list)):
+            stack.extend(reversed(list(node.values()) if isinstance(node, dict) else node))
+        else:
+            num_values += 1
+    return list(names), num_values
 
 
 def print_file(console: Console, details: dict[str, Any]) -> None:
@@ -104,9 +133,22 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []
-    lines.append(("tensors", f"{details['num_tensors']}, {human_size(details['tensor_bytes'])}"))
+    lines.append(("state", f"{_count(details['num_tensors'], 'tensor')}, {human_size(details['tensor_bytes'])}"))
     for part in details["parts"]:
-        plural = "" if part["num_tensors"] == 1 else "s"
-        volume = f"{part['num_tensors']} tensor{plural}, {human_size(part['bytes'])}"
-        lines.append((f"  {part['name']}", f"{volume}, {' '.join(part['dtypes'])}"))
+        lines.append((f"  {part['name']}", _part_line(part)))
     return lines
+
+
+def _part_line(part: dict[str, Any]) -> str:
+    words = []
+    if part["num_tensors"]:
+        words.append(
+            f"{_count(part['num_tensors'], 'tensor')}, {human_size(part['bytes'])}, {' '.join(part['dtypes'])}"
+        )
+    if part["num_values"] or not words:
+        words.append(_count(part["num_values"], "value"))
+    return "; ".join(words)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -151,7 +151,8 @@ class _Encoder:
     def _ndarray(self, value: np.ndarray[Any, Any], where: str, depth: int) -> Tree:
         _check_numpy(value.dtype, where)
         plain = np.asarray(value, order="C")
-        plain = plain if plain.flags.writeable else plain.copy()  # torch warns about memory that it must not write to
+        if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):
+            plain = plain.copy()  # torch warns about the one and refuses the other
         node: dict[str, Tree] = {"$ndarray": "", "dtype": value.dtype.str}
         if value.flags.f_contiguous and not value.flags.c_contiguous:
             node["order"] = "F"
@@ -223,7 +224,10 @@ _HANDLERS: dict[type, Callable[[_Encoder, Any, str, int], Tree]] = {
 
 
 def _join(where: str, key: object) -> str:
-    text = key if isinstance(key, str) else repr(key)
+    try:
+        text = key if isinstance(key, str) else repr(key)
+    except ValueError:  # an integer of more digits than Python is willing to print
+        text = type(key).__name__
     text = text[:_NAME_PART]
     return f"{where}.{text}" if where else text
 
@@ -264,8 +268,7 @@ def _why_unsupported(value: object) -> str:
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, torch.Tensor):
         return f"tensor of class {name} cannot be stored; {_REMEDY}"
-    return f"value of type {name} cannot be stored; use numbers, strings, tensors, arrays, lists, tuples, sets or
-    dicts"
+    return f"value of type {name} cannot be stored; use numbers, strings, tensors, arrays, lists, tuples, sets, dicts"
 
 
 def _check_numpy(dtype: np.dtype[Any], where: str) -> None:

@@ -213,7 +213,7 @@ def encode_header(
     Digests have a fixed width, so that the length does not depend on them: call with zeros to learn it, and again once
     the data is written. Raises UnsupportedStateError when the header would be too long for any reader.
     """
-    metadata = {
+    metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
         "mindx.schema": SCHEMA,
         "mindx.header_digest": NO_DIGEST,
         "mindx.checkpoint": info.to_json(),
@@ -221,7 +221,10 @@ def encode_header(
         "mindx.digests": json.dumps({entry.name: digests.get(entry.name, NO_DIGEST) for entry in entries}),
     }
     if layout:
-        metadata["mindx.layout"] = json.dumps(layout)
+        try:
+            metadata["mindx.layout"] = json.dumps(layout)
+        except (TypeError, ValueError) as error:
+            raise UnsupportedStateError("layout", f"{error}; give numbers, strings, lists and dicts") from None
     content: dict[str, Any] = {"__metadata__": metadata}
     for entry in entries:
         offsets = [entry.start, entry.end]
@@ -242,8 +245,9 @@ def read_header(path: StrPath) -> Header:
 
     Raises FileNotFoundError or another OSError when it cannot be opened, ForeignCheckpointError for a sound
     safetensors file of another program or a newer version, CorruptCheckpointError for everything else that is wrong,
-    truncation and a symbolic link in the file's place included. Any thread. """ with open_checkpoint(path) as (_,
-    header):
+    truncation and a symbolic link in the file's place included. Any thread.
+    """
+    with open_checkpoint(path) as (_, header):
         return header
 
 
@@ -371,7 +375,6 @@ def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
     position = 0
     for entry in entries:
         if entry.start != position:
-            raise ValueError(f"tensor {entry.name} starts at {entry.start} instead of {position}: a gap or an
-            overlap")
+            raise ValueError(f"tensor {entry.name} starts at {entry.start} instead of {position}: gap or overlap")
         position = entry.end
     return {entry.name: entry for entry in entries}

@@ -23,7 +23,9 @@ __all__ = [
     "TEMP_SUFFIX",
     "check_free_space",
     "create_temp",
+    "free_space",
     "fsync_dir",
+    "keep_as",
     "prepare_directory",
     "publish",
     "publish_copy",
@@ -172,18 +174,18 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
     return removed
 
 
-def publish(temp: Path, final: Path, *, keep_as: Path | None = None) -> None:
-    """Give the finished file `temp` its final name in one step; what had the name is replaced, or kept as `keep_as`.
+def keep_as(path: Path, second: Path) -> None:
+    """Make the file `path` appear under the name `second` too, replacing what was there, before `path` is replaced."""
+    try:
+        _link_over(path, second)
+    except OSError as error:
+        if error.errno not in _NO_HARD_LINKS:
+            raise
+        os.rename(path, second)  # until the new file is there, the old one has its second name only
 
-    At no instant is there neither the old file nor the new one. The caller flushes the directory afterwards.
-    """
-    if keep_as is not None:
-        try:
-            _link_over(final, keep_as)
-        except OSError as error:
-            if error.errno not in _NO_HARD_LINKS:
-                raise
-            os.rename(final, keep_as)  # for a moment the old file is there under its second name only
+
+def publish(temp: Path, final: Path) -> None:
+    """Give the finished file `temp` its final name in one step. The caller flushes the directory afterwards."""
     os.rename(temp, final)
 
 

@@ -29,6 +29,7 @@ from mindx_elastic.persist.storage import (
     create_temp,
     free_space,
     fsync_dir,
+    keep_as,
     publish,
     publish_copy,
     quarantine,
@@ -64,8 +65,9 @@ def write_checkpoint(
     current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
     bytes (hard links, or copies where links are not possible), each put in place atomically, before `path`.
 
-    A file of another step or run that already has the name `path` is kept as `previous_path(path)`; a file there that
-    is no checkpoint is moved to quarantine. Directories must exist (see `storage.prepare_directory`).
+    A file of another step or run that already has one of the names is kept as `previous_path` of it: its step may be
+    the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must exist
+    (see `storage.prepare_directory`).
 
     Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
     then and the temporary file is gone. Raises UnsupportedStateError for a value that a checkpoint cannot hold, before
@@ -77,7 +79,8 @@ def write_checkpoint(
         raise UsageError("the file format is little-endian, this machine is not")
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
     tree, tensors = flatten(state)
-    save = _Save(path, [Path(name) for name in also], info, tree, tensors, layout or {})
+    others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
+    save = _Save(path, others, info, tree, tensors, layout or {})
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -141,29 +144,32 @@ class _Save:
 
     def commit(self, temp: Path) -> None:
         for name in self.also:
+            self.keep_older(name)
             publish_copy(temp, name)
-        publish(temp, self.path, keep_as=self.previous())
+        self.keep_older(self.path)
+        publish(temp, self.path)
         for directory in dict.fromkeys([self.path.parent, *(name.parent for name in self.also)]):
             fsync_dir(directory)
 
-    def previous(self) -> Path | None:
-        """Where to keep the file that has our name now; None: there is none, or it may be replaced."""
+    def keep_older(self, path: Path) -> None:
+        """Give a file that already stands at `path` a second name, unless it is an older copy of this very step."""
         try:
-            status = os.lstat(self.path)
+            status = os.lstat(path)
         except FileNotFoundError:
-            return None
+            return
         if stat.S_ISLNK(status.st_mode):
-            return None  # rename() replaces the link itself; its target is not touched
+            return  # rename() replaces the link itself; its target is not touched
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EEXIST, "a folder or a special file has this name", str(self.path))
+            raise OSError(errno.EEXIST, "a folder or a special file has this name", str(path))
         try:
-            old = read_header(self.path).info
+            old = read_header(path).info
         except CheckpointError as error:
             # As .prev it would push out a good older file.
-            quarantine(self.path, str(error), self.path.parent)
-            return None
-        same = (old.run_id, old.step) == (self.info.run_id, self.info.step)
-        return None if same else previous_path(self.path)
+            in_rank_folder = path.parent.name == f"rank_{self.info.rank}"
+            quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
+            return
+        if (old.run_id, old.step) != (self.info.run_id, self.info.step):
+            keep_as(path, previous_path(path))
 
 
 def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,8 +186,7 @@ def _save_error(error: BaseException, save: _Save) -> SaveError:
     message = f"{save.path}: cannot save {who} ({save.nbytes:,} bytes): {text}"
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        message += f"; {_free_text(save.path.parent)}free some space, keep fewer checkpoints or give another
-        directory"
+        message += f"; {_free_text(save.path.parent)}free some, keep fewer checkpoints or give another directory"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         message += "; check the directory's permissions or give another directory"
     result = SaveError(message, path=save.path, rank=save.info.rank, step=save.info.step)

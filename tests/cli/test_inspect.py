@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.checkpoint_files import flip_bit_in_data, write
 
@@ -145,9 +146,11 @@ def test_one_file_in_detail(run: Callable[..., Any], tmp_path: Path) -> None:
         "digests not checked (--verify does)",
         "coordinates {'dp': 1}",
         "append_info [{'epoch_num': 3}]",
-        "tensors 3, 7.8 KiB",
+        "state 3 tensors, 7.8 KiB",
         "model 2 tensors, 3.9 KiB, F32 BF16",
-        "optimizer 1 tensor, 3.9 KiB, F32",
+        "optimizer 1 tensor, 3.9 KiB, F32; 2 values",
+        "rng 3 values",
+        "empty 0 values",
     ):
         assert line in lines
     assert "digests right" in " ".join(run("inspect", path, "--verify").stdout.split())
@@ -155,10 +158,19 @@ def test_one_file_in_detail(run: Callable[..., Any], tmp_path: Path) -> None:
     assert document["schema"] == 1
     file = document["file"]
     assert (file["num_tensors"], file["tensor_bytes"], file["verified"]) == (3, 8006, None)
-    assert sorted((part["name"], part["num_tensors"], part["bytes"]) for part in file["parts"]) == [
-        ("model", 2, 4006),
-        ("optimizer", 1, 4000),
-    ]
+    assert file["parts"][1] == {
+        "name": "optimizer",
+        "num_tensors": 1,
+        "num_values": 2,
+        "bytes": 4000,
+        "dtypes": ["F32"],
+    }
+    assert [part["name"] for part in file["parts"]] == ["model", "optimizer", "rng", "empty"]
+
+
+def test_a_state_that_is_no_plain_dict_is_one_part(run: Callable[..., Any], tmp_path: Path) -> None:
+    path = write(tmp_path / "x-1_1.safetensors", state=(torch.zeros(2), {7: "seven"}))
+    assert "state 1 tensor, 8 B, F32; 1 value" in " ".join(run("inspect", path).stdout.split())
 
 
 def test_nothing_found_is_3(run: Callable[..., Any], tmp_path: Path) -> None:

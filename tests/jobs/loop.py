@@ -70,9 +70,14 @@ def weights_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def say(line: str) -> None:
+    """One write a line: several ranks share the pipe, and their lines must not mix."""
+    os.write(1, f"{line}\n".encode())
+
+
 def hold(guard: mx.Guard, rank: int) -> None:
     """Stay here until an alarm is heard (on any rank)."""
-    print(f"HOLD {rank} {guard.position.step}", flush=True)
+    say(f"HOLD {rank} {guard.position.step}")
     end = time.monotonic() + 60
     while guard.stopper.phase is StopPhase.TRAINING:
         if time.monotonic() > end:
@@ -133,7 +138,7 @@ class Trainer:
 
     def run(self) -> None:
         with self.guard:
-            print(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}", flush=True)
+            say(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}")
             for epoch in self.guard.epochs(self.args.epochs):
                 for number, (x, y, index) in enumerate(self.loader, start=1):
                     self.seen = f"SEEN {epoch} {','.join(map(str, index.tolist()))}"
@@ -145,13 +150,13 @@ class Trainer:
                         while True:
                             self.guard.poll()
                             time.sleep(0.01)
-        print(f"DONE {self.rank} {weights_hash(self.network)} {self.guard.position.step}", flush=True)
+        say(f"DONE {self.rank} {weights_hash(self.network)} {self.guard.position.step}")
 
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
         args, step = self.args, self.guard.position.step + 1
         failing = step == args.fail_at and self.rank == args.fail_rank and self.guard.resumed_from_step is None
         if step == args.stuck_at and self.guard.resumed_from_step is None:
-            print(f"STUCK {self.rank} {step}", flush=True)
+            say(f"STUCK {self.rank} {step}")
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
         loss = nn.functional.cross_entropy(self.wrapped(x), y)
         if failing and args.fail_where == "forward":
@@ -159,7 +164,7 @@ class Trainer:
         (loss / args.accumulate).backward()
         if number % args.accumulate == 0:
             self.update(failing)
-        print(self.seen, flush=True)
+        say(self.seen)
         self.guard.step_end(loss=loss)
         if failing and args.fail_where == "after":
             raise RuntimeError("injected after the boundary")

@@ -119,6 +119,27 @@ def test_only_one_rank(tmp_path: Path) -> None:
     assert scan(tmp_path, rank=2).steps == ()
 
 
+def test_an_earlier_catalog_spares_reading_unchanged_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 10)
+    earlier = scan(tmp_path)
+    write_step(tmp_path, 17)
+    (tmp_path / "rank_1" / "resnet-1_10.safetensors").unlink()
+    replaced = write(tmp_path / "rank_0" / "resnet-1_10.safetensors", step=11, world_size=2)
+    os.utime(replaced, (0, 0))  # a coarse clock may give both the same time
+    read = []
+
+    def read_and_note(path: Path) -> Header:
+        read.append(path.name)
+        return read_header(path)
+
+    monkeypatch.setattr(catalog_module, "read_header", read_and_note)
+    later = scan(tmp_path, known=earlier)
+    assert sorted(read) == ["resnet-1_10.prev.safetensors", "resnet-1_10.safetensors", *["resnet-1_17.safetensors"] * 2]
+    assert [(s.step, s.complete) for s in later.steps] == [(17, True), (11, False), (10, False)]
+    read.clear()
+    assert scan(tmp_path, known=later) == later and read == []
+
+
 # --- what is complete -----------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,109 @@
+"""When to save by the clock, so that all ranks save the same step and nobody pays a round trip a step.
+
+Ranks have different clocks and must not disagree by one step. Rejected: every rank its own clock (no step would be
+complete); a collective or a store read every step (DESIGN, principle 2); rank 0 naming a step in the future (a rank
+that hears of it too late has already passed it).
+
+Instead rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment
+when the save is due, by the speed measured so far. The first check is the first boundary of this process, so all
+ranks know every check step, and the others read one key of the store there: some ten short reads for each save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Protocol
+
+from mindx_elastic.events import logger
+
+__all__ = ["ClockStore", "SaveClock", "next_check"]
+
+_TIMEOUT = timedelta(minutes=10)
+_KEEP = 1000
+
+
+class ClockStore(Protocol):
+    """The part of `torch.distributed.Store` that we use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def delete_key(self, key: str, /) -> bool: ...
+
+
+def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
+    """The step at which to look at the clock again: half-way to the save, at least one step on. Pure."""
+    if step_s <= 0:
+        return step + 1
+    return step + max(1, min(100_000, int(remaining_s / 2 / step_s)))
+
+
+class SaveClock:
+    """Says every `seconds` that a save is due. `due` belongs to the training thread; the same calls on all ranks.
+
+    `store`: None in a job of one rank. A store that fails ends the saving by time with one warning.
+    """
+
+    def __init__(
+        self, seconds: float, *, rank: int = 0, store: Any = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.seconds, self._rank, self._now = seconds, rank, now
+        self._store: ClockStore | None = store
+        self._last_save = self._last_check = now()
+        self._last_step: int | None = None
+        self._check_at = 0
+        self._checks = 0
+        self._broken = False
+
+    def due(self, step: int) -> bool:
+        """Whether boundary `step` is to be saved."""
+        if step < self._check_at or self._broken:
+            return False
+        if self._rank == 0:
+            due, self._check_at = self._decide(step)
+            self._tell(step, due)
+            return due
+        return self._hear(step)
+
+    def _decide(self, step: int) -> tuple[bool, int]:
+        now = self._now()
+        steps = 0 if self._last_step is None else step - self._last_step
+        step_s = (now - self._last_check) / steps if steps else 0.0
+        self._last_check, self._last_step = now, step
+        due = now - self._last_save >= self.seconds
+        if due:
+            self._last_save = now
+        remaining_s = self.seconds - (now - self._last_save)
+        if self._store is None:
+            return due, step + 1  # alone, a look at the clock costs nothing
+        return due, next_check(step, remaining_s=remaining_s, step_s=step_s)
+
+    def _tell(self, step: int, due: bool) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.set(str(self._checks), f"{step} {int(due)} {self._check_at}")
+            if self._checks >= _KEEP:  # old keys must not pile up; no rank lags by so many checks
+                self._store.delete_key(str(self._checks - _KEEP))
+        except Exception as error:
+            self._give_up(error)
+        self._checks += 1
+
+    def _hear(self, step: int) -> bool:
+        assert self._store is not None
+        try:
+            self._store.wait([str(self._checks)], _TIMEOUT)
+            said, due, self._check_at = map(int, self._store.get(str(self._checks)).split())
+            if said != step:
+                raise ValueError(f"rank 0 looked at the clock at step {said}, rank {self._rank} at step {step}")
+        except Exception as error:
+            self._give_up(error)
+            return False
+        self._checks += 1
+        return bool(due)
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        logger.warning("rank %d no longer saves by the clock: %s", self._rank, error)

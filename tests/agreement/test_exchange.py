@@ -1,0 +1,122 @@
+"""The exchange over a real TCPStore, one connection set a rank."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindx_elastic.agreement.exchange import LocalExchange, StoreExchange
+from mindx_elastic.agreement.stop_step import CANNOT, Decision, Offer
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[StoreExchange]]:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+    def connect() -> Any:
+        return dist.PrefixStore("test", dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30)))
+
+    exchanges = [StoreExchange(connect, rank=r, world_size=3) for r in range(3)]
+    yield exchanges
+    for exchange in exchanges:
+        exchange.close()
+
+
+def decide(ranks: list[StoreExchange], offers: dict[int, Offer], timeout_s: float) -> dict[int, Decision]:
+    decisions: dict[int, Decision] = {}
+
+    def run(rank: int) -> None:
+        decisions[rank] = ranks[rank].decide("stop", offers[rank], timeout_s)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in offers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return decisions
+
+
+def test_three_ranks_agree_on_the_largest_offer(ranks: list[StoreExchange]) -> None:
+    assert {d.step for d in decide(ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {6}
+
+
+def test_a_torn_rank_makes_everybody_act_alone(ranks: list[StoreExchange]) -> None:
+    decisions = decide(ranks, {0: 5, 1: CANNOT, 2: 5}, 30)
+    assert {d.step for d in decisions.values()} == {None}
+    assert "rank 1" in decisions[0].reason
+
+
+def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> None:
+    decisions = decide(ranks, {0: 5, 2: 5}, 0.2)
+    assert [decisions[r].step for r in (0, 2)] == [None, None]
+    # The late rank obeys what was decided without it.
+    assert ranks[1].decide("stop", 9, 30) == decisions[0]
+
+
+def test_a_rank_that_has_left_is_not_waited_for(ranks: list[StoreExchange]) -> None:
+    ranks[1].leave()
+    assert {d.step for d in decide(ranks, {0: 5, 2: 6}, 30).values()} == {6}
+
+
+def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExchange]) -> None:
+    heard: dict[int, dict[str, Any]] = {}
+    done = threading.Semaphore(0)
+
+    def listen(rank: int) -> None:
+        def on_request(content: dict[str, Any]) -> None:
+            heard[rank] = content
+            done.release()
+
+        ranks[rank].listen(on_request)
+
+    for rank in range(3):
+        listen(rank)
+    assert ranks[2].request({"reason": "first"}) == {"reason": "first"}
+    assert ranks[0].request({"reason": "second"}) == {"reason": "first"}
+    for _ in range(3):
+        assert done.acquire(timeout=30)
+    assert heard == {rank: {"reason": "first"} for rank in range(3)}
+
+
+def test_closing_ends_a_listener_without_a_request(ranks: list[StoreExchange]) -> None:
+    ranks[0].listen(lambda content: pytest.fail(f"heard {content}"))
+    ranks[0].close()
+    assert ranks[0]._listener is not None
+    assert not ranks[0]._listener.is_alive()
+
+
+def test_values_of_all_ranks_are_collected_in_rank_order(ranks: list[StoreExchange]) -> None:
+    for rank in (2, 0, 1):
+        ranks[rank].publish("view", f"of {rank}")
+    assert ranks[1].collect("view", 30) == ["of 0", "of 1", "of 2"]
+
+
+def test_a_missing_rank_at_the_start_is_an_error_that_says_so(ranks: list[StoreExchange]) -> None:
+    ranks[0].publish("view", "x")
+    with pytest.raises(TimeoutError, match="every rank entering the guard"):
+        ranks[0].collect("view", 0.1)
+
+
+def test_a_lost_store_makes_a_rank_act_alone() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+
+    def connect() -> Any:
+        return dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=5))
+
+    exchange = StoreExchange(connect, rank=0, world_size=2)
+    del server
+    assert exchange.decide("stop", 3, 1.0).step is None
+    assert exchange.request({"reason": "x"}) == {"reason": "x"}
+    exchange.leave()
+    exchange.close()
+
+
+def test_one_rank_decides_alone_at_once() -> None:
+    exchange = LocalExchange()
+    assert exchange.decide("stop", 7, 0) == Decision(7)
+    assert exchange.decide("salvage", CANNOT, 0).step is None

@@ -1,0 +1,129 @@
+"""The agreement as a pure protocol: any interleaving, any rank late or dead."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.agreement.stop_step import (
+    CANNOT,
+    LEFT,
+    Decision,
+    Offer,
+    Phase,
+    StopRound,
+    conclude,
+    parse_decision,
+    parse_offer,
+)
+
+
+class Cells:
+    """What the store offers: atomic steps, nothing else."""
+
+    def __init__(self) -> None:
+        self.offers: dict[int, Offer] = {}
+        self.decision: Decision | None = None
+
+    def compare_and_set(self, proposal: Decision) -> Decision:
+        if self.decision is None:
+            self.decision = proposal
+        return self.decision
+
+
+def one_rank(rank: int, world: int, offer: Offer, cells: Cells, patience: int) -> Generator[None, None, Decision]:
+    """One rank's side, interrupted after every atomic step; `patience` is how many turns it waits for the decision."""
+    round_ = StopRound(rank, world)
+    yield
+    cells.offers[rank] = offer
+    round_.offer()
+    full = len(cells.offers) == world
+    yield
+    if full:
+        return round_.decide(cells.compare_and_set(round_.propose([cells.offers[r] for r in range(world)])))
+    while patience > 0:
+        if cells.decision is not None:
+            return round_.decide(cells.decision)
+        patience -= 1
+        yield
+    proposal = round_.time_out()
+    yield
+    return round_.decide(cells.compare_and_set(proposal))
+
+
+offers = st.one_of(st.integers(0, 40), st.sampled_from([CANNOT, LEFT]))
+
+
+@given(data=st.data())
+def test_whoever_commits_commits_to_one_step_under_any_interleaving(data: st.DataObject) -> None:
+    world = data.draw(st.integers(1, 6), label="world")
+    made = data.draw(st.lists(offers, min_size=world, max_size=world), label="offers")
+    patience = data.draw(st.lists(st.integers(0, 8), min_size=world, max_size=world), label="patience")
+    dies_after = data.draw(st.lists(st.integers(0, 12), min_size=world, max_size=world), label="dies after")
+    cells = Cells()
+    ranks = {r: one_rank(r, world, made[r], cells, patience[r]) for r in range(world)}
+    turns = dict.fromkeys(ranks, 0)
+    decided: dict[int, Decision] = {}
+    while ranks:
+        rank = data.draw(st.sampled_from(sorted(ranks)), label="next")
+        turns[rank] += 1
+        if turns[rank] > dies_after[rank]:
+            del ranks[rank]  # dead: it takes no further step, and the others must not need it
+            continue
+        try:
+            next(ranks[rank])
+        except StopIteration as end:
+            decided[rank] = end.value
+            del ranks[rank]
+        # Nobody waits past the bound: offer, patience turns, time-out, decision.
+        assert turns[rank] <= patience[rank] + 5
+    assert len({d for d in decided.values()}) <= 1, decided
+    for decision in decided.values():
+        if decision.step is not None:
+            assert CANNOT not in made
+            steps = [offer for offer in made if isinstance(offer, int)]
+            assert decision.step == max(steps), "some rank would have to go back"
+
+
+@given(made=st.lists(offers, min_size=1, max_size=8))
+def test_all_offers_give_the_largest_step_unless_one_rank_is_torn(made: list[Offer]) -> None:
+    decision = conclude(made)
+    steps = [offer for offer in made if isinstance(offer, int)]
+    if CANNOT in made or not steps:
+        assert decision.step is None
+        assert decision.reason
+    else:
+        assert decision.step == max(steps)
+
+
+@given(step=st.one_of(st.none(), st.integers(0, 10**12)), reason=st.text())
+def test_a_decision_survives_the_exchange(step: int | None, reason: str) -> None:
+    assert parse_decision(Decision(step, reason).encode()) == Decision(step, reason)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "3.5", "soon", "null"])
+def test_a_bad_offer_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_offer(text)
+
+
+@pytest.mark.parametrize("text", ['{"step": -1, "reason": ""}', '{"step": true, "reason": ""}', "[]x", '{"step": "1", "reason": ""}'])
+def test_a_bad_decision_is_refused(text: str) -> None:
+    with pytest.raises(ValueError):
+        parse_decision(text)
+
+
+def test_an_illegal_move_raises() -> None:
+    round_ = StopRound(0, 2)
+    with pytest.raises(RuntimeError, match="from WAITING to TIMED_OUT"):
+        round_.time_out()
+    round_.offer()
+    round_.decide(Decision(3))
+    assert round_.phase is Phase.DECIDED
+    with pytest.raises(RuntimeError, match="from DECIDED to OFFERED"):
+        round_.offer()
+    with pytest.raises(RuntimeError, match="1 offers for 2 ranks"):
+        round_.propose([1])

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.data.position import Cursor
+from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler
+
+sizes = st.integers(0, 300)
+batch_sizes = st.integers(1, 17)
+worlds = st.integers(1, 9)
+
+
+def positions(plan: EpochPlan, rank: int, first: int = 0) -> list[list[int]]:
+    return [list(range(*plan.share(batch, rank))) for batch in range(first, plan.num_batches)]
+
+
+def make_sampler(
+    size: int, batch_size: int, world_size: int = 1, rank: int = 0, *, cursor: Cursor | None = None, shuffle: bool = True
+) -> ResumableBatchSampler:
+    return ResumableBatchSampler(
+        range(size),
+        cursor or Cursor(),
+        batch_size=batch_size,
+        shuffle=shuffle,
+        seed=5,
+        drop_last=False,
+        ranks=lambda: (rank, world_size),
+        seeded=False,
+    )
+
+
+@given(size=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_every_sample_comes_exactly_once(size: int, batch_size: int, world_size: int) -> None:
+    plan = EpochPlan(size, batch_size, world_size)
+    ranks = [positions(plan, rank) for rank in range(world_size)]
+    assert {len(batches) for batches in ranks} == {plan.num_batches}
+    assert plan.num_batches == -(-size // (batch_size * world_size))
+    lengths = [len(batch) for batches in ranks for batch in batches]
+    assert all(1 <= length <= batch_size for length in lengths)
+    for step in zip(*ranks, strict=True):
+        assert max(map(len, step)) - min(map(len, step)) <= 1
+    seen = Counter(position for batches in ranks for batch in batches for position in batch)
+    assert set(seen) == set(range(size + plan.padding))
+    assert set(seen.values()) <= {1}
+    assert plan.padding < world_size
+    if batch_size > 1 and size >= world_size:
+        assert plan.padding == 0
+
+
+@given(size=sizes, batch_size=batch_sizes, world_size=worlds)
+def test_drop_last_keeps_full_steps_only(size: int, batch_size: int, world_size: int) -> None:
+    plan = EpochPlan(size, batch_size, world_size, drop_last=True)
+    assert plan.num_batches == size // (batch_size * world_size)
+    seen = [p for rank in range(world_size) for batch in positions(plan, rank) for p in batch]
+    assert sorted(seen) == list(range(plan.num_batches * batch_size * world_size))
+
+
+@given(size=sizes, batch_size=batch_sizes, world_size=worlds, drop_last=st.booleans(), data=st.data())
+def test_a_plan_begun_in_the_middle_is_the_rest_of_the_plan(
+    size: int, batch_size: int, world_size: int, drop_last: bool, data: st.DataObject
+) -> None:
+    plan = EpochPlan(size, batch_size, world_size, drop_last)
+    done = data.draw(st.integers(0, plan.num_batches))
+    rest = EpochPlan(size, batch_size, world_size, drop_last, plan.consumed(done))
+    for rank in range(world_size):
+        assert positions(rest, rank) == positions(plan, rank, done)
+    assert rest.consumed(rest.num_batches) == plan.consumed(plan.num_batches)
+
+
+@given(size=sizes, batch_size=batch_sizes, old=worlds, new=worlds, data=st.data())
+def test_other_ranks_can_finish_the_epoch(size: int, batch_size: int, old: int, new: int, data: st.DataObject) -> None:
+    plan = EpochPlan(size, batch_size, old)
+    done = data.draw(st.integers(0, plan.num_batches))
+    before = [p for rank in range(old) for batch in positions(plan, rank)[:done] for p in batch]
+    rest = EpochPlan(size, batch_size, new, start=plan.consumed(done))
+    after = [p for rank in range(new) for batch in positions(rest, rank) for p in batch]
+    assert {p for p in before + after if p < size} == set(range(size))
+    assert sum(p < size for p in before + after) == size
+
+
+@settings(max_examples=50)
+@given(size=st.integers(1, 200), batch_size=batch_sizes, world_size=worlds)
+def test_the_order_does_not_depend_on_the_number_of_ranks(size: int, batch_size: int, world_size: int) -> None:
+    ranks = [list(make_sampler(size, batch_size, world_size, rank)) for rank in range(world_size)]
+    steps = [[index for part in step for index in part] for step in zip(*ranks, strict=True)]
+    together = [index for step in steps for index in step]
+    alone = [index for batch in make_sampler(size, batch_size) for index in batch]
+    assert together[:size] == alone
+    assert together[size:] == [alone[place % size] for place in range(size, len(together))]
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(10_000, 3), (10_000, 5000), (9000, 1)])
+def test_blocks_join(size: int, batch_size: int) -> None:
+    ordered = [index for batch in make_sampler(size, batch_size, shuffle=False) for index in batch]
+    assert ordered == list(range(size))
+    shuffled = [index for batch in make_sampler(size, batch_size) for index in batch]
+    assert sorted(shuffled) == ordered
+    assert shuffled != ordered
+
+
+def test_an_iterator_keeps_the_position_that_it_was_made_at() -> None:
+    cursor = Cursor()
+    sampler = make_sampler(20, 4, cursor=cursor, shuffle=False)
+    iterator = iter(sampler)
+    cursor.samples = 8
+    assert next(iterator) == [0, 1, 2, 3]
+    assert next(iter(sampler)) == [8, 9, 10, 11]
+
+
+def test_epochs_differ_and_come_back() -> None:
+    cursor = Cursor()
+    sampler = make_sampler(50, 50, cursor=cursor)
+    first = list(sampler)
+    sampler.set_epoch(2)
+    second = list(sampler)
+    assert first != second
+    assert cursor.epoch == 2
+    sampler.set_epoch(1)
+    assert list(sampler) == first
+
+
+def test_whole_rounds_leaves_out_what_does_not_divide() -> None:
+    sampler = make_sampler(11, 4, 3, 1)
+    sampler.whole_rounds = True
+    assert [len(batch) for batch in sampler] == [3]
+    assert len(sampler) == 1
+
+
+# The position's state machine, without any loader.
+
+
+def test_cursor_goes_to_the_next_epoch_after_an_end_or_a_break() -> None:
+    cursor = Cursor()
+    token = cursor.begin()
+    cursor.advance(token, 4, False)
+    assert (cursor.epoch, cursor.batch, cursor.next_epoch) == (1, 1, 1)
+    cursor.end(token, exhausted=False)
+    assert (cursor.epoch, cursor.batch, cursor.next_epoch, cursor.finished) == (1, 1, 2, False)
+    cursor.begin()
+    assert (cursor.epoch, cursor.batch, cursor.samples) == (2, 0, 0)
+
+
+def test_cursor_keeps_a_loaded_position_when_told_its_epoch() -> None:
+    cursor = Cursor()
+    cursor.move_to(3, batch=5, samples=20)
+    cursor.set_epoch(3)
+    cursor.set_epoch(3)
+    assert cursor.batch == 5
+    cursor.set_epoch(4)
+    assert (cursor.epoch, cursor.batch) == (4, 0)
+
+
+def test_cursor_applies_a_request_made_during_an_iteration_to_the_next_one() -> None:
+    cursor = Cursor()
+    token = cursor.begin()
+    cursor.advance(token, 4, False)
+    cursor.set_epoch(1)
+    assert (cursor.epoch, cursor.batch) == (1, 1)
+    cursor.begin()
+    assert (cursor.epoch, cursor.batch) == (1, 0)
+
+
+def test_cursor_ignores_an_older_iteration() -> None:
+    cursor = Cursor()
+    old = cursor.begin()
+    new = cursor.begin()
+    cursor.advance(old, 4, False)
+    cursor.end(old, exhausted=True)
+    assert (cursor.epoch, cursor.batch, cursor.live, cursor.finished) == (2, 0, True, False)
+    cursor.advance(new, 4, False)
+    assert cursor.batch == 1
+
+
+def test_cursor_can_take_back_a_beginning() -> None:
+    cursor = Cursor()
+    cursor.move_to(2, batch=3, samples=12)
+    cursor.begin()
+    cursor.abandon()
+    cursor.begin()
+    assert (cursor.epoch, cursor.batch) == (2, 3)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, default_collate
+
+from mindx_elastic.data.seeding import (
+    SeededDataset,
+    as_collated,
+    capture_streams,
+    preserved_streams,
+    restore_streams,
+    seed_streams,
+)
+from tests.data.datasets import Batched, Noisy, draw, noisy_collate
+
+
+def test_streams_come_back_as_they_were() -> None:
+    random.gauss(0, 1)  # leaves half a pair behind, which is part of the state
+    np.random.randn()
+    kept = capture_streams()
+    expected = [*draw(), random.gauss(0, 1), np.random.randn()]
+    restore_streams(kept)
+    assert [*draw(), random.gauss(0, 1), np.random.randn()] == expected
+
+
+def test_a_seed_sets_all_three_streams() -> None:
+    with preserved_streams():
+        seed_streams(2**64 - 1)
+        first = draw()
+        seed_streams(0)
+        assert all(a != b for a, b in zip(first, draw(), strict=True))
+        seed_streams(2**64 - 1)
+        assert draw() == first
+
+
+def test_what_is_drawn_while_loading_is_not_seen_outside() -> None:
+    dataset = SeededDataset(Noisy(4), noisy_collate)
+    kept = capture_streams()
+    expected = draw()
+    restore_streams(kept)
+    dataset.__getitems__([(1, 0), (2, 1)])
+    assert SeededDataset(Noisy(4), as_collated)[(3, 2)] is not None
+    assert draw() == expected
+
+
+def test_streams_come_back_after_an_error() -> None:
+    class Broken(Noisy):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            draw()
+            raise KeyError(index)
+
+    kept = capture_streams()
+    expected = draw()
+    restore_streams(kept)
+    with pytest.raises(KeyError):
+        SeededDataset(Broken(3), default_collate).__getitems__([(1, 0)])
+    assert draw() == expected
+
+
+def test_a_sample_does_not_depend_on_its_neighbours() -> None:
+    dataset = SeededDataset(Noisy(9), default_collate)
+    together = dataset.__getitems__([(11, 1), (12, 2), (13, 3)])
+    assert torch.equal(together[2], dataset.__getitems__([(99, 8), (13, 3)])[1])
+    assert torch.equal(together[1], SeededDataset(Noisy(9), as_collated)[(12, 2)])
+
+
+def test_collating_is_seeded_too() -> None:
+    dataset = SeededDataset(Noisy(9), noisy_collate)
+    first = dataset.__getitems__([(11, 1), (12, 2)])
+    draw()
+    assert torch.equal(first, dataset.__getitems__([(11, 1), (12, 2)]))
+
+
+@pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Subset(Subset(d, range(9)), range(9))])
+def test_a_batched_getter_is_used_and_seeded_once(wrap: Callable[[Any], Dataset[Any]]) -> None:
+    batch = SeededDataset(wrap(Batched(9)), default_collate).__getitems__([(11, 1), (12, 2)])
+    assert torch.equal(batch[0, 1:], batch[1, 1:])
+    assert torch.equal(batch[:1], SeededDataset(wrap(Batched(9)), default_collate).__getitems__([(11, 1)]))
+
+
+def test_torchs_subset_does_not_count_as_a_batched_getter() -> None:
+    plain = SeededDataset(Noisy(9), default_collate).__getitems__([(11, 1), (12, 2)])
+    subset = Subset(Noisy(9), list(range(9)))
+    assert torch.equal(plain, SeededDataset(subset, default_collate).__getitems__([(11, 1), (12, 2)]))
+    assert not torch.equal(plain[0, 1:], plain[1, 1:])

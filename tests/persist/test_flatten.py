@@ -1,0 +1,206 @@
+"""State -> tree and tensors -> state, without a file."""
+
+from __future__ import annotations
+
+import enum
+import json
+import random
+from collections import OrderedDict, defaultdict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
+from mindx_elastic.persist.unflatten import unflatten
+from tests.persist.states import assert_same, states
+
+Point = namedtuple("Point", "x y")  # noqa: PYI024
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+class MyTensor(torch.Tensor):
+    pass
+
+
+def through_json(state: object) -> Any:
+    tree, tensors = flatten(state)
+    return unflatten(json.loads(json.dumps(tree)), tensors)
+
+
+@given(states)
+def test_any_state_comes_back_as_it_was(state: object) -> None:
+    assert_same(through_json(state), state)
+
+
+def test_real_training_state_comes_back_as_it_was() -> None:
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4))
+    model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=10)
+    state: dict[str, Any] = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": {key: value for key, value in scheduler.state_dict().items() if not callable(value)},
+        "rng": {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()},
+    }
+    back = through_json(state)
+    assert_same(back, state)
+    assert back["model"]._metadata == state["model"]._metadata, "load_state_dict() looks at the versions"
+    assert back["optimizer"]["state"][0]["exp_avg"].is_contiguous(memory_format=torch.channels_last)
+
+
+def test_names_are_readable_paths() -> None:
+    state = {"model": {"conv1.weight": torch.ones(1)}, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}}}
+    assert list(flatten(state)[1]) == ["model.conv1.weight", "optimizer.state.0.exp_avg"]
+
+
+def test_colliding_names_are_made_unique() -> None:
+    state = {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}, "__metadata__": torch.ones(2)}
+    tree, tensors = flatten(state)
+    assert len(tensors) == 3
+    assert "__metadata__" not in tensors
+    assert_same(unflatten(tree, tensors), state)
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
+    weight = torch.nn.Parameter(torch.randn(3, 3))
+    state = {"embed": weight, "head": weight, "view": weight.detach(), "other": weight.detach().clone()}
+    tree, tensors = flatten(state)
+    assert len(tensors) == 2
+    back = unflatten(tree, tensors)
+    assert back["embed"] is back["head"]
+    assert back["view"].data_ptr() == back["embed"].data_ptr()
+    assert back["other"].data_ptr() != back["embed"].data_ptr()
+
+
+def test_views_of_one_storage_that_differ_are_not_tied() -> None:
+    base = torch.arange(4.0).reshape(2, 2)
+    state = {"base": base, "transposed": base.t(), "row": base[1], "conj": base.to(torch.complex64).conj()}
+    assert_same(through_json(state), state)
+
+
+def test_empty_tensors_are_tied_only_to_themselves() -> None:
+    one, other = torch.empty(0), torch.empty(0)
+    back = through_json([one, other, one])
+    assert back[0] is back[2]
+    assert back[0] is not back[1]
+
+
+def test_big_tensors_are_not_copied() -> None:
+    weight = torch.randn(5, 7)
+    (stored,) = flatten({"w": weight.t()})[1].values()
+    assert stored.data_ptr() == weight.data_ptr()
+
+
+def test_a_defaultdict_comes_back_as_a_dict() -> None:
+    assert_same(through_json(defaultdict(list, {"a": [1]})), {"a": [1]})
+
+
+def test_dicts_keep_their_order_and_odd_keys() -> None:
+    state = [OrderedDict([("z", 1), ("a", 2)]), {2: "b", 1: "a", "$tensor": "c", (1, "x"): None}]
+    assert_same(through_json(state), state)
+
+
+def test_equal_sets_give_equal_trees() -> None:
+    one, other = {0, 8}, {8, 0}  # they collide in a small hash table, so that the order of insertion shows
+    assert list(one) != list(other)
+    assert flatten(one) == flatten(other)
+
+
+def _nested_too_deep() -> object:
+    state: list[object] = []
+    for _ in range(MAX_DEPTH + 1):
+        state = [state]
+    return state
+
+
+def _containing_itself() -> object:
+    state: dict[str, object] = {}
+    state["self"] = state
+    return state
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (torch.eye(2).to_sparse(), "sparse"),
+        (torch.ones(2, device="meta"), "meta"),
+        (torch.ones(2).as_subclass(MyTensor), "MyTensor"),
+        (Color.RED, "Color"),
+        (Point(1, 2), "Point"),
+        (lambda: None, "function"),
+        (np.array([object()]), "object"),
+        (np.zeros(2, dtype=[("a", "i4")]), "numpy"),
+        ({torch.ones(1): 1}, "dictionary key"),
+        (torch.nn.parameter.UninitializedParameter(), "UninitializedParameter"),
+        (_nested_too_deep(), "deeper"),
+        (_containing_itself(), "contains itself"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_stored_is_named(value: object, says: str) -> None:
+    with pytest.raises(UnsupportedStateError, match=says) as caught:
+        flatten({"model": {"part": value}})
+    assert caught.value.where.startswith("model.part")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantized_nested_and_compressed_tensors_are_named() -> None:
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    for value, says in ((quantized, "quantized"), (nested, "nested"), (torch.eye(2).to_sparse_csr(), "sparse")):
+        with pytest.raises(UnsupportedStateError, match=says):
+            flatten([value])
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"$tensor": "missing"},
+        {"$tensor": ["w"]},
+        {"$tensor": "w", "dtype": "complex64"},
+        {"$tensor": "w", "dtype": "nn"},
+        {"$tensor": "w", "dtype": "float64"},
+        {"$tensor": "w", "strides": [1, 1]},
+        {"$tensor": "w", "strides": [-1]},
+        {"$tensor": "i", "grad": True},
+        {"$ndarray": "w", "dtype": "O8"},
+        {"$ndarray": "w", "dtype": "<f8"},
+        {"$ndarray": "w", "dtype": "<U3", "shape": [5]},
+        {"$blob": "missing"},
+        {"$blob": None},
+        {"$unknown": 1},
+        {"$map": [[1, 2], [1, 3]]},
+        {"$map": [[[], 2]]},
+        {"$map": 3},
+        {"$counter": [[1]]},
+        {"$set": [[]]},
+        {"$deque": [1]},
+        {"$deque": [1], "maxlen": -1},
+        {"$int": "xyz"},
+        {"$float": "00"},
+        {"$complex": "zz"},
+        {"$bytes": "§"},
+        {"$scalar": ["<f4", "00"]},
+        {"$scalar": ["O", ""]},
+        {"$scalar": ["<f4", "0000000000000000"]},
+        {"$size": ["a"]},
+        {"$dtype": "os"},
+        {"$device": "no such device"},
+        json.loads("[" * 150 + "]" * 150),
+    ],
+    ids=str,
+)
+def test_malformed_trees_are_a_named_error(tree: object) -> None:
+    tensors = {"w": torch.ones(3), "i": torch.ones(3, dtype=torch.int32)}
+    with pytest.raises(CorruptCheckpointError, match=r"x\.safetensors: malformed state tree"):
+        unflatten(tree, tensors, path="x.safetensors")
