@@ -1,8 +1,74 @@
-"""Elastic training for PyTorch: stop anywhere, resume bit for bit."""
+"""Elastic training for PyTorch: stop anywhere, resume bit for bit.
 
-from mindx_elastic import data as data
-from mindx_elastic import errors as errors
-from mindx_elastic.errors import GracefulExit as GracefulExit
-from mindx_elastic.guard import Guard as Guard
-from mindx_elastic.policy import ExitPolicy as ExitPolicy
-from mindx_elastic.policy import PeriodicPolicy as PeriodicPolicy
+The public names are imported when they are first used (PEP 562): `mindx-elastic --help` must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mindx_elastic import data as data
+    from mindx_elastic import errors as errors
+    from mindx_elastic.errors import GracefulExit as GracefulExit
+    from mindx_elastic.guard import Guard as Guard
+    from mindx_elastic.policy import ExitPolicy as ExitPolicy
+    from mindx_elastic.policy import PeriodicPolicy as PeriodicPolicy
+    from mindx_elastic.train import Callback as Callback
+    from mindx_elastic.train import CheckpointConfig as CheckpointConfig
+    from mindx_elastic.train import ExceptionCheckpoint as ExceptionCheckpoint
+    from mindx_elastic.train import LossMonitor as LossMonitor
+    from mindx_elastic.train import Model as Model
+    from mindx_elastic.train import ModelCheckpoint as ModelCheckpoint
+    from mindx_elastic.train import OnRequestExit as OnRequestExit
+    from mindx_elastic.train import RunContext as RunContext
+    from mindx_elastic.train import TimeMonitor as TimeMonitor
+
+_HOME = {
+    "Callback": "mindx_elastic.train",
+    "CheckpointConfig": "mindx_elastic.train",
+    "ExceptionCheckpoint": "mindx_elastic.train",
+    "ExitPolicy": "mindx_elastic.policy",
+    "GracefulExit": "mindx_elastic.errors",
+    "Guard": "mindx_elastic.guard",
+    "LossMonitor": "mindx_elastic.train",
+    "Model": "mindx_elastic.train",
+    "ModelCheckpoint": "mindx_elastic.train",
+    "OnRequestExit": "mindx_elastic.train",
+    "PeriodicPolicy": "mindx_elastic.policy",
+    "RunContext": "mindx_elastic.train",
+    "TimeMonitor": "mindx_elastic.train",
+    "data": "",
+    "errors": "",
+}
+__all__ = [
+    "Callback",
+    "CheckpointConfig",
+    "ExceptionCheckpoint",
+    "ExitPolicy",
+    "GracefulExit",
+    "Guard",
+    "LossMonitor",
+    "Model",
+    "ModelCheckpoint",
+    "OnRequestExit",
+    "PeriodicPolicy",
+    "RunContext",
+    "TimeMonitor",
+    "data",
+    "errors",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOME[name]
+    value = getattr(importlib.import_module(home), name) if home else importlib.import_module(f"{__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -429,6 +429,11 @@ class Guard:
             target = None if path is None else Path(path)
             return self._saver.save_to(target, self._directory, self._prefix, reason).path
 
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
+        with self.outside_step():
+            return self._saver.save_periodic(policy)
+
     def _window_open(self) -> bool:
         """No optimizer has stepped since the last boundary: is a gradient accumulation window under way?"""
         if self._update_gate.changed_since_boundary():

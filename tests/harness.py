@@ -120,6 +120,8 @@ class Job:
             self.process.kill()
         self.process.wait()
         self._reader.join(10)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
 
 
 def _session(leader: int) -> list[int]:

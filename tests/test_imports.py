@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -46,7 +46,7 @@ class Module:
     """The source file."""
     name: str
     """Dotted name, for example ``mindx_elastic.alarm.signals``."""
-    source: str
+    source: str = field(repr=False)
 
     @property
     def part(self) -> str:
@@ -224,7 +224,8 @@ def test_the_risk_check_sees_what_it_must(source: str) -> None:
 
 @every_module
 def test_files_are_short(module: Module) -> None:
-    assert module.source.count("\n") <= MAX_LINES
+    num_lines = module.source.count("\n")
+    assert num_lines <= MAX_LINES
 
 
 def defined_names(tree: ast.Module) -> set[str]:
@@ -247,7 +248,8 @@ def test_the_package_exports_what_it_says() -> None:
     package = importlib.import_module(PACKAGE)
     public = {name for name in dir(package) if not name.startswith("_")}
     submodules = {name.split(".")[1] for name in NAMES if "." in name}
-    assert public - submodules <= set(package.__all__), "a public name that __all__ does not have"
+    declared: set[str] = set(getattr(package, "__all__", ()))
+    assert public - submodules <= declared, "a public name that __all__ does not have"
     callbacks = {
         "Callback",
         "CheckpointConfig",
@@ -257,8 +259,8 @@ def test_the_package_exports_what_it_says() -> None:
         "OnRequestExit",
     }
     expected = {"Guard", "Model", "RunContext", "TimeMonitor", "data", "errors", *callbacks}
-    assert expected <= set(package.__all__)
-    assert not [name for name in package.__all__ if name.startswith("_") and name != "__version__"]
+    assert expected <= declared
+    assert not [name for name in declared if name.startswith("_") and name != "__version__"]
 
 
 # Runs in a fresh interpreter. torch is imported first, so that only what this package adds is seen.
@@ -275,6 +277,8 @@ def listen(event, arguments):
         name, mode, flags = arguments
         if (flags or 0) & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND):
             touched.append(f"open {name}")
+    elif (event, arguments) == ("ctypes.dlopen", (None,)):  # the C library that is loaded already
+        pass
     elif event.split(".")[0] in ("socket", "subprocess", "shutil", "tempfile", "ctypes", "fcntl") or event in (
         "os.mkdir", "os.rename", "os.remove", "os.fork", "os.posix_spawn", "os.system", "os.putenv", "os.unsetenv",
         "os.kill", "os.chdir", "signal.pthread_kill",

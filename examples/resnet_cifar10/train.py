@@ -35,6 +35,7 @@ from mindx_elastic.train import (
     Model,
     ModelCheckpoint,
     OnRequestExit,
+    RunContext,
 )
 
 __all__ = ["learning_rate_factor", "main", "parse_args", "weights_sha256"]
@@ -79,6 +80,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     train.add_argument("--seed", type=at_least(0, int), default=0)
     train.add_argument("--grad-accum", type=at_least(1, int), default=1, metavar="K", help="batches per update")
     train.add_argument("--amp", action="store_true", help="automatic mixed precision")
+    train.add_argument("--log-steps", type=at_least(1, int), default=10, metavar="N", help="print the loss every N steps")
     train.add_argument("--threads", type=at_least(1, int), default=1, metavar="N", help="CPU threads per rank")
     saving = parser.add_argument_group("saving")
     saving.add_argument(
@@ -126,3 +128,106 @@ def load_data(args: argparse.Namespace) -> DataSplit:
     if directory is None:
         return load_digits_split(limit_train=args.limit_train)
     return load_cifar10(directory, limit_train=args.limit_train)
+
+
+class TestAtEnd(Callback):
+    """Measures the accuracy on the test set at the end of the last epoch.
+
+    Inside the training and not after it: when the job is told to stop during this evaluation, the last step is saved and
+    the same command does only the evaluation again.
+    """
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self.loader = loader
+        self.accuracy = math.nan
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.cur_epoch_num == params.epoch_num:
+            self.accuracy = float(params.model.eval(self.loader)["accuracy"])
+
+
+def make_callbacks(args: argparse.Namespace, test: TestAtEnd) -> list[Callback]:
+    """What makes the training stoppable and resumable; the same list on every rank."""
+    config = CheckpointConfig(
+        save_checkpoint_steps=max(1, args.save_checkpoint_steps),
+        keep_checkpoint_max=args.keep_checkpoint_max,
+        async_save=args.async_save,
+    )
+    callbacks: list[Callback] = [
+        ExceptionCheckpoint(prefix=PREFIX, directory=args.train_url, config=config),
+        # The flag file is watched when MS_ENABLE_GRACEFUL_EXIT=1: {"GracefulExit": 1} in graceful_exit.json stops the job.
+        OnRequestExit(save_mindir=False, file_name=PREFIX, directory=args.train_url),
+        LossMonitor(args.log_steps),
+        test,
+    ]
+    if args.save_checkpoint_steps:
+        callbacks.append(ModelCheckpoint(prefix=PREFIX, directory=args.train_url, config=config))
+    return callbacks
+
+
+def make_reproducible(args: argparse.Namespace) -> None:
+    """Same command, same numbers: what torch would otherwise choose by machine or at run time is fixed here."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by CUDA's libraries when they are first used
+    torch.set_num_threads(args.threads)  # the order of a sum depends on the number of threads
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(args.seed)
+
+
+def train(args: argparse.Namespace) -> None:
+    ranks = RankInfo.from_env()
+    say(f"rank {ranks.rank} of {ranks.world_size}: pid {os.getpid()}")
+    make_reproducible(args)
+    data = load_data(args)
+    if ranks.rank == 0:
+        say(data.description)
+
+    loader = ResumableLoader(
+        data.train, args.batch_size, shuffle=True, seed=args.seed, num_workers=args.num_workers
+    )
+    test = TestAtEnd(ResumableLoader(data.test, 256, num_workers=args.num_workers))
+    network = ResNet20()
+    optimizer = torch.optim.SGD(network.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)
+    batches = math.ceil(len(data.train) / (args.batch_size * ranks.world_size))
+    total_steps = args.epochs * math.ceil(batches / args.grad_accum)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(total_steps))
+    model = Model(
+        network,
+        nn.CrossEntropyLoss(),
+        optimizer,
+        metrics={"accuracy"},
+        lr_scheduler=schedule,
+        grad_accum=args.grad_accum,
+        amp=args.amp,
+    )
+    model.train(args.epochs, loader, make_callbacks(args, test))
+    if ranks.rank == 0:
+        report = {
+            "event": "train_end",
+            "step": model.position.step,
+            "epoch": model.position.epoch,
+            "weights_sha256": weights_sha256(model.bare_network.state_dict()),
+            "resumed_from_step": model.resumed_from_step,
+            "test_accuracy": round(test.accuracy, 4),
+        }
+        say(json.dumps(report))
+
+
+def say(line: str) -> None:
+    """One line to stdout in one piece, at once: the lines of several ranks share a pipe under torchrun."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    try:
+        train(args)
+    except (DataError, MindxError) as error:  # wrong input: the message says it all, a traceback would bury it
+        print(f"train.py: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

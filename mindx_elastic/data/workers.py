@@ -12,7 +12,6 @@ The only file that touches torch's private loader state. Why torch's own ways do
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -33,11 +33,12 @@ from mindx_elastic.data.seeding import SeededDataset
 
 __all__ = ["WorkerStart", "end_workers", "make_torch_loader", "open_iterator"]
 
-_EXIT_GRACE_S = 0.5
 _KILL_WAIT_S = 5.0
 
-_open_iterators: weakref.WeakSet[Any] = weakref.WeakSet()  # only read by the exit hook
-_exit_hook_pid: int | None = None  # the process whose exit hook is registered: a forked child has none of its own
+# Open iterators with workers and the process that opened them. A forked child inherits the objects, and must not end
+# the workers of its parent when it frees them.
+_owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_exit_hook_pid: int | None = None
 
 
 class WorkerStart:
@@ -107,7 +108,7 @@ def open_iterator(loader: Any) -> Iterator[Any]:
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if getattr(iterator, "_workers", None):
-        _open_iterators.add(iterator)
+        _owners[iterator] = os.getpid()
         _register_exit_hook()
     return iterator
 
@@ -122,28 +123,22 @@ def _without_fork_warning() -> Iterator[None]:
 
 
 def end_workers(iterator: Any, *, grace_s: float) -> None:
-    """End the worker processes behind `iterator`: ask, wait at most `grace_s` for all of them together,
-    then SIGKILL.
+    """End the worker processes behind `iterator`: ask, wait at most `grace_s` for all of them together, then SIGKILL.
 
-    Any thread. Does nothing for an iterator without workers, or the second time.
+    Any thread. `grace_s` 0: SIGKILL at once. Does nothing for an iterator without workers, in another process than the
+    one that opened it, or the second time.
     """
     workers = getattr(iterator, "_workers", None)
     if not workers or iterator._shutdown:
         return
     iterator._shutdown = True  # torch's own shutdown, run when the iterator is freed, now finds nothing to do
+    if _owners.get(iterator, os.getpid()) != os.getpid():
+        return
     if iterator._worker_pids_set:
         signal_handling._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
-    deadline = time.monotonic() + grace_s
-    _end_pin_memory_thread(iterator)
-    # In a thread, because a worker that was killed while it held the event's lock would block us for ever.
-    asking = threading.Thread(target=iterator._workers_done_event.set, daemon=True)
-    asking.start()
-    asking.join(grace_s)
-    for queue in iterator._index_queues:
-        queue.put(None)
-    for worker in workers:
-        worker.join(max(0.0, deadline - time.monotonic()))
+    if grace_s > 0:
+        _ask_to_end(iterator, grace_s)
     for worker in workers:
         if worker.is_alive():
             worker.kill()
@@ -152,6 +147,19 @@ def end_workers(iterator: Any, *, grace_s: float) -> None:
     for queue in [*iterator._index_queues, iterator._worker_result_queue]:
         queue.cancel_join_thread()
         queue.close()
+
+
+def _ask_to_end(iterator: Any, grace_s: float) -> None:
+    deadline = time.monotonic() + grace_s
+    _end_pin_memory_thread(iterator)
+    # In a thread, because a worker that was killed while it held the event's lock would block us for ever.
+    asking = threading.Thread(target=iterator._workers_done_event.set, daemon=True)
+    asking.start()
+    asking.join(grace_s)
+    for queue in iterator._index_queues:
+        queue.put(None)
+    for worker in iterator._workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def _end_pin_memory_thread(iterator: Any) -> None:
@@ -166,15 +174,14 @@ def _end_pin_memory_thread(iterator: Any) -> None:
 
 
 def _register_exit_hook() -> None:
-    # Registered late, so that it runs before multiprocessing's own exit hook, which would wait for shielded
-    # workers.
+    # A finalizer of multiprocessing, because these run in its child processes too, and before it waits for the daemons
+    # that are left, which would last as long as a shielded worker lives.
     global _exit_hook_pid
-    if _exit_hook_pid is None:
+    if _exit_hook_pid != os.getpid():
         _exit_hook_pid = os.getpid()
-        atexit.register(_end_all_at_exit)
+        Finalize(None, _end_all_at_exit, exitpriority=100)
 
 
 def _end_all_at_exit() -> None:
-    if os.getpid() == _exit_hook_pid:
-        for iterator in list(_open_iterators):
-            end_workers(iterator, grace_s=_EXIT_GRACE_S)
+    for iterator in list(_owners):
+        end_workers(iterator, grace_s=0)  # as torch: no asking at exit (and no new threads, which Python 3.12 forbids)

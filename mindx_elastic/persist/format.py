@@ -50,11 +50,12 @@ __all__ = [
     "CheckpointInfo",
     "Header",
     "TensorEntry",
-    "encode_header",
+    "draft_header",
     "flatten",
     "open_checkpoint",
     "place_tensors",
     "read_header",
+    "seal_header",
     "unflatten",
 ]
 
@@ -64,7 +65,9 @@ MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_HEADER_DIGEST = re.compile(rb'"mindx\.header_digest":"([0-9a-f]{32})"')
+_DIGESTS_KEY = b'"mindx.digests":'
+_HEADER_DIGEST_KEY = b'"mindx.header_digest":'
+_HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +139,7 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         if type(value) is not int or not 0 <= value < 1 << 63:
             return f"{name} must be a whole number, 0 or more"
     if not info.rank < info.world_size:
-        return f"rank {info.rank} does not lie in a world of {info.world_size}"
+        return f"rank {info.rank} does not lie below world_size {info.world_size}"
     if type(info.resumable) is not bool:
         return "resumable must be true or false"
     if type(info.created) not in (int, float) or not math.isfinite(info.created):
@@ -201,24 +204,20 @@ def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
     return entries
 
 
-def encode_header(
-    info: CheckpointInfo,
-    tree: Tree,
-    entries: Sequence[TensorEntry],
-    digests: Mapping[str, str],
-    layout: Mapping[str, Any] | None = None,
+def draft_header(
+    info: CheckpointInfo, tree: Tree, entries: Sequence[TensorEntry], layout: Mapping[str, Any] | None = None
 ) -> bytes:
-    """All bytes before the data section, a multiple of `DATA_ALIGNMENT`.
+    """All bytes before the data section, a multiple of `DATA_ALIGNMENT`, with zeros for all digests.
 
-    Digests have a fixed width, so that the length does not depend on them: call with zeros to learn it, and again once
-    the data is written. Raises UnsupportedStateError when the header would be too long for any reader.
+    The digests are known when the data is written, and where the data starts must be known before: `seal_header` puts
+    them in, in place. Raises UnsupportedStateError when the header would be too long for any reader.
     """
     metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
         "mindx.schema": SCHEMA,
         "mindx.header_digest": NO_DIGEST,
         "mindx.checkpoint": info.to_json(),
         "mindx.tree": json.dumps(tree, separators=(",", ":")),
-        "mindx.digests": json.dumps({entry.name: digests.get(entry.name, NO_DIGEST) for entry in entries}),
+        "mindx.digests": json.dumps(dict.fromkeys((entry.name for entry in entries), NO_DIGEST)),
     }
     if layout:
         try:
@@ -234,10 +233,19 @@ def encode_header(
     if len(text) > MAX_HEADER_BYTES:
         problem = f"{len(text)} bytes of values beside the tensors; the format holds {MAX_HEADER_BYTES}"
         raise UnsupportedStateError("state", f"{problem}; keep large tables in tensors or arrays")
-    raw = struct.pack("<Q", len(text)) + text
-    digest = xxhash.xxh3_128(raw).hexdigest().encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
+    """The final header: `draft` with the tensors' digests (in the order of the draft's entries) and its own."""
     # The first match is the real one: metadata comes first, and a quote inside any string is escaped.
-    return _HEADER_DIGEST.sub(b'"mindx.header_digest":"' + digest + b'"', raw, count=1)
+    raw = bytearray(draft)
+    text = json.dumps(json.dumps(digests)).encode()
+    start = raw.index(_DIGESTS_KEY) + len(_DIGESTS_KEY)
+    raw[start : start + len(text)] = text  # a digest has a fixed width
+    start = raw.index(_HEADER_DIGEST_KEY) + len(_HEADER_DIGEST_KEY) + 1
+    raw[start : start + len(NO_DIGEST)] = xxhash.xxh3_128(raw).hexdigest().encode()
+    return bytes(raw)
 
 
 def read_header(path: StrPath) -> Header:
@@ -282,7 +290,7 @@ def _parse(fd: int, path: Path) -> Header:
     try:
         size = os.fstat(fd).st_size
         raw = _read_raw(fd, size)
-        content = json.loads(raw[8:], object_pairs_hook=_no_duplicates)
+        content = json.loads(raw[8:])
         metadata = _metadata(content, raw)
         return _checked(content, metadata, raw, size)
     except _ForeignError as error:
@@ -315,13 +323,6 @@ def _read_raw(fd: int, size: int) -> bytes:
             raise ValueError("truncated while it was read")
         text += piece
     return prefix + text
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a name appears twice")
-    return result
 
 
 def _metadata(content: Any, raw: bytes) -> dict[str, str]:

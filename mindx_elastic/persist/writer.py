@@ -23,7 +23,7 @@ import torch
 from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.flatten import Tree
-from mindx_elastic.persist.format import CheckpointInfo, encode_header, flatten, place_tensors, read_header
+from mindx_elastic.persist.format import CheckpointInfo, draft_header, flatten, place_tensors, read_header, seal_header
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -106,11 +106,11 @@ class _Save:
         tensors: dict[str, torch.Tensor],
         layout: Mapping[str, Any],
     ) -> None:
-        self.path, self.also, self.info, self.tree, self.layout = path, also, info, tree, layout
+        self.path, self.also, self.info = path, also, info
         self.tensors = tensors
         self.entries = place_tensors(tensors)
-        self.data_start = len(encode_header(info, tree, self.entries, {}, layout))
-        self.nbytes = self.data_start + (self.entries[-1].end if self.entries else 0)
+        self.header = draft_header(info, tree, self.entries, layout)
+        self.nbytes = len(self.header) + (self.entries[-1].end if self.entries else 0)
 
     def run(self) -> None:
         fd, temp = create_temp(self.path)
@@ -129,14 +129,14 @@ class _Save:
 
     def write(self, fd: int) -> None:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
-        blocks = BlockWriter(fd, self.data_start, pinned=pinned)
+        blocks = BlockWriter(fd, len(self.header), pinned=pinned)
         with contextlib.closing(blocks):
             digests = {entry.name: blocks.put(_flat_bytes(self.tensors[entry.name])) for entry in self.entries}
             blocks.finish()
             self.write_header(blocks, digests)
 
     def write_header(self, blocks: BlockWriter, digests: dict[str, str]) -> None:
-        blocks.put_at(0, encode_header(self.info, self.tree, self.entries, digests, self.layout))
+        blocks.put_at(0, seal_header(self.header, digests))
 
     def flush(self, fd: int) -> None:
         os.ftruncate(fd, self.nbytes)  # direct I/O writes whole blocks
@@ -177,7 +177,8 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_contiguous():
         # On the host: a training job has no spare accelerator memory.
         tensor = tensor.cpu().contiguous()
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not reshape(-1): it keeps the odd strides that tensors of one or no element may have, which view() then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _save_error(error: BaseException, save: _Save) -> SaveError:

@@ -112,7 +112,8 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
     catalog = scan(directory)
     best: dict[_Key, CatalogEntry] = {}
     for entry in catalog.entries:
-        view.anything = True
+        # Somebody else's file under a name of its own (pretrained weights) is none of our business.
+        view.anything |= entry.header is not None or entry.looks_ours or not entry.foreign
         if entry.header is None:
             _report_bad(entry, directory, ranks, view)
             continue
@@ -150,8 +151,10 @@ _KINDS = ("periodic", "request_exit", "breakpoint")
 def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, view: _View) -> None:
     """A file without a usable header: quarantine it when it stands where a checkpoint of ours should."""
     owner = _owner(entry.path, directory)
-    line = f"{entry.path.name}: {entry.problem}"
-    view.rejected.append(line)
+    if entry.foreign and not entry.looks_ours:
+        logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
+        return
+    view.rejected.append(f"{entry.path.name}: {entry.problem}")
     if (owner if owner is not None and owner < ranks.world_size else 0) != ranks.rank:
         return
     if entry.looks_ours and not entry.path.is_dir():

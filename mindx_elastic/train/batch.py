@@ -18,7 +18,7 @@ def move_batch(batch: Any, device: torch.device) -> Any:
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
         moved = {key: move_batch(value, device) for key, value in batch.items()}
-        return type(batch)(moved) if not type(batch) is dict else moved  # type: ignore[call-arg]
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(move_batch(value, device) for value in batch))
     if isinstance(batch, (tuple, list)):

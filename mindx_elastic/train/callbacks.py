@@ -18,9 +18,10 @@ class CallbackParams(dict[str, Any]):
 
     In training: cur_epoch_num (from 1), cur_step_num (optimizer updates since the very first start, from 1),
     cur_step_in_epoch (from 1), batch_num (updates in an epoch; 0: unknown), epoch_num (epochs to do), net_outputs (the
-    loss, a detached tensor on its device: reading its value waits for the device), network (as given), train_network (as
-    called, perhaps inside DDP), optimizer, loss_fn, lr_scheduler, train_dataset, train_dataset_element (the last batch),
-    mode ("train" or "eval"), list_callback, device_number (ranks), rank, resumed_from_step, model.
+    loss, a detached tensor on its device: reading its value waits for the device), network (as given),
+    train_network (as called, perhaps inside DDP), optimizer, loss_fn, lr_scheduler, train_dataset,
+    train_dataset_element (the last batch), mode ("train" or "eval"), list_callback, device_number (ranks), rank,
+    resumed_from_step, model.
 
     In an evaluation: the same without epochs, and `metrics` (a dict of results) from on_eval_epoch_end on.
     """
@@ -49,8 +50,8 @@ class RunContext:
     def request_stop(self) -> None:
         """End the training normally after this step: on_train_end runs, the exit code stays 0.
 
-        With several ranks call it on all of them at the same step. If only some do, the job still stops, as a whole, one
-        or two steps later.
+        With several ranks call it on all of them at the same step. If only some do, the job still stops, as a
+        whole, one or two steps later.
         """
         self._stop_requested = True
 
@@ -63,8 +64,8 @@ class Callback:
     """Base of all callbacks: override what you need. Hooks run in the training thread, in the order of the list.
 
     State that must survive a restart goes through `state_dict` and `load_state_dict`. It is copied after
-    ``on_train_step_end``, every step, so keep it small. On a resume it is loaded before ``on_train_begin`` and once more
-    after it, so that a hook that sets counters to their start values does no harm.
+    ``on_train_step_end``, every step, so keep it small. On a resume it is loaded before ``on_train_begin`` and once
+    more after it, so that a hook that sets counters to their start values does no harm.
     """
 
     def on_train_begin(self, run_context: RunContext) -> None:
@@ -80,7 +81,8 @@ class Callback:
         """Right after the boundary: optimizer, scaler and scheduler have stepped."""
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """After the last step of an epoch. If the job stops before this hook has ended, it runs again after the resume."""
+        """After the last step of an epoch. If the job stops before this hook has ended, it runs "
+        "again after the resume."""
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Training is finished. Does not run when the job was told to stop and will be resumed."""

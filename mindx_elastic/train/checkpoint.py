@@ -19,7 +19,15 @@ from mindx_elastic.train.callbacks import Callback, RunContext
 from mindx_elastic.train.clock import SaveClock
 from mindx_elastic.train.config import CheckpointConfig
 
-__all__ = ["CheckpointConfig", "ExceptionCheckpoint", "ModelCheckpoint", "PeriodicSave", "SavingCallback", "directory_path", "file_name"]
+__all__ = [
+    "CheckpointConfig",
+    "ExceptionCheckpoint",
+    "ModelCheckpoint",
+    "PeriodicSave",
+    "SavingCallback",
+    "directory_path",
+    "file_name",
+]
 
 
 class SavingCallback(Callback):
@@ -179,7 +187,10 @@ def _breakpoint(prefix: str, directory: Path, config: CheckpointConfig, alarms: 
 
 def _check_saved_network(config: CheckpointConfig, run_context: RunContext) -> None:
     params = run_context.original_args()
-    if config.saved_network is not None and config.saved_network not in (params.network, params.train_network):
+    if config.saved_network is not None and config.saved_network not in (
+        params.network,
+        params.train_network,
+    ):
         raise UsageError(
             "saved_network is not the network that is trained, so its checkpoint could not be resumed; leave it out, "
             "and save other networks with torch.save or Guard(stateful=...)"

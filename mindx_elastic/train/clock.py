@@ -11,6 +11,8 @@ ranks know every check step, and the others read one key of the store there: som
 
 from __future__ import annotations
 
+import itertools
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,10 +20,11 @@ from typing import Any, Protocol
 
 from mindx_elastic.events import logger
 
-__all__ = ["ClockStore", "SaveClock", "next_check"]
+__all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
 
 _TIMEOUT = timedelta(minutes=10)
 _KEEP = 1000
+_clocks = itertools.count()
 
 
 class ClockStore(Protocol):
@@ -107,3 +110,19 @@ class SaveClock:
     def _give_up(self, error: Exception) -> None:
         self._broken = True
         logger.warning("rank %d no longer saves by the clock: %s", self._rank, error)
+
+
+def open_clock(seconds: float, rank: int, world_size: int) -> SaveClock | None:
+    """A clock for this job; None when `seconds` is 0. With several ranks all of them open the same clocks in order."""
+    if not seconds:
+        return None
+    if world_size == 1:
+        return SaveClock(seconds)
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    base: Any = _get_default_store()
+    # A connection of our own where torch offers it: a wait holds a connection's lock, and torch uses its own.
+    own = base.clone() if hasattr(base, "clone") else base
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return SaveClock(seconds, rank=rank, store=dist.PrefixStore(f"mindx/clock/{attempt}/{next(_clocks)}", own))

@@ -8,12 +8,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["CheckpointConfig"]
 
@@ -58,7 +61,7 @@ class CheckpointConfig:
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
 
-    def __new__(cls, *args: object, **kwargs: object) -> CheckpointConfig:
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
         names = [field.name for field in fields(cls)]
         for name in kwargs:
             if name not in names:
@@ -136,7 +139,7 @@ def _check_number(name: str, value: object, *, whole: bool) -> None:
         return
     if isinstance(value, bool) or not isinstance(value, int if whole else Real):
         raise UsageError(f"{name}={value!r} is a {type(value).__name__}; give {kind}, or 0 for none")
-    if not 0 <= float(value) < math.inf:  # type: ignore[arg-type]
+    if not 0 <= float(value) < math.inf:
         raise UsageError(f"{name}={value!r}; give {kind} that is not negative")
 
 

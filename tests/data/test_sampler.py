@@ -19,7 +19,13 @@ def positions(plan: EpochPlan, rank: int, first: int = 0) -> list[list[int]]:
 
 
 def make_sampler(
-    size: int, batch_size: int, world_size: int = 1, rank: int = 0, *, cursor: Cursor | None = None, shuffle: bool = True
+    size: int,
+    batch_size: int,
+    world_size: int = 1,
+    rank: int = 0,
+    *,
+    cursor: Cursor | None = None,
+    shuffle: bool = True,
 ) -> ResumableBatchSampler:
     return ResumableBatchSampler(
         range(size),

@@ -11,8 +11,11 @@ import argparse
 import hashlib
 import os
 import random
+import resource
+import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +25,8 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mindx_elastic as mx
-import mindx_elastic.data.loader
+from mindx_elastic import guard as guard_module
+from mindx_elastic import saving as saving_module
 from mindx_elastic.stopping import StopPhase
 
 
@@ -94,11 +98,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--hold-after", type=int, default=-1, help="hold this many steps after the start or resume")
     parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument("--fail-where", choices=("forward", "optimizer", "between", "after"), default="forward")
     parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
+    parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
     parser.add_argument("--bucket-mb", type=float, default=0.002)
@@ -121,8 +127,9 @@ class Trainer:
         self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[arg-type, index]
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=2000)
         self.per_epoch = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.9)
-        self.loader = mx.data.loader.ResumableLoader(
-            Pictures(args.size), batch_size=args.batch_size, shuffle=True, seed=3, num_workers=args.num_workers
+        self.loader = mx.data.ResumableLoader(
+            Pictures(args.size), batch_size=args.batch_size, shuffle=True, seed=3, num_workers=args.num_workers,
+            worker_init_fn=announce_worker,
         )
         self.guard = mx.Guard(
             model=self.wrapped,
@@ -155,7 +162,7 @@ class Trainer:
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
         args, step = self.args, self.guard.position.step + 1
         failing = step == args.fail_at and self.rank == args.fail_rank and self.guard.resumed_from_step is None
-        if step == args.stuck_at and self.guard.resumed_from_step is None:
+        if step == args.stuck_at and self.rank == args.stuck_rank and self.guard.resumed_from_step is None:
             say(f"STUCK {self.rank} {step}")
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
         loss = nn.functional.cross_entropy(self.wrapped(x), y)
@@ -168,7 +175,8 @@ class Trainer:
         self.guard.step_end(loss=loss)
         if failing and args.fail_where == "after":
             raise RuntimeError("injected after the boundary")
-        if step == args.hold_at and self.guard.resumed_from_step is None:
+        held = step == args.hold_at and self.guard.resumed_from_step is None
+        if held or step - (self.guard.resumed_from_step or 0) == args.hold_after:
             hold(self.guard, self.rank)
 
     def update(self, failing: bool) -> None:
@@ -181,9 +189,37 @@ class Trainer:
         self.optimizer.zero_grad()
 
 
+def announce_worker(worker_id: int) -> None:
+    say(f"WORKER {os.getpid()}")
+
+
+def inject(environment: Mapping[str, str]) -> None:
+    """Faults that no signal can bring about; each says that it has fired."""
+    if environment.get("LOOP_NO_REPLAY"):
+        guard_module.replay_gradient_order = lambda *_: say("REPLAY LEFT OUT")  # type: ignore[assignment]
+    if environment.get("LOOP_FSIZE"):
+        limit = int(environment["LOOP_FSIZE"])
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    if environment.get("LOOP_HOLD_SAVE"):
+        write = saving_module.write_checkpoint
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            say("SAVING")
+            end = time.monotonic() + 60
+            while guard_module._entered[0]._events.counters.get("alarm", 0) < 2:
+                if time.monotonic() > end:
+                    sys.exit("no second alarm came in 60 s")
+                time.sleep(0.005)
+            return write(*args, **kwargs)
+
+        saving_module.write_checkpoint = slow
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = parse()
+    inject(os.environ)
     Trainer(arguments).run()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -184,4 +184,4 @@ def _assert_same_tensor(actual: torch.Tensor, expected: torch.Tensor, where: str
 def bits(tensor: torch.Tensor) -> bytes:
     """The values as bytes, in row-major order."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return bytes(plain.reshape(-1).view(torch.uint8).tolist())
+    return bytes(plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).tolist())

@@ -1,0 +1,114 @@
+"""An evaluation, inside a training or by itself, that can be stopped like a training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard import Guard
+from mindx_elastic.train.batch import batch_size, move_batch
+from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
+from mindx_elastic.train.parallel import all_sum
+from mindx_elastic.train.request_exit import OnRequestExit
+from mindx_elastic.train.step import detach
+from mindx_elastic.train.unguarded import GuardPort, Unguarded
+
+if TYPE_CHECKING:
+    from mindx_elastic.train.model import Model
+
+__all__ = ["evaluate", "open_eval_guard"]
+
+
+def evaluate(
+    model: Model, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
+) -> dict[str, Any]:
+    """The metrics over `loader`. Training thread. The network's mode and all random streams are as "
+    "before afterwards."""
+    params = CallbackParams(
+        mode="eval", model=model, network=model.bare_network, eval_network=model.bare_network, loss_fn=model.loss_fn,
+        optimizer=model.optimizer, list_callback=callbacks, device_number=world_size, rank=rank, valid_dataset=loader,
+        batch_num=_length(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
+        net_outputs=None, metrics={},
+    )  # fmt: skip
+    context = RunContext(params)
+    metrics = model.metrics
+    with guard.outside_step(), _kept_modes(model.bare_network), _kept_streams(), torch.no_grad():
+        callbacks.call("on_eval_begin", context)
+        callbacks.call("on_eval_epoch_begin", context)
+        metrics.clear()
+        for index, batch in enumerate(loader, start=1):
+            guard.poll()
+            params.update(cur_step_num=index, cur_step_in_epoch=index)
+            callbacks.call("on_eval_step_begin", context)
+            loss, outputs, targets = model.eval_step(move_batch(batch, model.device))
+            metrics.add(loss, outputs, targets, batch_size(batch))
+            params.net_outputs = detach((loss, outputs, targets))
+            callbacks.call("on_eval_step_end", context)
+            if context.get_stop_requested() and world_size == 1:
+                break
+        guard.poll()  # not into the all-reduce when the others have left
+        params.metrics = metrics.results(all_sum if world_size > 1 else None)
+        callbacks.call("on_eval_epoch_end", context)
+        callbacks.call("on_eval_end", context)
+    return dict(params.metrics)
+
+
+def open_eval_guard(
+    model: Model, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
+) -> GuardPort:
+    """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing."""
+    policies = [c.eval_policy() for c in callbacks if isinstance(c, OnRequestExit)]
+    if not policies:
+        return Unguarded(loader, rank=rank, world_size=world_size)
+    return Guard(directory=policies[0].directory, model=model.bare_network, policies=policies, resume="never")
+
+
+@contextmanager
+def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
+    """Evaluate on the very loader that is being trained from: only between two epochs, and without moving it."""
+    if not in_use:
+        with nullcontext():
+            yield
+        return
+    state = loader.state_dict()
+    if not state.get("finished") and state.get("batch"):
+        raise UsageError(
+            "eval() in mid-epoch was given the loader that train() is reading; give it a loader of "
+            "its own over that data"
+        )
+    yield
+    loader.load_state_dict(state)
+
+
+@contextmanager
+def _kept_modes(network: nn.Module) -> Iterator[None]:
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _kept_streams() -> Iterator[None]:
+    """An evaluation that is broken off in mid-epoch is not repeated on resume, so it must not draw from the streams."""
+    state = pack_rng(capture_rng())
+    try:
+        yield
+    finally:
+        restore_rng(state)
+
+
+def _length(loader: Any) -> int:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return 0

@@ -1,0 +1,242 @@
+"""The training loop: epochs, accumulation windows, boundaries, callbacks, and the end.
+
+The order of one window is fixed, because a resume must find the same one: batches, on_train_step_begin, step,
+scheduler, boundary, on_train_step_end, then periodic saves and the stop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.config import Settings
+from mindx_elastic.errors import GracefulExit
+from mindx_elastic.events import logger
+from mindx_elastic.train.batch import move_batch
+from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
+from mindx_elastic.train.checkpoint import PeriodicSave
+from mindx_elastic.train.parallel import all_sum
+from mindx_elastic.train.step import OptimizerWatch
+from mindx_elastic.train.unguarded import GuardPort
+
+if TYPE_CHECKING:
+    from mindx_elastic.train.model import Model
+
+__all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "TrainLoop", "windows"]
+
+CALLBACKS, PROGRESS = "callbacks", "train"  # their names in the checkpoint's tree
+_STOP_REASON = "RunContext.request_stop()"
+
+
+class EpochLoss:
+    """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint."""
+
+    def __init__(self, model: Model) -> None:
+        self._metrics = model.metrics
+        self._device = model.device
+        self._total = torch.zeros((), dtype=torch.float64)
+        self._count = 0
+
+    def reset(self) -> None:
+        self._total, self._count = torch.zeros((), dtype=torch.float64, device=self._device), 0
+
+    def add(self, outputs: Any) -> None:
+        """Count a step's loss; nothing is read, so the device is not waited for."""
+        loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            self._total = self._total + loss.detach().reshape(()).to(self._device, torch.float64)
+            self._count += 1
+        elif isinstance(loss, (int, float)):
+            self._total = self._total + float(loss)
+            self._count += 1
+
+    def mean(self, *, over_ranks: bool = False) -> Tensor:
+        """The mean so far; nan before the first step. `over_ranks` is a collective."""
+        total = torch.stack([self._total, torch.full_like(self._total, self._count)])
+        if over_ranks:
+            total = all_sum(total)
+        return total[0] / total[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self._total, "count": self._count, "metrics": self._metrics.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._total, self._count = state["total"].to(self._device), state["count"]
+        self._metrics.load_state_dict(state["metrics"])
+
+
+def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
+    """Groups of `size` batches, the last one perhaps smaller.
+
+    A group is fetched whole before its first batch is used, so that the last group's true number is known when its
+    losses are divided. Loaders that do not know their length work as well, and the data position is read at
+    boundaries only.
+    """
+    while window := list(itertools.islice(batches, size)):
+        yield window
+
+
+class TrainLoop:
+    """One call of `Model.train`. `guard` is entered; everything is in place."""
+
+    def __init__(
+        self,
+        model: Model,
+        guard: GuardPort,
+        callbacks: CallbackList,
+        loader: Any,
+        losses: EpochLoss,
+        periodic: Sequence[Any],
+        exchange: Exchange | None,
+    ) -> None:
+        self.model, self.guard, self.callbacks, self.loader, self.losses = (
+            model,
+            guard,
+            callbacks,
+            loader,
+            losses,
+        )
+        self.periodic = periodic
+        self._exchange = exchange
+        self._asked_all = False
+        self.params = CallbackParams()
+        self.context = RunContext(self.params)
+
+    def run(self, epochs: int) -> None:
+        """Train until epoch `epochs` is done, a callback asks for the end, or the guard raises GracefulExit."""
+        self._fill_params(epochs)
+        self._call("on_train_begin")
+        with OptimizerWatch(self.model.optimizers) as watch:
+            try:
+                for epoch in self.guard.epochs(epochs):
+                    if self._epoch(epoch, watch):
+                        break
+            except GracefulExit as leaving:
+                if not (self._asked_all and leaving.code == 0 and leaving.reason.startswith(_STOP_REASON)):
+                    raise
+        self._call("on_train_end")
+        self._save_last()
+
+    def _epoch(self, epoch: int, watch: OptimizerWatch) -> bool:
+        """One epoch, or what is left of it; True when the training is to end."""
+        position = self.guard.position
+        started = position.epoch == epoch and position.step_in_epoch > 0
+        self.params.update(cur_epoch_num=epoch, batch_num=self._windows_per_epoch())
+        self.params.cur_step_in_epoch = position.step_in_epoch
+        self.model.network.train()
+        if not started:
+            self.losses.reset()
+            self._call("on_train_epoch_begin")
+        batches = iter(self.loader)
+        for window in windows(batches, self.model.grad_accum if self.model.step.window else 1):
+            self._window(window, watch)
+            if self._stop_wanted():
+                self._call("on_train_epoch_end")
+                return True
+        self._step_schedulers("epoch")
+        self._call("on_train_epoch_end")
+        return self._stop_wanted()
+
+    def _window(self, batches: list[Any], watch: OptimizerWatch) -> None:
+        model, params, position = self.model, self.params, self.guard.position
+        params.update(
+            cur_step_num=position.step + 1,
+            cur_step_in_epoch=position.step_in_epoch + 1,
+            train_dataset_element=batches[-1],
+        )
+        self._call("on_train_step_begin")
+        watch.take()
+        outputs = model.step([move_batch(batch, model.device) for batch in batches])
+        if watch.take():
+            self._step_schedulers("step")
+        elif model.step.window:
+            # The gradient scaler has skipped the update. Its useless gradients go, or the guard would take them for an
+            # accumulation window that is still open and not stop here.
+            for optimizer in model.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        params.net_outputs = outputs
+        self.losses.add(outputs)
+        self.guard.boundary()
+        self._call("on_train_step_end")
+        self.guard.finish_step((CALLBACKS, PROGRESS))
+
+    def _step_schedulers(self, interval: str) -> None:
+        if self.model.lr_scheduler_interval != interval:
+            return
+        for scheduler in self.model.lr_schedulers:
+            if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                scheduler.step(self.losses.mean(over_ranks=self.guard.world_size > 1).item())
+            else:
+                scheduler.step()
+
+    def _stop_wanted(self) -> bool:
+        """Whether to end after this step. With several ranks only when all of them want to, at this same step.
+
+        If some do not, this rank goes on with them and asks the guard for a stop that all ranks agree on: leaving alone
+        would let the others wait in their next all-reduce.
+        """
+        if not self.context.get_stop_requested() or self._asked_all:
+            return False
+        if self.guard.world_size == 1 or self._exchange is None:
+            return True
+        name = f"end/{self.guard.position.step}"
+        self._exchange.publish(name, "1")
+        try:
+            self._exchange.collect(name, Settings.from_env().agreement_s)
+            return True
+        except TimeoutError:
+            logger.info("request_stop() was called on some ranks only; stopping all of them together")
+        self._asked_all = True
+        self.guard.request_stop(_STOP_REASON, 0)
+        return False
+
+    def _save_last(self) -> None:
+        """As in MindSpore, the end of the training is saved too, unless that file is there already."""
+        position = self.guard.position
+        for policy in self.periodic:
+            if not isinstance(policy, PeriodicSave) or not position.step or policy.newest == position:
+                continue
+            resumed = self.guard.resumed_path
+            if resumed is None or resumed.name != policy.name(position):
+                self.guard.save_periodic(policy)
+
+    def _call(self, hook: str) -> None:
+        self.callbacks.call(hook, self.context)
+
+    def _windows_per_epoch(self) -> int:
+        try:
+            batches = len(self.loader)
+        except (TypeError, NotImplementedError):
+            return 0
+        return -(-batches // self.model.grad_accum) if self.model.step.window else batches
+
+    def _fill_params(self, epochs: int) -> None:
+        model, guard = self.model, self.guard
+        position = guard.position
+        self.params.update(
+            mode="train",
+            model=model,
+            network=model.bare_network,
+            train_network=model.network,
+            optimizer=model.optimizer,
+            loss_fn=model.loss_fn,
+            lr_scheduler=model.lr_scheduler,
+            train_dataset=self.loader,
+            train_dataset_element=None,
+            epoch_num=epochs,
+            cur_epoch_num=max(1, position.epoch),
+            cur_step_num=position.step,
+            cur_step_in_epoch=position.step_in_epoch,
+            batch_num=self._windows_per_epoch(),
+            net_outputs=None,
+            list_callback=self.callbacks,
+            device_number=guard.world_size,
+            rank=guard.rank,
+            resumed_from_step=guard.resumed_from_step,
+            dataset_sink_mode=False,
+        )

@@ -1,0 +1,257 @@
+"""Metrics of an evaluation: by name, as a function, or as an object in MindSpore's form.
+
+The built-in ones add up float64 sums on the device, without waiting for it, and are reduced over the ranks by one
+all-reduce of all sums at the end; so the result counts every sample once, however unevenly the ranks are filled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
+
+__all__ = [
+    "Accuracy",
+    "FunctionMetric",
+    "LossMetric",
+    "Metric",
+    "MetricSet",
+    "Metrics",
+    "ObjectMetric",
+    "SumMetric",
+    "TopK",
+]
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """MindSpore's form of a metric."""
+
+    def clear(self) -> None: ...
+    def update(self, *inputs: Any) -> None: ...
+    def eval(self) -> Any: ...
+
+
+MetricSpec: TypeAlias = "str | Metric | Callable[[Any, Any], Any]"
+Metrics: TypeAlias = "MetricSpec | Iterable[MetricSpec] | Mapping[str, MetricSpec] | None"
+
+
+class SumMetric:
+    """A mean of per-sample values: a sum and a weight, both float64. Subclasses give `measure`."""
+
+    def __init__(self) -> None:
+        self.sums = torch.zeros(2, dtype=torch.float64)
+
+    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        """(sum, weight) of one batch of `size` samples; numbers or 0-dim tensors."""
+        raise NotImplementedError
+
+    def clear(self) -> None:
+        self.sums = torch.zeros_like(self.sums)
+
+    @torch.no_grad()
+    def add(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> None:
+        total, weight = self.measure(loss, outputs, targets, size)
+        if isinstance(total, Tensor):
+            if self.sums.device != total.device:
+                self.sums = self.sums.to(total.device)
+            self.sums[0] += total.double()
+        else:
+            self.sums[0] += float(total)
+        self.sums[1] += weight
+
+    def update(self, outputs: Any, targets: Any) -> None:
+        """Add one batch, for use in a custom training step."""
+        self.add(None, outputs, targets, _length(targets))
+
+    def eval(self) -> float:
+        """The mean so far; nan when nothing was added. Waits for the device."""
+        total, weight = self.sums.tolist()
+        return float(total / weight) if weight else float("nan")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sums": self.sums}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sums = state["sums"].to(self.sums.device)
+
+
+class Accuracy(SumMetric):
+    """Share of samples whose highest output (dimension 1) is the target: class indices, or one-hot rows."""
+
+    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        scores, wanted = _scores(outputs, targets, "accuracy")
+        return (scores.argmax(1) == wanted).sum(), wanted.numel()
+
+
+class TopK(SumMetric):
+    """Share of samples whose target is among the `k` highest outputs (dimension 1)."""
+
+    def __init__(self, k: int) -> None:
+        super().__init__()
+        self.k = k
+
+    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        scores, wanted = _scores(outputs, targets, f"top{self.k}")
+        best = scores.topk(min(self.k, scores.shape[1]), dim=1).indices
+        return (best == wanted.unsqueeze(1)).sum(), wanted.numel()
+
+
+class LossMetric(SumMetric):
+    """Mean loss over the samples (the batches' mean losses, weighted by their sizes)."""
+
+    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        if loss is None:
+            raise UsageError('the metric "loss" needs a loss: give Model a loss_fn, or an eval_step that returns one')
+        return loss * size, size
+
+
+class FunctionMetric(SumMetric):
+    """The mean, weighted by the batches' sizes, of ``function(outputs, targets)``: a number or a 0-dim tensor."""
+
+    def __init__(self, function: Callable[[Any, Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def measure(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> tuple[Any, Any]:
+        value = self.function(outputs, targets)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(
+                f"a metric function returned a tensor of shape {list(value.shape)}; return one number, the batch's mean"
+            )
+        return (value.reshape(()) if isinstance(value, Tensor) else float(value)) * size, size
+
+
+class ObjectMetric:
+    """A user's object with clear, update(outputs, targets) and eval. Not reduced over the ranks."""
+
+    def __init__(self, inner: Metric) -> None:
+        self.inner = inner
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    def add(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> None:
+        self.inner.update(outputs, targets)
+
+    def eval(self) -> Any:
+        return self.inner.eval()
+
+
+_NAMES: dict[str, Callable[[], SumMetric]] = {
+    "accuracy": Accuracy,
+    "acc": Accuracy,
+    "loss": LossMetric,
+    "top1": lambda: TopK(1),
+    "top5": lambda: TopK(5),
+    "top_1_accuracy": lambda: TopK(1),
+    "top_5_accuracy": lambda: TopK(5),
+    "mae": lambda: FunctionMetric(lambda outputs, targets: (outputs - targets).abs().double().mean()),
+    "mse": lambda: FunctionMetric(lambda outputs, targets: (outputs - targets).double().square().mean()),
+}
+
+
+class MetricSet:
+    """The metrics of one `Model`, by name. Raises UsageError for what is not a metric."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics: dict[str, SumMetric | ObjectMetric] = {name: _build(spec) for name, spec in _named(metrics)}
+        self._told = False
+
+    def clear(self) -> None:
+        for metric in self.metrics.values():
+            metric.clear()
+
+    def add(self, loss: Tensor | None, outputs: Any, targets: Any, size: int) -> None:
+        """One batch of `size` samples."""
+        for metric in self.metrics.values():
+            metric.add(loss, outputs, targets, size)
+
+    def results(self, all_sum: Callable[[Tensor], Tensor] | None) -> dict[str, Any]:
+        """All values. `all_sum` adds a tensor up over the ranks; None: there is one rank."""
+        summed = [metric for metric in self.metrics.values() if isinstance(metric, SumMetric)]
+        if all_sum is not None:
+            if summed:
+                device = summed[0].sums.device
+                total = all_sum(torch.stack([metric.sums.to(device) for metric in summed]))
+                for metric, sums in zip(summed, total, strict=True):
+                    metric.sums = sums.clone()
+            if len(summed) < len(self.metrics) and not self._told:
+                self._told = True
+                logger.warning("metrics that are objects of your own count this rank's samples only")
+        return {name: metric.eval() for name, metric in self.metrics.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._stateful()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, part in self._stateful():
+            if name in state:
+                part.load_state_dict(state[name])
+
+    def _stateful(self) -> list[tuple[str, Any]]:
+        parts = [(n, m.inner if isinstance(m, ObjectMetric) else m) for n, m in self.metrics.items()]
+        return [
+            (name, part) for name, part in parts if hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+        ]
+
+
+def _named(metrics: Any) -> list[tuple[str, Any]]:
+    if metrics is None:
+        return []
+    if isinstance(metrics, Mapping):
+        return [(str(name), spec) for name, spec in metrics.items()]
+    if isinstance(metrics, str) or callable(metrics) or isinstance(metrics, Metric):
+        metrics = [metrics]
+    if not isinstance(metrics, Iterable):
+        raise UsageError(f"metrics={metrics!r}; give names, functions (outputs, targets) or a dict of them")
+    specs = sorted(metrics) if isinstance(metrics, (set, frozenset)) and _all_strings(metrics) else list(metrics)
+    named: list[tuple[str, Any]] = []
+    for spec in specs:
+        name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
+        if name in dict(named):
+            raise UsageError(f"two metrics are called {name!r}; give a dict with a name for each")
+        named.append((name, spec))
+    return named
+
+
+def _all_strings(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _build(spec: Any) -> SumMetric | ObjectMetric:
+    if isinstance(spec, str):
+        if spec not in _NAMES:
+            raise UsageError(f"there is no metric {spec!r}; known are {', '.join(_NAMES)}, or give a function")
+        return _NAMES[spec]()
+    if isinstance(spec, type):
+        raise UsageError(f"the metric {spec.__name__} is a class; make an object of it: {spec.__name__}()")
+    if isinstance(spec, SumMetric):
+        return spec
+    if isinstance(spec, Metric):
+        return ObjectMetric(spec)
+    if callable(spec):
+        return FunctionMetric(spec)
+    raise UsageError(f"{spec!r} is no metric; give a name, a function (outputs, targets), or clear/update/eval")
+
+
+def _scores(outputs: Any, targets: Any, name: str) -> tuple[Tensor, Tensor]:
+    if isinstance(outputs, Tensor) and isinstance(targets, Tensor) and outputs.dim() >= 2:
+        if targets.dim() == outputs.dim() - 1:
+            return outputs, targets
+        if targets.shape == outputs.shape:
+            return outputs, targets.argmax(1)
+    shapes = [list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in (outputs, targets)]
+    raise UsageError(
+        f"the metric {name!r} needs outputs of shape [batch, classes, ...] and targets [batch, ...] or one-hot, not "
+        f"{shapes[0]} and {shapes[1]}; pass a function (outputs, targets) instead"
+    )
+
+
+def _length(value: Any) -> int:
+    return value.shape[0] if isinstance(value, Tensor) and value.dim() else 1

@@ -1,0 +1,371 @@
+"""`Model`: a small training loop in the manner of MindSpore and Keras that stands on the guard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.components import Stateful, unwrap_module
+from mindx_elastic.capture.position import Position
+from mindx_elastic.config import RankInfo
+from mindx_elastic.data import from_loader
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
+from mindx_elastic.guard import Guard
+from mindx_elastic.train.adoption import Policies, adopt, gather_policies
+from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
+from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
+from mindx_elastic.train.checkpoint import PeriodicSave
+from mindx_elastic.train.clock import open_clock
+from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
+from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, TrainLoop
+from mindx_elastic.train.metrics import Metrics, MetricSet
+from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
+from mindx_elastic.train.parallel import choose_device, join_process_group, place, wrap_network
+from mindx_elastic.train.step import CustomStep, TrainOneStep, forward
+from mindx_elastic.train.unguarded import GuardPort, Unguarded
+
+__all__ = ["Model"]
+
+
+class Model:
+    """A network with what it takes to train and evaluate it.
+
+    ::
+
+        model = Model(network, nn.CrossEntropyLoss(), optimizer, metrics={"accuracy"}, lr_scheduler=scheduler)
+        model.train(90, loader, callbacks=[ExceptionCheckpoint(prefix="resnet", directory="ckpt")])
+        model.eval(test_loader)["accuracy"]
+
+    * `network`: the module. Under torchrun it is wrapped in DDP when a training starts, and the process group is made,
+      unless you have done either.
+    * `loss_fn`: ``loss_fn(outputs, targets)`` gives a scalar; None: the network returns its loss, or `train_step` does.
+    * `optimizer`, `lr_scheduler`: one or a list. A scheduler steps after each update, or with
+      ``lr_scheduler_interval="epoch"`` after each epoch (`ReduceLROnPlateau` then gets the epoch's mean training loss).
+    * `metrics`: for `eval`; names ("accuracy", "loss", "top5", ...), functions (outputs, targets), objects with clear,
+      update and eval, or a dict of them.
+    * `grad_scaler`: made by itself with ``amp`` in float16.
+    * `device`: None: where the network is if not on the CPU, else this rank's GPU, else the CPU.
+    * `grad_accum`: micro-batches per update; the last window of an epoch may have fewer and is divided by its true
+      number.
+    * `amp`: autocast; True: float16 on CUDA, bfloat16 elsewhere; or a `torch.dtype`.
+    * `train_step`: a function ``(model, batch) -> loss`` that runs forward, backward and update by itself with
+      ``model.network``, ``model.loss_fn`` and ``model.optimizer`` (overriding `train_step` in a subclass does the
+      same), or a subclass of `TrainOneStep`. It keeps every guarantee.
+    * `max_grad_norm`: clip the gradients' total norm to this before each update.
+    * `stateful` objects, other networks and optimizers that a subclass keeps as attributes are saved under their names.
+
+    Use it from the main thread. Raises UsageError for arguments that cannot work, before anything is started.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Any = None,
+        metrics: Metrics = None,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        device: str | torch.device | None = None,
+        *,
+        grad_accum: int = 1,
+        amp: bool | torch.dtype = False,
+        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None = None,
+        max_grad_norm: float | None = None,
+        lr_scheduler_interval: str = "step",
+    ) -> None:
+        not_ours = set(vars(self))  # a subclass may set attributes before it calls us
+        if not isinstance(network, nn.Module):
+            raise UsageError(f"network is a {type(network).__name__}; give a torch.nn.Module")
+        if loss_fn is not None and not callable(loss_fn):
+            raise UsageError(f"loss_fn is a {type(loss_fn).__name__}; give a function (outputs, targets) or None")
+        self.ranks = RankInfo.from_env()
+        self.network = network
+        """What a custom step calls: the network, inside DDP when there are several ranks."""
+        self.loss_fn = loss_fn
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.optimizers = listed("optimizer", optimizer, (torch.optim.Optimizer,))
+        self.lr_schedulers = listed("lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau))
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.metrics = MetricSet(metrics if metrics is not None or loss_fn is None else "loss")
+        self.grad_accum = whole_number("grad_accum", grad_accum)
+        self.max_grad_norm = norm_limit(max_grad_norm)
+        self._asked_device = device is not None
+        self.device = choose_device(device, network, self.ranks)
+        self._autocast = autocast_dtype(amp, self.device)
+        if grad_scaler is None and self._autocast is torch.float16 and self.device.type == "cuda":
+            grad_scaler = torch.amp.GradScaler(self.device.type)
+        self.grad_scaler = grad_scaler
+        self._own_step: Any = train_step if not isinstance(train_step, type) else None
+        self.step = self._make_step(train_step)
+        self._check_schedulers()
+        self._guard: GuardPort | None = None
+        self._training_loader: Any = None
+        self._last_position = Position()
+        self._ready = False
+        self.resumed_from_step: int | None = None
+        """Step of the checkpoint that the last `train` went on from; None on a fresh start."""
+        self._own_names = frozenset(vars(self)) - not_ours | {"_own_names"}
+
+    # --- for custom steps --------------------------------------------------------------------------------------------
+
+    @property
+    def bare_network(self) -> nn.Module:
+        """The network as it was given, without DDP around it; save and hash the weights of this one."""
+        return unwrap_module(self.network)
+
+    @property
+    def position(self) -> Position:
+        """The last boundary: of the training under way, else of the last one."""
+        return self._last_position if self._guard is None else self._guard.position
+
+    def train_step(self, batch: Any) -> Any:
+        """Override it for a custom step: forward, backward and update for one batch (on the "
+        "device); returns the loss."""
+        raise NotImplementedError("the default step is TrainOneStep")
+
+    def eval_step(self, batch: Any) -> tuple[Tensor | None, Any, Any]:
+        """(loss or None, outputs, targets) of one batch of an evaluation; override it for other shapes of batches."""
+        return forward(self, self.bare_network, batch)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any, Any]:
+        """(loss, outputs, targets) of one training batch, under autocast: a helper for custom steps."""
+        return forward(self, self.network, batch)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision context that ``amp`` asked for."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def train(
+        self,
+        epochs: int,
+        loader: Any,
+        callbacks: Callbacks = None,
+        *,
+        resume: str | os.PathLike[str] = "auto",
+        grace_s: float | None = None,
+        stateful: Mapping[str, Any] | None = None,
+        allow_shared_directory: bool = False,
+        progress: bool | None = None,
+        dataset_sink_mode: bool = False,
+    ) -> None:
+        """Train until `epochs` epochs are done, counted from the very first start.
+
+        * `loader`: a `mindx_elastic.data.ResumableLoader`, or a DataLoader or iterable of batches, which is converted.
+        * `callbacks`: one, a list or None. Without one that saves, no handler is installed and nothing is written.
+        * `resume`: ``"auto"`` goes on from the newest complete step in the callbacks' directories; ``"never"``, or
+          a path.
+        * `grace_s`: seconds from an alarm until the process must be gone; None: ``MINDX_GRACE_S`` or 30.
+        * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
+        * `allow_shared_directory`: accept a directory that other users may write to.
+        * `progress`: False: no bar and no progress lines.
+        * `dataset_sink_mode`: accepted for MindSpore's sake; it means nothing here.
+
+        Raises GracefulExit (a SystemExit) once the job was told to stop and its state is durable, UsageError and the
+        errors of `Guard` before training starts, and whatever the program's own code raises.
+        """
+        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
+            raise UsageError(f"epochs={epochs!r}; give a whole number of at least 1")
+        if self._guard is not None:
+            raise UsageError("train() was called inside a training; call it after the running one has ended")
+        if not self.optimizers and isinstance(self.step, TrainOneStep):
+            raise UsageError("Model was made without an optimizer; give one, or a train_step that updates by itself")
+        given = as_callback_list(callbacks)
+        extra = self._stateful_objects(stateful)
+        loader = from_loader(loader)
+        world_size = self._prepare(train=True)
+        with ExitStack() as stack:
+            exchange = self._open_exchange(stack, world_size)
+            given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
+            policies = gather_policies(given)
+            states, losses = CallbackList(given), EpochLoss(self)
+            extra |= {PROGRESS: losses, CALLBACKS: states}
+            guard = self._open_guard(
+                policies,
+                loader,
+                extra,
+                resume=resume,
+                grace_s=grace_s,
+                allow_shared_directory=allow_shared_directory,
+            )
+            display = self._add_display(states, losses, progress)
+            stack.callback(display.close)
+            self._run(
+                guard,
+                loader,
+                TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange),
+                epochs,
+            )
+
+    def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int) -> None:
+        self._guard, self._training_loader = guard, loader
+        try:
+            with guard:
+                self.resumed_from_step = guard.resumed_from_step
+                for policy in loop.periodic:
+                    if isinstance(policy, PeriodicSave):
+                        policy.begin(open_clock(policy.config.seconds, guard.rank, guard.world_size))
+                loop.run(epochs)
+        except BaseException:
+            loader.shutdown()
+            raise
+        finally:
+            self._last_position = guard.position
+            self._guard = self._training_loader = None
+
+    def _open_guard(
+        self,
+        policies: Policies,
+        loader: Any,
+        stateful: Mapping[str, Any],
+        *,
+        resume: str | os.PathLike[str],
+        grace_s: float | None,
+        allow_shared_directory: bool,
+    ) -> GuardPort:
+        directory = policies.directory
+        if directory is None:
+            if resume not in ("auto", "never"):
+                raise UsageError(
+                    f"resume={os.fspath(resume)!r} needs a checkpoint callback, such as ExceptionCheckpoint"
+                )
+            ranks = current_ranks(self.ranks)
+            return Unguarded(loader, rank=ranks.rank, world_size=ranks.world_size)
+        return Guard(
+            directory=directory,
+            model=self.network,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            scaler=self.grad_scaler,
+            loader=loader,
+            stateful=stateful,
+            resume=resume if isinstance(resume, str) else Path(resume),
+            grace_s=grace_s,
+            policies=policies.exits,
+            periodic=policies.periodic,
+            allow_shared_directory=allow_shared_directory,
+        )
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def eval(self, loader: Any, callbacks: Callbacks = None) -> dict[str, Any]:
+        """Evaluate on `loader` and return the metrics by name, over the samples of all ranks.
+
+        Inside a training it can be stopped like a step. By itself it can be stopped by an `OnRequestExit` among its
+        `callbacks`. Mode, random streams and the training's position are as before afterwards.
+        """
+        given = as_callback_list(callbacks)
+        in_use = self._training_loader is not None and loader is self._training_loader
+        loader = from_loader(loader)
+        world_size = self._prepare(train=False)
+        rank = current_ranks(self.ranks).rank
+        run = CallbackList(given)
+        with kept_position(loader, in_use=in_use):
+            loader.set_epoch(1)
+            if self._guard is not None:
+                return evaluate(self, loader, run, self._guard, rank=rank, world_size=world_size)
+            guard = open_eval_guard(self, given, loader, rank=rank, world_size=world_size)
+            with guard:
+                return evaluate(self, loader, run, guard, rank=rank, world_size=world_size)
+
+    # --- preparation -------------------------------------------------------------------------------------------------
+
+    def _prepare(self, *, train: bool) -> int:
+        """Put everything in its place, once; returns the world size."""
+        if not self._ready:
+            place(self.network, self.device, asked=self._asked_device)
+            if isinstance(self.loss_fn, nn.Module):
+                self.loss_fn.to(self.device)
+            self._ready = True
+        world_size = join_process_group(self.device, self.ranks)
+        if train:
+            self.network = wrap_network(self.network, self.device, world_size)
+        return world_size
+
+    def _open_exchange(self, stack: ExitStack, world_size: int) -> Exchange | None:
+        if world_size == 1:
+            return None
+        exchange = open_exchange(current_ranks(self.ranks))
+        stack.callback(exchange.close)
+        return exchange
+
+    def _add_display(self, states: CallbackList, losses: EpochLoss, progress: bool | None) -> ProgressDisplay:
+        lines = not any(isinstance(callback, LossMonitor) for callback in states.callbacks)
+        display = ProgressDisplay(losses.mean, quiet_lines=not lines)
+        if progress is not False and current_ranks(self.ranks).rank == 0:
+            states.callbacks.append(display)
+        return display
+
+    def _stateful_objects(self, stateful: Mapping[str, Any] | None) -> dict[str, Any]:
+        """What is saved beside network, optimizer, scheduler, scaler and loader."""
+        found: dict[str, Any] = {}
+        if isinstance(self.loss_fn, nn.Module) and self.loss_fn.state_dict():
+            found["loss_fn"] = self.loss_fn
+        if _has_state(self._own_step):
+            found["train_step"] = self._own_step
+        own = {name: value for name, value in vars(self).items() if name not in self._own_names}
+        own |= {name: value for name, value in vars(self.step).items() if name != "model"}
+        found |= {name: value for name, value in own.items() if _has_state(value)}
+        for name, value in (stateful or {}).items():
+            if name in (PROGRESS, CALLBACKS) or name in found:
+                raise UsageError(f"stateful[{name!r}]: that name is taken; choose another")
+            found[name] = value
+        self._check_optimized(found)
+        return found
+
+    def _check_optimized(self, found: Mapping[str, Any]) -> None:
+        modules = [self.network, *(value for value in found.values() if isinstance(value, nn.Module))]
+        known = {id(p) for module in modules for p in module.parameters()}
+        unknown = sum(id(p) not in known for o in self.optimizers for group in o.param_groups for p in group["params"])
+        if unknown:
+            logger.warning(
+                "the optimizer holds %d parameters that belong neither to the network nor to a stateful object: "
+                "they are trained, but not saved. Name their module in train(stateful={...})",
+                unknown,
+            )
+
+    def _make_step(self, train_step: Any) -> TrainOneStep | CustomStep:
+        overridden = type(self).train_step is not Model.train_step
+        if train_step is not None and overridden:
+            raise UsageError("train_step was given and the subclass overrides it too; keep one of the two")
+        if isinstance(train_step, type):
+            if not issubclass(train_step, TrainOneStep):
+                raise UsageError(f"train_step={train_step.__name__} is a class that does not derive from TrainOneStep")
+            return train_step(self)
+        if train_step is None and not overridden:
+            return TrainOneStep(self)
+        if train_step is not None and not callable(train_step):
+            raise UsageError(f"train_step={train_step!r}; give a function (model, batch) -> loss")
+        if self.grad_accum != 1:
+            raise UsageError(
+                f"grad_accum={self.grad_accum} belongs to the default step; a custom train_step decides by itself when "
+                "it updates (call optimizer.step() every so many batches)"
+            )
+        return CustomStep(self.train_step if train_step is None else lambda batch: train_step(self, batch))
+
+    def _check_schedulers(self) -> None:
+        if self.lr_scheduler_interval not in ("step", "epoch"):
+            raise UsageError(f'lr_scheduler_interval={self.lr_scheduler_interval!r}; give "step" or "epoch"')
+        if self.lr_scheduler_interval == "step" and any(isinstance(s, ReduceLROnPlateau) for s in self.lr_schedulers):
+            raise UsageError(
+                "ReduceLROnPlateau needs the mean of a whole epoch; pass "
+                'lr_scheduler_interval="epoch", and it is given '
+                "the epoch's mean training loss"
+            )
+
+
+def _has_state(value: object) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, type)

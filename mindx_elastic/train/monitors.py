@@ -1,0 +1,167 @@
+"""What a person sees of a training: MindSpore's monitors, and the display that `Model.train` brings by itself."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
+
+__all__ = ["LossMonitor", "ProgressDisplay", "TimeMonitor", "loss_value"]
+
+_LOOK_S = 0.25  # reading the loss waits for the device, so the display does it this often and not every step
+_LINE_S = 10.0
+
+
+class LossMonitor(Callback):
+    """Prints ``epoch: 1 step: 10, loss is 0.53`` every `per_print_times` steps of the whole training, on rank 0.
+
+    The step is that inside the epoch, the loss that of rank 0's last step. Each print waits for the device. Unlike
+    MindSpore's, it does not end the training at a loss that is nan or infinite: with a gradient scaler that is normal.
+    """
+
+    def __init__(self, per_print_times: int = 1) -> None:
+        self.per_print_times = _positive("per_print_times", per_print_times)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.rank == 0 and params.cur_step_num % self.per_print_times == 0:
+            loss = loss_value(params.net_outputs)
+            print(f"epoch: {params.cur_epoch_num} step: {params.cur_step_in_epoch}, loss is {loss}", flush=True)
+
+
+class TimeMonitor(Callback):
+    """Prints ``epoch time: 812.1 ms, per step time: 20.3 ms`` at the end of each epoch, on rank 0.
+
+    `data_size`: steps to divide by; None: those that this process has made in the epoch.
+    """
+
+    def __init__(self, data_size: int | None = None) -> None:
+        self.data_size = None if data_size is None else _positive("data_size", data_size)
+        self._began: float | None = None
+        self._steps = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self._start()
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self._start()
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self._steps += 1
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        if run_context.original_args().rank != 0 or self._began is None or not self._steps:
+            return
+        took_ms = (time.perf_counter() - self._began) * 1000
+        step_ms = took_ms / (self.data_size or self._steps)
+        print(f"epoch time: {took_ms:.1f} ms, per step time: {step_ms:.1f} ms", flush=True)
+
+    def _start(self) -> None:
+        self._began, self._steps = time.perf_counter(), 0
+
+
+class ProgressDisplay(Callback):
+    """A progress bar where stderr is a terminal, else a line every ten seconds and at the end of an epoch. Rank 0 only.
+
+    `quiet_lines`: no lines (another monitor prints some). `mean_loss` gives the epoch's mean so far, as a tensor.
+    """
+
+    def __init__(self, mean_loss: Any, *, quiet_lines: bool = False) -> None:
+        self._mean_loss = mean_loss
+        self._bar: Any = None
+        self._task: Any = None
+        self._lines = not quiet_lines
+        self._looked = self._said = self._began = 0.0
+        self._first_step = 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self._said = self._began = time.monotonic()
+        self._first_step = params.cur_step_num
+        if sys.stderr.isatty():
+            self._open_bar(params)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self._set_total(run_context.original_args())
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        now = time.monotonic()
+        if self._bar is not None:
+            if now - self._looked >= _LOOK_S:
+                self._looked = now
+                self._show(run_context.original_args())
+        elif self._lines and now - self._said >= _LINE_S:
+            self._say(run_context.original_args(), now)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        if self._bar is not None:
+            self._show(run_context.original_args())
+        elif self._lines:
+            self._say(run_context.original_args(), time.monotonic())
+
+    def close(self) -> None:
+        """Give the terminal back; whatever way the training ends."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _open_bar(self, params: CallbackParams) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"),
+            TimeRemainingColumn(), console=Console(stderr=True),
+        )  # fmt: skip
+        self._task = self._bar.add_task("", loss="", total=params.batch_num or None)
+        self._set_total(params)
+        self._bar.start()
+
+    def _set_total(self, params: CallbackParams) -> None:
+        if self._bar is not None:
+            self._bar.update(
+                self._task, total=params.batch_num or None, completed=params.cur_step_in_epoch,
+                description=f"epoch {params.cur_epoch_num}/{params.epoch_num}",
+            )  # fmt: skip
+
+    def _show(self, params: CallbackParams) -> None:
+        self._set_total(params)
+        self._bar.update(self._task, loss=self._loss_text())
+
+    def _say(self, params: CallbackParams, now: float) -> None:
+        self._said = now
+        steps = params.cur_step_num - self._first_step
+        speed = f", {steps / (now - self._began):.1f} steps/s" if steps and now > self._began else ""
+        total = f"/{params.batch_num}" if params.batch_num else ""
+        print(
+            f"epoch {params.cur_epoch_num}/{params.epoch_num} step {params.cur_step_in_epoch}{total} "
+            f"{self._loss_text()}{speed}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _loss_text(self) -> str:
+        loss = loss_value(self._mean_loss())
+        return "" if math.isnan(loss) else f"mean loss {loss:.4f}"
+
+
+def loss_value(outputs: Any) -> float:
+    """The loss in what a step returned: a tensor, a number, or a tuple that begins with one. nan "
+    "where there is none."""
+    if isinstance(outputs, (tuple, list)) and outputs:
+        outputs = outputs[0]
+    if isinstance(outputs, torch.Tensor):
+        return float(outputs.detach().double().mean().item())
+    return float(outputs) if isinstance(outputs, (int, float)) else math.nan
+
+
+def _positive(name: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{name}={value!r}; give a whole number of at least 1")
+    return value

@@ -1,0 +1,394 @@
+"""The header: its round trip, and every way in which it can be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from mindx_elastic.errors import (
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    UnsupportedStateError,
+    UsageError,
+)
+from mindx_elastic.persist.format import (
+    DATA_ALIGNMENT,
+    NO_DIGEST,
+    CheckpointInfo,
+    draft_header,
+    flatten,
+    place_tensors,
+    read_header,
+)
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.persist.writer import write_checkpoint
+from tests.persist.states import DTYPES, bits, tensor_of
+
+INFO = CheckpointInfo(
+    run_id="run-ä",
+    world_size=4,
+    rank=1,
+    step=17,
+    epoch=2,
+    step_in_epoch=7,
+    batch_num=10,
+    reason='exception: ValueError: "x"',
+    kind="breakpoint",
+    created=1_700_000_000.25,
+    coordinates={"dp": 1},
+    append_info=[{"epoch_num": 2}, None],
+    torch_version="2.6.0",
+)
+STATE = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "n": 3, "e": torch.empty(0, 2)}
+no_reset = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, STATE, INFO)
+    return path
+
+
+def reseal(raw: bytes) -> bytes:
+    """Give a changed header the digest that belongs to it, as an attacker or a bug would."""
+    start = raw.index(b'"mindx.header_digest":"') + len(b'"mindx.header_digest":"')
+    raw = raw[:start] + NO_DIGEST.encode() + raw[start + 32 :]
+    return raw[:start] + xxhash.xxh3_128(raw).hexdigest().encode() + raw[start + 32 :]
+
+
+def forge(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    """Rewrite the header of `path` with a change and a digest that fits."""
+    data = path.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    content = json.loads(data[8 : 8 + length])
+    change(content)
+    text = json.dumps(content, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % DATA_ALIGNMENT)
+    path.write_bytes(reseal(struct.pack("<Q", len(text)) + text) + data[8 + length :])
+
+
+# ------------------------------------------------------------------------------------------------ info
+@given(
+    st.builds(
+        CheckpointInfo,
+        run_id=st.text(),
+        world_size=st.just(2**31),
+        rank=st.integers(0, 2**31 - 1),
+        step=st.integers(0, 2**63 - 1),
+        epoch=st.integers(0, 2**63 - 1),
+        step_in_epoch=st.integers(0, 2**63 - 1),
+        batch_num=st.integers(0, 2**63 - 1),
+        reason=st.text(st.characters(exclude_categories=[])),
+        kind=st.text(),
+        created=st.floats(allow_nan=False, allow_infinity=False),
+        resumable=st.booleans(),
+        coordinates=st.dictionaries(st.text(), st.integers()),
+        append_info=st.lists(st.recursive(st.none() | st.booleans() | st.text(), st.lists, max_leaves=4)),
+    )
+)
+def test_info_round_trip(info: CheckpointInfo) -> None:
+    assert CheckpointInfo.from_json(info.to_json()) == info
+
+
+def test_info_ignores_keys_of_later_versions() -> None:
+    assert CheckpointInfo.from_json(json.dumps({**json.loads(INFO.to_json()), "new": 1})) == INFO
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("run_id", 3),
+        ("world_size", "2"),
+        ("world_size", 0),
+        ("world_size", True),
+        ("rank", 4),
+        ("rank", -1),
+        ("step", 1.5),
+        ("step", -1),
+        ("step", 2**63),
+        ("epoch", None),
+        ("reason", None),
+        ("kind", []),
+        ("created", "now"),
+        ("created", float("nan")),
+        ("resumable", 1),
+        ("attempt", -1),
+        ("coordinates", []),
+        ("coordinates", {"dp": 0.5}),
+        ("append_info", "text"),
+        ("append_info", 3),
+    ],
+)
+def test_info_of_wrong_type_or_range_is_refused(field: str, value: object) -> None:
+    with pytest.raises(UsageError, match=field):
+        dataclasses.replace(INFO, **{field: value})  # type: ignore[arg-type]
+    with pytest.raises(CorruptCheckpointError, match=field):
+        CheckpointInfo.from_json(json.dumps({**json.loads(INFO.to_json()), field: value}))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{}", "{", '"x"', "[" * 100_000])
+def test_info_that_is_not_an_object_is_refused(text: str) -> None:
+    with pytest.raises(CorruptCheckpointError, match="info"):
+        CheckpointInfo.from_json(text)
+
+
+def test_append_info_that_json_cannot_hold_is_named() -> None:
+    with pytest.raises(UnsupportedStateError, match="append_info"):
+        dataclasses.replace(INFO, append_info=[object()]).to_json()
+
+
+def test_layout_that_json_cannot_hold_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="layout"):
+        write_checkpoint(tmp_path / "x", STATE, INFO, layout={"w": object()})
+    assert list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ good files
+def test_header_tells_what_was_written(file: Path) -> None:
+    header = read_header(file)
+    assert header.info == INFO
+    assert header.data_start % DATA_ALIGNMENT == 0
+    assert header.file_size == file.stat().st_size == header.data_start + 6 * 4 + 5 * 2
+    assert {name: (e.dtype, e.shape) for name, e in header.entries.items()} == {
+        "w": ("F32", (2, 3)),
+        "e": ("F32", (0, 2)),
+        "b": ("BF16", (5,)),
+    }
+    assert header.digests["w"] == xxhash.xxh3_128(bits(STATE["w"])).hexdigest()  # type: ignore[arg-type]
+    assert header.tree["n"] == 3
+    assert header.layout == {}
+
+
+def test_layout_is_kept(tmp_path: Path) -> None:
+    layout = {"w": {"global_shape": [4, 3], "offset": [2, 0]}}
+    write_checkpoint(tmp_path / "x", STATE, INFO, layout=layout)
+    assert read_header(tmp_path / "x").layout == layout
+
+
+def test_wide_elements_come_first_so_that_all_are_aligned(tmp_path: Path) -> None:
+    state = {str(dtype): tensor_of(dtype, (3,), 0) for dtype in DTYPES}
+    write_checkpoint(tmp_path / "x", state, INFO)
+    for entry in read_header(tmp_path / "x").entries.values():
+        assert entry.start % entry.torch_dtype.itemsize == 0
+
+
+def test_stock_safetensors_reads_all_types_and_names(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    state = {f"{dtype} «{n}»\n": tensor_of(dtype, (2, n), n) for dtype in DTYPES for n in (0, 1, 5)}
+    write_checkpoint(path, {**state, "\ud800": torch.ones(1), "scalar": torch.tensor(3.0)}, INFO)
+    loaded = load_file(path)
+    assert loaded.keys() == {*state, "?", "scalar"}
+    for name, tensor in state.items():
+        assert bits(loaded[name]) == bits(tensor), name
+    with safe_open(path, framework="pt") as opened:
+        assert CheckpointInfo.from_json(opened.metadata()["mindx.checkpoint"]) == INFO
+
+
+def test_native_types_look_native_to_stock_safetensors(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    state = {"bf16": torch.ones(2, 2, dtype=torch.bfloat16), "u16": torch.ones(3, dtype=torch.uint16)}
+    write_checkpoint(path, state, INFO)
+    for name, tensor in load_file(path).items():
+        assert torch.equal(tensor, state[name]) and tensor.dtype == state[name].dtype
+
+
+# ------------------------------------------------------------------------------------------------ bad files
+def test_file_of_stock_safetensors_is_foreign(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(2)}, path, metadata={"format": "pt"})
+    with pytest.raises(ForeignCheckpointError, match="not written by mindx_elastic") as caught:
+        read_header(path)
+    assert caught.value.path == path
+
+
+def test_file_rewritten_by_stock_safetensors_is_not_ours_any_more(file: Path) -> None:
+    with safe_open(file, framework="pt") as opened:
+        metadata = opened.metadata()
+    save_file(load_file(file), file, metadata=metadata)
+    with pytest.raises(CorruptCheckpointError, match="another program"):
+        read_header(file)
+
+
+def test_newer_schema_is_foreign_and_names_the_remedy(file: Path) -> None:
+    forge(file, lambda content: content["__metadata__"].update({"mindx.schema": "2"}))
+    with pytest.raises(ForeignCheckpointError, match=r"schema 2.*newer"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 9, 100, 4095, 4096, 4097, -1])
+def test_truncated_file(file: Path, size: int) -> None:
+    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
+    with pytest.raises(CorruptCheckpointError) as caught:
+        read_header(file)
+    assert str(file) in str(caught.value)
+
+
+def test_file_with_something_appended(file: Path) -> None:
+    with open(file, "ab") as opened:
+        opened.write(b"x")
+    with pytest.raises(CorruptCheckpointError, match="bytes instead of"):
+        read_header(file)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2**27, 2**32, 2**63, 2**64 - 1])
+def test_impossible_header_length_is_not_read(file: Path, length: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.write(struct.pack("<Q", length))
+    with pytest.raises(CorruptCheckpointError, match="impossible header length"):
+        read_header(file)
+
+
+def test_other_file_formats(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "x")
+    with pytest.raises(CorruptCheckpointError, match="not a safetensors file"):
+        read_header(tmp_path / "x")
+
+
+def test_header_of_zeros_as_a_killed_writer_leaves_it(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        opened.write(bytes(DATA_ALIGNMENT))
+    with pytest.raises(CorruptCheckpointError):
+        read_header(file)
+
+
+def _shift(content: dict[str, Any], name: str, start: int, end: int) -> None:
+    old = content[name]["data_offsets"]
+    content[name]["data_offsets"] = [old[0] + start, old[1] + end]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda c: _shift(c, "b", 2, 2), "gap or overlap"),
+        (lambda c: _shift(c, "b", -2, -2), "gap or overlap"),
+        (lambda c: _shift(c, "w", 0, 4), "do not fit its shape"),
+        (lambda c: c["b"].update(data_offsets=[34, 24]), "do not fit its shape"),
+        (lambda c: c["b"].update(data_offsets=[-10, 0]), "malformed"),
+        (lambda c: c["b"].update(data_offsets=[24]), "not enough values"),
+        (lambda c: c["b"].update(data_offsets=["0", "10"]), "malformed"),
+        (lambda c: c["b"].update(data_offsets=[0.0, 10.0]), "malformed"),
+        (lambda c: c["b"].update(shape=[2**40, 2**40, 0]), "do not fit its shape"),
+        (lambda c: c["b"].update(shape=[2**64]), "malformed"),
+        (lambda c: c["b"].update(shape=[True]), "malformed"),
+        (lambda c: c["b"].update(shape=None), "TypeError"),
+        (lambda c: c["b"].update(dtype="F31"), "unknown type"),
+        (lambda c: c["b"].update(dtype=["F32"]), "unhashable"),
+        (lambda c: c["b"].pop("dtype"), "dtype"),
+        (lambda c: c.update(b=3), "TypeError"),
+        (lambda c: c.pop("b"), "bytes instead of"),
+        (lambda c: c.update(extra={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}), "digests do not belong"),
+        (lambda c: c["__metadata__"].update({"mindx.digests": "{}"}), "digests do not belong"),
+        (lambda c: c["__metadata__"].update({"mindx.digests": '{"w":"","b":"","e":""}'}), "digests do not belong"),
+        (lambda c: c["__metadata__"].update({"mindx.digests": "[]"}), "AttributeError"),
+        (lambda c: c["__metadata__"].update({"mindx.tree": "{"}), "JSONDecodeError"),
+        (lambda c: c["__metadata__"].update({"mindx.tree": "[" * 9**5}), "RecursionError"),
+        (lambda c: c["__metadata__"].update({"mindx.layout": "3"}), "layout"),
+        (lambda c: c["__metadata__"].update({"mindx.checkpoint": "{}"}), "info"),
+        (lambda c: c["__metadata__"].pop("mindx.tree"), "mindx.tree"),
+        (lambda c: c["__metadata__"].pop("mindx.checkpoint"), "mindx.checkpoint"),
+        (lambda c: c["__metadata__"].update({"number": 3}), "map of strings"),
+    ],
+)
+def test_inconsistent_header_with_a_digest_that_fits(
+    file: Path, change: Callable[[dict[str, Any]], None], says: str
+) -> None:
+    forge(file, change)
+    with pytest.raises(CorruptCheckpointError, match=says) as caught:
+        read_header(file)
+    assert str(file) in str(caught.value)
+
+
+def test_duplicate_names(file: Path) -> None:
+    raw = file.read_bytes().replace(b'"b":{"dtype"', b'"w":{"dtype"', 1)
+    file.write_bytes(reseal(raw[:DATA_ALIGNMENT]) + raw[DATA_ALIGNMENT:])
+    with pytest.raises(CorruptCheckpointError, match="gap or overlap"):
+        read_header(file)
+
+
+@given(st.binary(max_size=300))
+@no_reset
+def test_random_bytes(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "random"
+    path.write_bytes(data)
+    with pytest.raises((CorruptCheckpointError, ForeignCheckpointError)):
+        read_header(path)
+
+
+_plain = st.none() | st.booleans() | st.integers() | st.text(max_size=4)
+_json = st.recursive(_plain, lambda s: st.lists(s) | st.dictionaries(st.text(max_size=4), s), max_leaves=4)
+_entry = st.fixed_dictionaries(
+    {},
+    optional={
+        "dtype": st.sampled_from(["F32", "U8", "X"]) | _json,
+        "shape": st.lists(st.integers(-1, 3), max_size=2) | _json,
+        "data_offsets": st.lists(st.integers(-1, 30), max_size=3) | _json,
+    },
+)
+
+
+@given(st.dictionaries(st.sampled_from(["w", "b", "__metadata__", ""]) | st.text(), _entry | _json))
+@no_reset
+def test_random_json_headers(tmp_path_factory: pytest.TempPathFactory, content: dict[str, Any]) -> None:
+    metadata = {"mindx.schema": "1", "mindx.header_digest": NO_DIGEST, "mindx.digests": "{}", "mindx.tree": "{}"}
+    text = json.dumps({"__metadata__": metadata, **content} if "__metadata__" not in content else content).encode()
+    text = text.replace(b'"mindx.header_digest": "', b'"mindx.header_digest":"')
+    raw = struct.pack("<Q", len(text)) + text
+    path = tmp_path_factory.getbasetemp() / "random-json"
+    path.write_bytes(reseal(raw) if b"mindx.header_digest" in raw else raw)
+    with pytest.raises((CorruptCheckpointError, ForeignCheckpointError)):
+        read_header(path)
+
+
+def test_every_flipped_bit_is_found(file: Path) -> None:
+    """One bit of every byte of the file, in turn: prefix, JSON, padding and data."""
+    good = file.read_bytes()
+    data = bytearray(good)
+    for position in range(len(data)):
+        data[position] ^= 1 << (position % 8)
+        file.write_bytes(data)
+        with pytest.raises(CorruptCheckpointError):
+            read_checkpoint(file)
+        data[position] = good[position]
+    file.write_bytes(data)
+    read_checkpoint(file)
+
+
+# ------------------------------------------------------------------------------------------------ odd places
+def test_symbolic_link_is_never_followed(file: Path) -> None:
+    link = file.with_name("link.safetensors")
+    link.symlink_to(file)
+    with pytest.raises(CorruptCheckpointError, match="symbolic link"):
+        read_header(link)
+
+
+def test_directory_pipe_and_device(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(CorruptCheckpointError, match="not a regular file"):
+            read_header(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_header(tmp_path / "none")
+
+
+def test_header_beyond_every_readers_bound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.persist.format.MAX_HEADER_BYTES", 10_000)
+    tree, tensors = flatten({"table": list(range(10_000))})
+    with pytest.raises(UnsupportedStateError, match="keep large tables in tensors"):
+        draft_header(INFO, tree, place_tensors(tensors))

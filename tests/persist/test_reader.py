@@ -1,0 +1,155 @@
+"""Loading: digests, damage of the data section, memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mindx_elastic.errors import CorruptCheckpointError, ForeignCheckpointError
+from mindx_elastic.persist import reader
+from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.reader import read_checkpoint, verify_file
+from mindx_elastic.persist.writer import write_checkpoint
+from tests.persist.states import assert_same
+
+INFO = CheckpointInfo(
+    run_id="run",
+    world_size=1,
+    rank=0,
+    step=17,
+    epoch=2,
+    step_in_epoch=7,
+    batch_num=10,
+    reason="periodic",
+    kind="periodic",
+    created=1.0,
+)
+
+
+def make_state() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {f"layer{i}": torch.rand(50_000 * i + 1, generator=generator) for i in range(6)} | {"n": [1, None]}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, make_state(), INFO, layout={"a": 1})
+    return path
+
+
+def damage(path: Path, tensor: str, *, byte: int = 0) -> None:
+    """Flip one bit in the data of one tensor."""
+    header = read_header(path)
+    offset = header.data_start + header.entries[tensor].start + byte
+    with open(path, "r+b") as opened:
+        opened.seek(offset)
+        value = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([value ^ 0x10]))
+
+
+@pytest.mark.parametrize("batch", [1, 300_000, 1 << 30])
+def test_all_of_a_checkpoint_comes_back(file: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    monkeypatch.setattr(reader, "_BATCH_BYTES", batch)
+    monkeypatch.setattr(reader, "_PIECE_BYTES", 5000)
+    checkpoint = read_checkpoint(file)
+    assert_same(checkpoint.state, make_state())
+    assert checkpoint.info.step == 17
+    assert checkpoint.layout == {"a": 1}
+
+
+def test_tensors_have_memory_of_their_own(file: Path) -> None:
+    state = read_checkpoint(file).state
+    for i in range(6):
+        tensor = state[f"layer{i}"]
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        tensor.add_(1)  # and it can be written to
+
+
+@pytest.mark.parametrize("batch", [1, 1 << 30])
+def test_flipped_bit_names_the_tensor(file: Path, monkeypatch: pytest.MonkeyPatch, batch: int) -> None:
+    monkeypatch.setattr(reader, "_BATCH_BYTES", batch)
+    damage(file, "layer3", byte=100_000)
+    with pytest.raises(CorruptCheckpointError, match="layer3") as caught:
+        read_checkpoint(file)
+    assert (caught.value.path, caught.value.tensor) == (file, "layer3")
+
+
+def test_data_that_never_reached_the_disk(file: Path) -> None:
+    """A power cut on a disk that lies about flushing: a good header, zeros behind it."""
+    header = read_header(file)
+    os.truncate(file, header.data_start)
+    os.truncate(file, header.file_size)
+    with pytest.raises(CorruptCheckpointError, match="does not match its digest"):
+        read_checkpoint(file)
+
+
+def test_digests_can_be_left_out(file: Path) -> None:
+    damage(file, "layer1")
+    assert_same(read_checkpoint(file, verify=False).state["layer2"], make_state()["layer2"])
+
+
+def test_file_cut_while_it_is_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+
+    def cut_first(fd: int, buffers: Any, offset: int) -> int:
+        os.truncate(file, 5000)
+        return preadv(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", cut_first)
+    with pytest.raises(CorruptCheckpointError, match="cut off"):
+        read_checkpoint(file)
+
+
+def test_short_reads_are_continued(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: preadv(fd, [buffers[0][:60_001]], offset))
+    assert_same(read_checkpoint(file).state, make_state())
+
+
+def test_failing_medium_is_a_damaged_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(CorruptCheckpointError, match="Input/output error") as caught:
+        read_checkpoint(file)
+    assert caught.value.tensor is not None
+    assert len(verify_file(file)) == 6
+
+
+def test_verify_finds_every_bad_tensor(file: Path) -> None:
+    assert verify_file(file) == []
+    damage(file, "layer1")
+    damage(file, "layer5", byte=77)
+    problems = verify_file(file)
+    assert ["layer1" in problems[0], "layer5" in problems[1], len(problems)] == [True, True, 2]
+
+
+def test_verify_reports_what_is_not_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("hello")
+    (tmp_path / "link").symlink_to("text")
+    save_file({"w": torch.ones(1)}, tmp_path / "stock")
+    for name, says in [
+        ("text", "header"),
+        ("link", "symbolic"),
+        ("stock", "mindx"),
+        ("none", "No such"),
+        (".", "regular"),
+    ]:
+        (problem,) = verify_file(tmp_path / name)
+        assert says in problem
+
+
+def test_foreign_and_missing_files(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "stock")
+    with pytest.raises(ForeignCheckpointError):
+        read_checkpoint(tmp_path / "stock")
+    with pytest.raises(FileNotFoundError):
+        read_checkpoint(tmp_path / "none")

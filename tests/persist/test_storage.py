@@ -1,0 +1,290 @@
+"""Directories, temporary files, the atomic commit, quarantine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.errors import SaveError, UnsafeDirectoryError, UsageError
+from mindx_elastic.persist.storage import (
+    TEMP_SUFFIX,
+    check_free_space,
+    create_temp,
+    free_space,
+    keep_as,
+    prepare_directory,
+    publish,
+    publish_copy,
+    quarantine,
+    remove_stale_temps,
+)
+
+NOBODY = 65534
+
+
+# ------------------------------------------------------------------------------------------------ directories
+def test_missing_directories_are_created_for_the_owner_only(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        directory = prepare_directory(tmp_path / "a" / "b")
+    finally:
+        os.umask(old)
+    assert directory == tmp_path.resolve() / "a" / "b"
+    for made in (directory, directory.parent):
+        assert stat.S_IMODE(made.stat().st_mode) & 0o022 == 0
+    assert list(directory.iterdir()) == []
+
+
+def test_link_to_a_directory_is_resolved_once(tmp_path: Path) -> None:
+    (tmp_path / "disk1").mkdir()
+    (tmp_path / "disk2").mkdir()
+    link = tmp_path / "ckpt"
+    link.symlink_to("disk1")
+    directory = prepare_directory(link)
+    link.unlink()
+    link.symlink_to("disk2")
+    assert directory == tmp_path.resolve() / "disk1"
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "link"])
+def test_file_in_the_place_of_the_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(UsageError, match="give a directory"):
+        prepare_directory(tmp_path / name)
+
+
+def test_loop_of_links(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises((UsageError, SaveError)):
+        prepare_directory(tmp_path / "a")
+
+
+def shared_directory(mode: int) -> Path:
+    """A directory of another user with this mode (when root can make one); else the system's own shared one."""
+    if os.geteuid():
+        if mode != 0o777:
+            pytest.skip("only root can make a directory of another user")
+        return Path("/tmp")
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(mode)
+    os.chown(directory, NOBODY, -1)
+    return directory
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775, 0o722])
+def test_directory_that_others_may_write_to_is_refused_unless_allowed(mode: int) -> None:
+    directory = shared_directory(mode)
+    try:
+        with pytest.raises(UnsafeDirectoryError, match="others may write") as caught:
+            prepare_directory(directory)
+        assert caught.value.path == directory.resolve()
+        assert prepare_directory(directory, allow_shared=True) == directory.resolve()
+    finally:
+        if directory != Path("/tmp"):
+            shutil.rmtree(directory)
+
+
+def test_own_directory_that_others_may_write_to_is_ours(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    assert prepare_directory(tmp_path) == tmp_path.resolve()
+
+
+@pytest.fixture
+def as_nobody() -> Iterator[None]:
+    """Permission bits mean nothing to root."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+def test_unwritable_directory_names_the_remedy(request: pytest.FixtureRequest) -> None:
+    directory = Path(tempfile.mkdtemp())
+    directory.chmod(0o555)
+    request.getfixturevalue("as_nobody")
+    try:
+        with pytest.raises(SaveError, match=r"cannot write there: Permission denied; check its permissions"):
+            prepare_directory(directory)
+        with pytest.raises(SaveError, match="cannot create the directory: Permission denied"):
+            prepare_directory(directory / "new")
+    finally:
+        if os.getuid() == 0:
+            os.seteuid(0)
+        directory.chmod(0o755)
+        shutil.rmtree(directory)
+
+
+def test_many_ranks_prepare_one_directory_at_once(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: prepare_directory(tmp_path / "a" / "b" / "c"), range(8)))
+    assert made == {tmp_path.resolve() / "a" / "b" / "c"}
+
+
+def test_free_space(tmp_path: Path) -> None:
+    check_free_space(tmp_path, 1)
+    assert free_space(tmp_path) > 1
+    with pytest.raises(OSError, match=r"No space left on device \(.* needed, .* free\)"):
+        check_free_space(tmp_path, 1 << 62)
+
+
+# ------------------------------------------------------------------------------------------------ temporary files
+def test_temporary_file_of_a_living_writer_stays(tmp_path: Path) -> None:
+    fd, temp = create_temp(tmp_path / "x.safetensors")
+    assert temp.name.endswith(TEMP_SUFFIX)
+    assert remove_stale_temps(tmp_path) == []
+    os.close(fd)
+    assert remove_stale_temps(tmp_path) == [temp]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_temporary_file_of_another_living_process_stays(tmp_path: Path) -> None:
+    script = (
+        "import sys; from pathlib import Path; from mindx_elastic.persist.storage import create_temp\n"
+        "create_temp(Path(sys.argv[1])); print('ready', flush=True); sys.stdin.read()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script, tmp_path / "x"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"ready\n"
+        assert remove_stale_temps(tmp_path) == []
+        writer.kill()
+    assert len(remove_stale_temps(tmp_path)) == 1
+
+
+def test_only_our_regular_temporary_files_are_removed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("")
+    (tmp_path / f"link{TEMP_SUFFIX}").symlink_to(precious)
+    (tmp_path / f"folder{TEMP_SUFFIX}").mkdir()
+    assert remove_stale_temps(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_longest_file_name(tmp_path: Path) -> None:
+    final = tmp_path / ("ä" * 127)
+    fd, temp = create_temp(final)
+    os.close(fd)
+    publish(temp, final)
+    assert final.exists()
+
+
+def test_cleaner_between_creation_and_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    flock = fcntl.flock
+    removed: list[Path] = []
+
+    def clean_first(fd: int, how: int) -> None:
+        if not removed:
+            removed.extend(tmp_path.iterdir())
+            removed[0].unlink()
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", clean_first)
+    fd, temp = create_temp(tmp_path / "x")
+    os.close(fd)
+    assert temp.exists() and temp != removed[0]
+
+
+# ------------------------------------------------------------------------------------------------ names
+def test_publish_keep_and_copy(tmp_path: Path) -> None:
+    a, b, temp = tmp_path / "a", tmp_path / "b", tmp_path / "temp"
+    a.write_text("old")
+    b.write_text("older")
+    temp.write_text("new")
+    keep_as(a, b)
+    assert (a.read_text(), b.read_text()) == ("old", "old")
+    keep_as(a, b)  # again, now that they are one file
+    publish_copy(temp, tmp_path / "c")
+    publish(temp, a)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"a": "new", "b": "old", "c": "new"}
+
+
+# ------------------------------------------------------------------------------------------------ quarantine
+def test_quarantine_keeps_the_relative_name_and_the_reason(tmp_path: Path) -> None:
+    bad = tmp_path / "rank_0" / "x.safetensors"
+    bad.parent.mkdir()
+    bad.write_text("1")
+    place = quarantine(bad, "bit flip", tmp_path)
+    assert place == tmp_path / "quarantine" / "rank_0" / "x.safetensors"
+    assert place.read_text() == "1"
+    assert place.with_name("x.safetensors.reason.txt").read_text() == f"{bad}\nbit flip\n"
+    assert not bad.exists()
+
+
+def test_quarantine_never_overwrites(tmp_path: Path) -> None:
+    bad = tmp_path / "x"
+    (tmp_path / "quarantine").mkdir()
+    (tmp_path / "quarantine" / "x.1").write_text("without a note")
+    places = []
+    for content in "ab":
+        bad.write_text(content)
+        places.append(quarantine(bad, content, tmp_path))
+    assert [place.name for place in places] == ["x", "x.2"]
+    assert [place.read_text() for place in places] == ["a", "b"]
+    assert (tmp_path / "quarantine" / "x.1").read_text() == "without a note"
+    assert not (tmp_path / "quarantine" / "x.1.reason.txt").exists()
+
+
+def test_quarantine_of_a_link_moves_the_link(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (tmp_path / "x").symlink_to(target)
+    assert quarantine(tmp_path / "x", "link", tmp_path).is_symlink()
+    assert target.read_text() == "precious"
+
+
+def test_quarantine_by_several_ranks_at_once(tmp_path: Path) -> None:
+    bad = tmp_path / "x"
+    bad.write_text("bad")
+
+    def move(_: int) -> bool:
+        try:
+            quarantine(bad, "bad", tmp_path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(move, range(8))) == 1
+    assert {path.name for path in (tmp_path / "quarantine").iterdir()} == {"x", "x.reason.txt"}
+
+
+def test_quarantine_of_a_file_outside_the_root(tmp_path: Path) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "x").write_text("")
+    assert quarantine(tmp_path / "x", "bad", tmp_path / "root") == tmp_path / "root" / "quarantine" / "x"
+
+
+def test_quarantine_beside_the_file_when_the_root_is_on_another_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def across_disks(source: Path, target: Path) -> None:
+        if target.is_relative_to(tmp_path / "quarantine"):
+            raise OSError(18, "Invalid cross-device link")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", across_disks)
+    bad = tmp_path / "rank_0" / "x"
+    bad.parent.mkdir()
+    bad.write_text("bad")
+    assert quarantine(bad, "bad", tmp_path) == tmp_path / "rank_0" / "quarantine" / "x"

@@ -1,0 +1,399 @@
+"""Saving: what ends up on the disk, and what is left of the old when it fails or is killed."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import fcntl
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.errors import ForeignCheckpointError, SaveError, UnsupportedStateError
+from mindx_elastic.persist import direct_io
+from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.reader import read_checkpoint, verify_file
+from mindx_elastic.persist.storage import TEMP_SUFFIX, remove_stale_temps
+from mindx_elastic.persist.writer import previous_path, write_checkpoint
+from tests.persist.killed_saves import NAMES, POINTS
+from tests.persist.states import assert_same, states
+
+INFO = CheckpointInfo(
+    run_id="run",
+    world_size=2,
+    rank=1,
+    step=17,
+    epoch=2,
+    step_in_epoch=7,
+    batch_num=10,
+    reason="SIGTERM",
+    kind="breakpoint",
+    created=1.0,
+)
+STATE = {"w": torch.arange(3000.0), "n": 3}
+
+
+def at_step(step: int, **fields: Any) -> CheckpointInfo:
+    return dataclasses.replace(INFO, step=step, **fields)
+
+
+def names(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def big_state() -> dict[str, Any]:
+    """13 MiB in more than three blocks, of which none ends where a tensor does."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [3_000_001, 7, 0, 1, 123_457, 250_000]
+    return {str(size): torch.rand(size, generator=generator) for size in sizes}
+
+
+# ------------------------------------------------------------------------------------------------ good saves
+@given(states)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+def test_any_state_comes_back_from_the_disk(tmp_path_factory: pytest.TempPathFactory, state: object) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    write_checkpoint(path, state, INFO)
+    assert_same(read_checkpoint(path).state, state)
+
+
+@given(st.lists(st.integers(0, 20_000), max_size=8), st.integers(1, 4), st.sampled_from([1, 4096, 5000]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_tensors_of_any_size_against_blocks_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], num_blocks: int, piece: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "sizes.safetensors"
+    state = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct_io, "BLOCK_BYTES", 4096)
+        patch.setattr(direct_io, "NUM_BLOCKS", num_blocks)
+        patch.setattr(direct_io, "_PIECE_BYTES", piece)
+        write_checkpoint(path, state, INFO)
+    assert_same(read_checkpoint(path).state, state)
+
+
+def test_result_tells_the_size_and_fills_in_the_version(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    result = write_checkpoint(path, STATE, INFO)
+    assert (result.path, result.nbytes) == (path, path.stat().st_size)
+    assert result.duration_s > 0
+    assert result.info == dataclasses.replace(INFO, torch_version=torch.__version__) == read_header(path).info
+    assert names(tmp_path) == {"x.safetensors"}
+    assert path.stat().st_mode & 0o022 == 0
+
+
+def test_further_names_are_links_to_the_same_bytes(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    path, also = tmp_path / "x.safetensors", tmp_path / "other" / "y.safetensors"
+    write_checkpoint(path, STATE, INFO, also=[also, path, also])
+    assert path.samefile(also)
+    assert names(tmp_path) == {"x.safetensors", "other/y.safetensors"}
+
+
+def test_further_names_are_copies_where_links_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_links(monkeypatch)
+    path, also = tmp_path / "x.safetensors", tmp_path / "y.safetensors"
+    write_checkpoint(path, STATE, at_step(1), also=[also])
+    write_checkpoint(path, STATE, at_step(2), also=[also])
+    assert not path.samefile(also)
+    for found, step in ((path, 2), (also, 2), (previous_path(path), 1), (previous_path(also), 1)):
+        assert verify_file(found) == []
+        assert read_header(found).info.step == step
+    assert len(names(tmp_path)) == 4
+
+
+def refuse_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "link", link)
+
+
+def test_two_saves_at_once(tmp_path: Path) -> None:
+    barrier = threading.Barrier(2)
+
+    def save(number: int) -> None:
+        barrier.wait()
+        write_checkpoint(tmp_path / f"{number}.safetensors", big_state(), at_step(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, range(2)))
+    assert [verify_file(tmp_path / f"{number}.safetensors") for number in range(2)] == [[], []]
+
+
+def test_strided_memory_is_written_in_row_major_order(tmp_path: Path) -> None:
+    weight = torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last)
+    write_checkpoint(tmp_path / "x.safetensors", {"w": weight, "one": torch.ones(4, 3)[:1, ::2]}, INFO)
+    back = read_checkpoint(tmp_path / "x.safetensors").state["w"]
+    assert torch.equal(back, weight)
+    assert back.stride() == weight.stride()
+
+
+# ------------------------------------------------------------------------------------------------ file systems
+def test_tmpfs() -> None:
+    path = Path("/dev/shm") / f"mindx-test-{os.getpid()}.safetensors"
+    if not os.access(path.parent, os.W_OK):
+        pytest.skip("no /dev/shm")
+    try:
+        write_checkpoint(path, big_state(), INFO)
+        assert_same(read_checkpoint(path).state, big_state())
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def test_direct_io_refused_when_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "_set_direct", lambda _fd, _wanted: False)
+    write_checkpoint(tmp_path / "x", big_state(), INFO)
+    assert_same(read_checkpoint(tmp_path / "x").state, big_state())
+
+
+def test_direct_io_refused_by_the_first_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pwrite, refused = os.pwrite, []
+
+    def refuse_direct(fd: int, data: memoryview, offset: int) -> int:
+        if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return pwrite(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", refuse_direct)
+    write_checkpoint(tmp_path / "x", big_state(), INFO)
+    assert len(refused) <= 1  # none at all where the disk under the test does not know direct I/O
+    assert_same(read_checkpoint(tmp_path / "x").state, big_state())
+
+
+@pytest.mark.parametrize("most", [511, 4096, 4097, 1 << 20])
+def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    pwrite = os.pwrite
+
+    def short(fd: int, data: memoryview, offset: int) -> int:
+        if len(data) > most and most % 4096:  # direct I/O itself takes whole blocks only
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+        return pwrite(fd, data[:most], offset)
+
+    monkeypatch.setattr(os, "pwrite", short)
+    state = {"w": torch.rand(100_001)}
+    write_checkpoint(tmp_path / "x", state, INFO)
+    assert_same(read_checkpoint(tmp_path / "x").state, state)
+
+
+def test_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        write_checkpoint(tmp_path / "x", big_state(), INFO)
+    assert_same(read_checkpoint(tmp_path / "x").state, big_state())
+
+
+# ------------------------------------------------------------------------------------------------ older files
+def test_file_of_another_step_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    for step in (1, 2, 3):
+        write_checkpoint(path, STATE, at_step(step))
+    assert read_header(path).info.step == 3
+    assert read_header(tmp_path / "x.prev.safetensors").info.step == 2
+    assert names(tmp_path) == {"x.safetensors", "x.prev.safetensors"}
+
+
+def test_file_of_another_run_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, STATE, INFO)
+    write_checkpoint(path, STATE, dataclasses.replace(INFO, run_id="new"))
+    assert read_header(previous_path(path)).info.run_id == "run"
+
+
+def test_file_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, {"n": 1}, INFO)
+    write_checkpoint(path, {"n": 2}, INFO)
+    assert read_checkpoint(path).state == {"n": 2}
+    assert names(tmp_path) == {"x.safetensors"}
+
+
+@pytest.mark.parametrize("folder", [".", "rank_1"])
+def test_damaged_file_goes_to_quarantine_and_pushes_nothing_out(tmp_path: Path, folder: str) -> None:
+    path = tmp_path / folder / "x.safetensors"
+    path.parent.mkdir(exist_ok=True)
+    write_checkpoint(path, STATE, at_step(1))
+    write_checkpoint(path, STATE, at_step(2))
+    path.write_bytes(b"damaged")
+    write_checkpoint(path, STATE, at_step(3))
+    assert read_header(path).info.step == 3
+    assert read_header(previous_path(path)).info.step == 1
+    assert (tmp_path / "quarantine" / folder / "x.safetensors").read_bytes() == b"damaged"
+    assert "header" in (tmp_path / "quarantine" / folder / "x.safetensors.reason.txt").read_text()
+
+
+def test_file_of_another_program_is_not_lost(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "x.safetensors"
+    save_file({"w": torch.ones(1)}, path)
+    write_checkpoint(path, STATE, INFO)
+    with pytest.raises(ForeignCheckpointError):
+        read_header(tmp_path / "quarantine" / "x.safetensors")
+
+
+def test_symbolic_link_is_replaced_and_its_target_is_not_touched(tmp_path: Path) -> None:
+    target, path = tmp_path / "precious", tmp_path / "x.safetensors"
+    target.write_text("precious")
+    path.symlink_to(target)
+    write_checkpoint(path, STATE, INFO)
+    assert target.read_text() == "precious"
+    assert not path.is_symlink()
+    assert verify_file(path) == []
+
+
+def test_folder_in_the_place_of_the_file(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    with pytest.raises(SaveError, match="folder"):
+        write_checkpoint(tmp_path / "x", STATE, INFO)
+    assert names(tmp_path) == set()
+
+
+# ------------------------------------------------------------------------------------------------ failures
+@contextmanager
+def file_size_limit(nbytes: int) -> Iterator[None]:
+    """A disk that is full after `nbytes` of each file. (Python ignores the signal that comes with it.)"""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A good checkpoint of step 1 that no failed save may touch."""
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, STATE, at_step(1))
+    return path
+
+
+def assert_untouched(old: Path) -> None:
+    assert read_checkpoint(old).info.step == 1
+    assert names(old.parent) == {old.name}, "temporary files are gone"
+
+
+@pytest.mark.parametrize("limit", [0, 4096, 4096 + 512, (1 << 20) + 1, 12 << 20])
+@pytest.mark.parametrize("reserves", [True, False])
+def test_disk_full(old: Path, monkeypatch: pytest.MonkeyPatch, reserves: bool, limit: int) -> None:
+    """Found while reserving, or (file systems that cannot reserve) by a write in the other thread."""
+    if not reserves:
+        monkeypatch.setattr("mindx_elastic.persist.writer.preallocate", lambda _fd, _n: False)
+    with file_size_limit(limit), pytest.raises(SaveError, match="rank 1, step 2") as caught:
+        write_checkpoint(old, big_state(), at_step(2))
+    error = caught.value
+    assert (error.path, error.rank, error.step, error.errno) == (old, 1, 2, errno.EFBIG)
+    assert isinstance(error.__cause__, OSError)
+    assert_untouched(old)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("may not mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_really_full_disk(small_disk: Path) -> None:
+    path = small_disk / "x.safetensors"
+    write_checkpoint(path, STATE, at_step(1))
+    with pytest.raises(SaveError, match=r"No space left.*bytes are free.*give another directory"):
+        write_checkpoint(path, big_state(), at_step(2))
+    assert_untouched(path)
+
+
+def test_not_enough_free_space_where_it_cannot_be_reserved(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.persist.writer.preallocate", lambda _fd, _n: False)
+    monkeypatch.setattr("mindx_elastic.persist.storage.free_space", lambda _path: 1000)
+    with pytest.raises(SaveError, match="1,000 free"):
+        write_checkpoint(old, big_state(), at_step(2))
+    assert_untouched(old)
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename", "ftruncate", "pwrite", "link"])
+def test_any_failing_call_leaves_the_old_file(old: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(SaveError, match="Input/output error"):
+            write_checkpoint(old, STATE, at_step(2))
+    assert_untouched(old)
+
+
+def test_missing_directory(tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match="No such file or directory"):
+        write_checkpoint(tmp_path / "none" / "x", STATE, INFO)
+
+
+def test_interrupt_leaves_no_temporary_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "ftruncate", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(old, STATE, at_step(2))
+    assert_untouched(old)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("mindx-persist")]
+
+
+def test_unsupported_value_is_named_before_anything_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match=r"model\.w: sparse"):
+        write_checkpoint(tmp_path / "x", {"model": {"w": torch.eye(2).to_sparse()}}, INFO)
+    assert names(tmp_path) == set()
+
+
+# ------------------------------------------------------------------------------------------------ kill -9
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    root = tmp_path_factory.mktemp("killed")
+    script = Path(__file__).with_name("killed_saves.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, script, root], check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=120
+    )
+    return root, json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_at_any_point_leaves_a_good_file(killed: tuple[Path, dict[str, int]], point: str) -> None:
+    root, ends = killed
+    folder = root / point
+    assert ends[point] == (0 if point == "never" else signal.SIGKILL), "the kill must have happened"
+    remove_stale_temps(folder)
+    assert not [name for name in names(folder) if name.endswith(TEMP_SUFFIX)]
+    for name in NAMES:
+        path = folder / name
+        assert verify_file(path) == []
+        step = read_header(path).info.step
+        assert read_checkpoint(path).state["big"][-1] == step
+        if step == 2:
+            assert verify_file(previous_path(path)) == []
+            assert read_header(previous_path(path)).info.step == 1
+    if POINTS[point][1] in ("fsync_dir", "publish"):
+        assert read_header(folder / NAMES[0]).info.step == 2

@@ -1,0 +1,139 @@
+"""Exceptions, stuck ranks, dead peers and full disks, in real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.harness import events, run_job, start_job
+
+from tests.system.conftest import Reference
+from tests.system.test_stop_resume import assert_resumed_equal, resume, saved_steps
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fail_rank", "where"),
+    [(1, 0, "forward"), (1, 0, "after"), (2, 1, "forward"), (3, 0, "forward"), (2, 0, "after")],
+)
+def test_an_exception_saves_the_last_boundary_and_is_raised(
+    tmp_path: Path, reference: Reference, ranks: int, fail_rank: int, where: str
+) -> None:
+    args = ("--fail-at", 8, "--fail-rank", fail_rank, "--fail-where", where)
+    job = run_job("loop.py", tmp_path, *args, ranks=ranks, code=1)
+    assert job.matches("RuntimeError: injected"), job.report()
+    assert job.matches(r"step \d+ saved in .*_breakpoint.safetensors")
+    steps = saved_steps(tmp_path)
+    assert sorted(steps) == list(range(ranks)), job.report()
+    assert set(steps.values()) == {7 if where == "forward" else 8}
+    resumed = resume(tmp_path, ranks, *args)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+
+
+@pytest.mark.parametrize("where", ["optimizer", "between"])
+def test_a_torn_update_is_not_saved_as_resumable(tmp_path: Path, where: str) -> None:
+    job = run_job("loop.py", tmp_path, "--fail-at", 8, "--fail-where", where, code=1)
+    assert job.matches("RuntimeError: injected")
+    assert job.matches("the boundary after step 7 cannot be saved")
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert [e["outcome"] for e in events(tmp_path, "save")] == ["refused: state is not at a boundary"]
+
+
+def test_a_step_that_does_not_end_is_salvaged_before_the_deadline(tmp_path: Path, reference: Reference) -> None:
+    with start_job("loop.py", tmp_path, "--stuck-at", 8, "--grace-s", 4) as job:
+        job.wait_for("STUCK")
+        job.signal_rank(0)
+        job.expect(143)
+        assert job.matches("the training thread does not come back")
+    assert saved_steps(tmp_path) == {0: 7}
+    resumed = resume(tmp_path, 1)
+    assert resumed.hashes() == reference(1).hashes(), resumed.report()
+
+
+def test_all_ranks_salvage_one_step_when_one_is_stuck(tmp_path: Path, reference: Reference) -> None:
+    with start_job("loop.py", tmp_path, "--stuck-at", 8, "--stuck-rank", 1, "--grace-s", 6, ranks=3) as job:
+        job.wait_for("STUCK")
+        job.signal_rank(2)  # the others sit in the all-reduce of step 8
+        job.expect(1)
+    assert saved_steps(tmp_path) == {0: 7, 1: 7, 2: 7}, job.report()
+    resumed = resume(tmp_path, 3)
+    assert resumed.hashes() == reference(3).hashes(), resumed.report()
+
+
+def test_survivors_of_a_stopped_peer_save_in_time(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 8, ranks=3) as job:
+        job.wait_for("HOLD", count=3)
+        job.signal_rank(1, signal.SIGSTOP)  # neither dead nor alive: collectives with it hang
+        job.signal_rank(0)
+        job.wait_for(r"step 7 saved in", count=2)
+        job.process.wait(120)
+    assert {0: 7, 2: 7} == saved_steps(tmp_path), job.report()
+
+
+def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--stuck-at", 8, "--stuck-rank", 1, ranks=3) as job:
+        job.wait_for("STUCK")
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(1)
+    assert {0: 7, 2: 7} == saved_steps(tmp_path), job.report()
+    again = run_job("loop.py", tmp_path, ranks=3, code=1)
+    assert again.matches("step 7 lacks the file of rank 1"), again.report()
+
+
+def test_a_full_disk_at_the_stop_keeps_the_older_file(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 3) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+    (old,) = tmp_path.glob("*.safetensors")
+    content = old.read_bytes()
+    # RLIMIT_FSIZE makes the next file too large, as a full disk would.
+    with start_job("loop.py", tmp_path, "--hold-after", 4, env={"LOOP_FSIZE": "20000"}) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+        assert job.matches("could not be saved"), job.report()
+    assert old.read_bytes() == content
+    assert [p.name for p in tmp_path.iterdir() if p.suffix == ".safetensors"] == [old.name]
+    assert events(tmp_path, "save")[-1]["outcome"].startswith("failed")
+
+
+def test_a_damaged_newest_step_is_put_aside_and_the_older_one_used(tmp_path: Path, reference: Reference) -> None:
+    for hold in (3, 4):
+        with start_job("loop.py", tmp_path, "--hold-after", hold) as job:
+            job.wait_for("HOLD")
+            job.signal_rank(0)
+            job.expect(143)
+    newest = max(tmp_path.glob("*.safetensors"), key=os.path.getmtime)
+    data = bytearray(newest.read_bytes())
+    data[-100] ^= 1
+    newest.write_bytes(data)
+    resumed = resume(tmp_path, 1)
+    assert resumed.matches("is not used"), resumed.report()
+    assert not newest.exists()
+    assert list((tmp_path / "quarantine").glob(f"{newest.name}*"))
+    assert resumed.hashes() == reference(1).hashes()
+
+
+def test_nothing_usable_left_is_an_error_and_stays_one(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 3) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+    (only,) = tmp_path.glob("*.safetensors")
+    only.write_bytes(only.read_bytes()[:-1])
+    for _ in range(2):  # also when it lies in quarantine already: never a silent fresh start
+        failed = run_job("loop.py", tmp_path, code=1)
+        assert failed.matches("NoUsableCheckpointError"), failed.report()
+        assert failed.matches('resume="never"')
+
+
+def test_another_number_of_ranks_is_refused_clearly(tmp_path: Path) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 3, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(0)
+        job.expect(1)
+    failed = run_job("loop.py", tmp_path, code=1)
+    assert failed.matches("were written by 2 ranks, this job has 1"), failed.report()

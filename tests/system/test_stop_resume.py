@@ -1,0 +1,180 @@
+"""Real processes, real signals: stop, run the same command again, and end with the weights of the uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests import harness
+from tests.harness import Job, events, run_job, start_job
+
+from tests.system.conftest import Reference
+
+SIZE = 90  # samples of loop.py
+
+
+def assert_resumed_equal(reference: Job, stopped: Job, resumed: Job) -> None:
+    """Same weights on every rank, and every sample exactly once an epoch over both runs."""
+    assert resumed.hashes() == reference.hashes(), f"{stopped.report()}\n\n{resumed.report()}"
+    first, second = stopped.seen(), resumed.seen()
+    for epoch in reference.seen():
+        together = sorted(first.get(epoch, []) + second.get(epoch, []))
+        assert together == list(range(SIZE)), f"epoch {epoch}\n{stopped.report()}\n\n{resumed.report()}"
+
+
+def saved_steps(directory: Path) -> dict[int, int]:
+    """Step by rank, from the newest ``durable`` event of each rank."""
+    return {event["rank"]: event["step"] for event in events(directory, "durable")}
+
+
+def resume(directory: Path, ranks: int, *args: object) -> Job:
+    job = run_job("loop.py", directory, *args, ranks=ranks)
+    assert len(job.matches(r"INFO resumed from")) == ranks, job.report()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("ranks", "target", "args"),
+    [
+        (1, "first", ()),
+        (1, "first", ("--num-workers", 2)),
+        (1, "first", ("--accumulate", 3)),
+        (2, "first", ("--num-workers", 2)),
+        (2, "last", ()),
+        (3, "last", ("--num-workers", 1)),
+        (4, "all", ()),
+        (2, "torchrun", ("--num-workers", 1)),
+        (3, "torchrun", ()),
+    ],
+)
+def test_sigterm_in_mid_epoch(
+    tmp_path: Path, reference: Reference, ranks: int, target: str, args: tuple[object, ...]
+) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        if target == "torchrun":
+            job.process.send_signal(signal.SIGTERM)
+        for rank in {"first": [0], "last": [ranks - 1], "all": range(ranks), "torchrun": []}[target]:
+            job.signal_rank(rank)
+        job.expect(143 if ranks == 1 else 1)  # torchrun returns 1 whatever its workers return
+        assert len(job.matches("Graceful exit is triggered, stop training.")) == ranks
+    steps = saved_steps(tmp_path)
+    assert sorted(steps) == list(range(ranks)), job.report()
+    assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
+    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args))
+
+
+def test_at_three_ranks_the_bucket_order_matters(tmp_path: Path, reference: Reference) -> None:
+    """The cure is needed: without it the resumed run differs, so equal hashes elsewhere prove something."""
+    with start_job("loop.py", tmp_path, "--hold-at", 7, ranks=3) as job:
+        job.wait_for("HOLD", count=3)
+        job.signal_rank(1)
+        job.expect(1)
+    broken = run_job("loop.py", tmp_path, ranks=3, env={"LOOP_NO_REPLAY": "1"})
+    assert len(broken.matches("REPLAY LEFT OUT")) == 3
+    assert broken.hashes() != reference(3).hashes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_stop_at_the_last_boundary_of_an_epoch(tmp_path: Path, reference: Reference, ranks: int) -> None:
+    steps_per_epoch = SIZE // 5 // ranks
+    with start_job("loop.py", tmp_path, "--hold-at", steps_per_epoch - 1, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(0)
+        job.expect(143 if ranks == 1 else 1)
+    assert set(saved_steps(tmp_path).values()) == {steps_per_epoch}
+    assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Reference, ranks: int) -> None:
+    with start_job("loop.py", tmp_path, "--hold-in-eval", 1, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(ranks - 1)
+        job.expect(143 if ranks == 1 else 1)
+    assert set(saved_steps(tmp_path).values()) == {SIZE // 5 // ranks}
+    assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
+
+
+def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> None:
+    seen: dict[int, list[int]] = {}
+    for attempt in range(3):
+        # Each attempt stops at the first boundary after it has started.
+        with start_job("loop.py", tmp_path, "--hold-after", 1 + attempt, ranks=2) as job:
+            job.wait_for("HOLD", count=2)
+            job.signal_rank(attempt % 2)
+            job.expect(1)
+        for epoch, indices in job.seen().items():
+            seen.setdefault(epoch, []).extend(indices)
+    last = resume(tmp_path, 2)
+    assert last.hashes() == reference(2).hashes(), last.report()
+    for epoch, indices in last.seen().items():
+        assert sorted(seen.get(epoch, []) + indices) == list(range(SIZE))
+
+
+def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference: Reference) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.wait_for("SAVING")  # the save waits until it has been signalled again
+        job.signal_rank(0)
+        job.expect(143)
+        assert job.matches("SIGTERM again; the stop is under way")
+    assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
+
+
+def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path: Path, reference: Reference) -> None:
+    with start_job("loop.py", tmp_path, "--hold-in-eval", 1) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+    with start_job("loop.py", tmp_path, "--hold-in-eval", 1) as again:
+        again.wait_for("HOLD")
+        again.signal_rank(0)
+        again.expect(143)
+        assert again.matches("is already durable in")
+    assert len(events(tmp_path, "durable")) == 1
+    assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None:
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 0}')
+    args = ("--flag-file", flag)
+    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        flag.write_text('{"GracefulEx')  # half-written: a warning, then a retry
+        job.wait_for("is not readable JSON yet", count=ranks)
+        flag.write_text(json.dumps({"GracefulExit": 1}))
+        job.expect(75 if ranks == 1 else 1)
+        assert len(job.matches("Graceful exit is triggered, stop training.")) == ranks
+        assert len(job.matches("is not readable JSON yet")) == ranks, "a warning once, not one a poll"
+    # The flag is still set: the restart goes on all the same.
+    resumed = resume(tmp_path, ranks, *args)
+    assert resumed.matches("was set before this start")
+    assert_resumed_equal(reference(ranks), job, resumed)
+
+
+def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) -> None:
+    with start_job("loop.py", tmp_path, "--hold-at", 7) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0, signal.SIGINT)
+        job.expect(130)
+    assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
+
+
+def test_nothing_is_left_behind(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--num-workers", 2, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        workers = {int(m[1]) for m in job.matches(r"WORKER (\d+)")}
+        job.signal_rank(0)
+        job.expect(1)
+    assert workers, job.report()
+    harness.wait_until(lambda: not [p for p in workers if Path(f"/proc/{p}").exists()], "the loader workers ending")
+    assert set(Path("/dev/shm").iterdir()) <= before
+    assert not list(tmp_path.rglob("*.mindx-tmp*"))

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.train import CheckpointConfig
+
+
+def test_the_documented_call_works() -> None:
+    config = CheckpointConfig(
+        save_checkpoint_steps=32,
+        keep_checkpoint_max=35,
+        append_info=[{"epoch_num": 3}],
+        exception_save=True,
+        async_save=True,
+    )
+    assert (config.steps, config.seconds, config.keep_max, config.keep_per_n_minutes) == (32, 0.0, 35, None)
+    assert config.header_info == ({"epoch_num": 3},)
+
+
+def test_defaults_are_those_of_mindspore() -> None:
+    config = CheckpointConfig()
+    assert (config.save_checkpoint_steps, config.save_checkpoint_seconds) == (1, 0)
+    assert (config.keep_checkpoint_max, config.keep_checkpoint_per_n_minutes) == (5, 0)
+    assert config.integrated_save is True
+    assert config.async_save is False
+    assert config.enc_mode == "AES-GCM"
+    assert CheckpointConfig(7, 0, 3) == CheckpointConfig(save_checkpoint_steps=7, keep_checkpoint_max=3)
+
+
+def test_seconds_count_when_steps_are_left_alone() -> None:
+    config = CheckpointConfig(save_checkpoint_seconds=30)
+    assert (config.steps, config.seconds) == (0, 30.0)
+
+
+def test_steps_go_before_seconds_and_that_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    config = CheckpointConfig(save_checkpoint_steps=10, save_checkpoint_seconds=30)
+    assert (config.steps, config.seconds) == (10, 0.0)
+    assert "save_checkpoint_seconds=30 is not used" in caplog.text
+
+
+def test_zero_steps_and_zero_seconds_save_at_the_end_only() -> None:
+    config = CheckpointConfig(save_checkpoint_steps=0)
+    assert (config.steps, config.seconds, config.keep_max) == (0, 0.0, 5)
+
+
+@pytest.mark.parametrize(
+    ("keep_max", "minutes", "expected"),
+    [(5, 10, (5, None)), (0, 10, (None, 10)), (None, None, (1, None)), (0, 0, (1, None)), (3, 0, (3, None))],
+)
+def test_keep_max_goes_before_minutes(keep_max: int | None, minutes: int | None, expected: Any) -> None:
+    config = CheckpointConfig(keep_checkpoint_max=keep_max, keep_checkpoint_per_n_minutes=minutes)
+    assert (config.keep_max, config.keep_per_n_minutes) == expected
+
+
+def test_everything_zero_is_refused() -> None:
+    with pytest.raises(UsageError, match="cannot all be 0"):
+        CheckpointConfig(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("save_checkpoint_steps", -1),
+        ("save_checkpoint_steps", True),
+        ("save_checkpoint_steps", 1.5),
+        ("save_checkpoint_steps", "10"),
+        ("save_checkpoint_seconds", -0.1),
+        ("save_checkpoint_seconds", math.nan),
+        ("save_checkpoint_seconds", math.inf),
+        ("keep_checkpoint_max", -3),
+        ("keep_checkpoint_max", False),
+        ("keep_checkpoint_per_n_minutes", "5"),
+        ("integrated_save", 1),
+        ("exception_save", "yes"),
+        ("crc_check", None),
+        ("remove_redundancy", 0),
+        ("async_save", 1),
+        ("async_save", "later"),
+        ("saved_network", "net"),
+        ("enc_key", b"0123456789abcdef"),
+        ("enc_mode", "ROT13"),
+        ("append_info", {"epoch_num": 1}),
+        ("append_info", "epoch_num"),
+        ("append_info", ["learning_rate"]),
+        ("append_info", [3]),
+        ("append_info", [{"weight": torch.ones(1)}]),
+        ("append_info", [{1: "one"}]),
+    ],
+)
+def test_wrong_values_are_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match=name):
+        CheckpointConfig(**{name: value})
+
+
+def test_unknown_arguments_are_refused_with_a_hint() -> None:
+    with pytest.raises(UsageError, match="did you mean save_checkpoint_steps"):
+        CheckpointConfig(save_checkpoint_step=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="known are"):
+        CheckpointConfig(zzz=3)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="at most"):
+        CheckpointConfig(*range(20))  # type: ignore[arg-type]
+
+
+def test_async_save_takes_the_newer_spelling() -> None:
+    assert CheckpointConfig(async_save="thread").async_save == "thread"
+
+
+def test_it_travels_as_json() -> None:
+    config = CheckpointConfig(save_checkpoint_steps=3, append_info=[{"a": [1, 2.5, None]}, "epoch_num"])
+    assert CheckpointConfig(**json.loads(json.dumps(config.to_json()))) == config

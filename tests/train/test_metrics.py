@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.train.metrics import Accuracy, MetricSet, TopK
+
+OUTPUTS = torch.tensor([[0.1, 0.9, 0.0], [0.8, 0.1, 0.1], [0.2, 0.3, 0.5]])
+TARGETS = torch.tensor([1, 0, 0])
+
+
+class Count:
+    """A metric in MindSpore's form."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+    def clear(self) -> None:
+        self.n = 0
+
+    def update(self, *inputs: Any) -> None:
+        self.n += len(inputs[1])
+
+    def eval(self) -> int:
+        return self.n
+
+
+def mean_error(outputs: Tensor, targets: Tensor) -> Tensor:
+    return (outputs.argmax(1) != targets).float().mean()
+
+
+def results(metrics: Any, **kwargs: Any) -> dict[str, Any]:
+    made = MetricSet(metrics)
+    made.add(kwargs.pop("loss", torch.tensor(0.5)), OUTPUTS, TARGETS, 3)
+    return made.results(None)
+
+
+@pytest.mark.parametrize("name", ["accuracy", "acc", "top1", "top_1_accuracy"])
+def test_accuracy_by_name(name: str) -> None:
+    assert results({name}) == {name: pytest.approx(2 / 3)}
+
+
+def test_top5_with_fewer_classes_is_all() -> None:
+    assert results(["top5"]) == {"top5": 1.0}
+
+
+def test_topk() -> None:
+    metric = TopK(2)
+    metric.update(OUTPUTS, torch.tensor([0, 2, 2]))
+    assert metric.eval() == pytest.approx(2 / 3)  # ties go to the lower class
+
+
+def test_functions_objects_and_names_mix() -> None:
+    found = results(["loss", mean_error, Count()])
+    assert found == {"loss": 0.5, "mean_error": pytest.approx(1 / 3), "Count": 3}
+    assert results({"err": mean_error, "n": Count()}) == {"err": pytest.approx(1 / 3), "n": 3}
+    assert results(mean_error) == {"mean_error": pytest.approx(1 / 3)}
+
+
+def test_one_hot_targets_and_segmentation() -> None:
+    metric = Accuracy()
+    metric.update(OUTPUTS, torch.nn.functional.one_hot(TARGETS, 3))
+    assert metric.eval() == pytest.approx(2 / 3)
+    metric.clear()
+    metric.update(torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.long))
+    assert metric.eval() == 1.0
+
+
+def test_regression_errors() -> None:
+    made = MetricSet({"mae", "mse"})
+    made.add(None, torch.tensor([1.0, 3.0]), torch.tensor([0.0, 1.0]), 2)
+    assert made.results(None) == {"mae": 1.5, "mse": 2.5}
+
+
+def test_batches_are_weighted_by_size() -> None:
+    made = MetricSet("loss")
+    made.add(torch.tensor(1.0), None, None, 3)
+    made.add(torch.tensor(5.0), None, None, 1)
+    assert made.results(None) == {"loss": 2.0}
+
+
+def test_nothing_added_is_nan_and_clear_clears() -> None:
+    made = MetricSet(["accuracy"])
+    made.add(None, OUTPUTS, TARGETS, 3)
+    made.clear()
+    assert math.isnan(made.results(None)["accuracy"])
+
+
+def test_reduced_over_ranks_by_one_sum(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[Tensor] = []
+
+    def all_sum(value: Tensor) -> Tensor:
+        calls.append(value)
+        return value + torch.tensor([[0.0, 3.0], [1.5, 3.0]])
+
+    made = MetricSet({"accuracy": "accuracy", "loss": "loss", "n": Count()})
+    made.add(torch.tensor(0.5), OUTPUTS, TARGETS, 3)
+    assert made.results(all_sum) == {"accuracy": pytest.approx(1 / 3), "loss": 0.5, "n": 3}
+    assert len(calls) == 1
+    assert "this rank's samples only" in caplog.text
+
+
+def test_state_resumes() -> None:
+    made = MetricSet(["accuracy", "loss"])
+    made.add(torch.tensor(0.25), OUTPUTS, TARGETS, 3)
+    other = MetricSet(["accuracy", "loss"])
+    other.load_state_dict(made.state_dict())
+    for one in (made, other):
+        one.add(torch.tensor(1.0), OUTPUTS, torch.tensor([0, 0, 0]), 3)
+    assert made.results(None) == other.results(None)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "message"),
+    [
+        (["nope"], "no metric 'nope'"),
+        (3, "metrics=3"),
+        ([Count], "is a class"),
+        (["accuracy", "accuracy"], "two metrics"),
+        ([object()], "is no metric"),
+    ],
+)
+def test_what_is_no_metric_is_refused(metrics: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        MetricSet(metrics)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(UsageError, match=r"\[3\] and \[3\]"):
+        Accuracy().update(torch.zeros(3), TARGETS)
+    with pytest.raises(UsageError, match=r"shape \[3\]"):
+        MetricSet(lambda outputs, targets: outputs[:, 0]).add(None, OUTPUTS, TARGETS, 3)
+    with pytest.raises(UsageError, match="needs a loss"):
+        MetricSet("loss").add(None, OUTPUTS, TARGETS, 3)
