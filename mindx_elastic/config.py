@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
 
@@ -99,3 +99,9 @@ class Settings:
             graceful_exit=None if flag == "" else flag == "1",
             log_level=level,
         )
+
+    def with_grace(self, grace_s: float) -> Settings:
+        """The same settings with another grace period, in seconds. Raises UsageError for anything but 0.5..86400."""
+        if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0.5 <= grace_s <= 86400:
+            raise UsageError(f"grace_s={grace_s!r}: give seconds from 0.5 to 86400")
+        return replace(self, grace_s=float(grace_s))

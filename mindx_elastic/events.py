@@ -1,8 +1,8 @@
 """What happened: one JSON object a line in ``events.jsonl``, and one log line for a person.
 
-Format (DESIGN section 6): time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome; further
-keys where an event has more to say. Every rank appends to the same file with single `write` calls on an `O_APPEND`
-descriptor, so lines of several ranks do not mix on a local file system.
+Format (DESIGN section 6): time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
+further keys where an event has more to say. Every rank appends to the same file with single `write` calls on an
+`O_APPEND` descriptor, so lines of several ranks do not mix on a local file system.
 """
 
 from __future__ import annotations

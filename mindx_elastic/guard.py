@@ -1,7 +1,7 @@
 """`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
 
-The callbacks and integrations are thin layers on it. What stops a job lives in `stopping`, what writes files in `saving`; this
-file holds the life of a guard: enter (resume, install), steps, leave (restore).
+The callbacks and integrations are thin layers on it. What stops a job lives in `stopping`, what writes files in
+`saving`; this file holds the life of a guard: enter (resume, install), steps, leave (restore).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import signal
 import threading
 import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.agreement.connect import current_ranks, open_exchange
 from mindx_elastic.agreement.step_gate import StepGate
@@ -25,9 +23,8 @@ from mindx_elastic.alarm.flag_file import FlagFile
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
-from mindx_elastic.capture.rng import restore_rng
+from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import GracefulExit, UsageError
@@ -35,8 +32,7 @@ from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import prepare_directory, remove_stale_temps
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name
-from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resuming import GradientOrders, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
 
@@ -61,14 +57,16 @@ class Guard:
                     sched.step()
                     guard.step_end()
 
-    Entering resumes if there is something to resume, then installs signal handlers; leaving restores them. Enter it in the
-    main thread, one at a time in a process, after DDP has wrapped the model. With several ranks every rank enters it.
+    Entering resumes if there is something to resume, then installs signal handlers; leaving restores them. Enter it
+    in the main thread, one at a time in a process, after DDP has wrapped the model. With several ranks every rank
+    enters it.
 
     Arguments (all by keyword):
 
-    * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects. Whatever has
-      ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader` also carries the
-      position inside the epoch and the randomness of its workers.
+    * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
+      Whatever has
+      ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader` also carries
+      the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
@@ -107,7 +105,7 @@ class Guard:
         self._allow_shared = allow_shared_directory
         self.loader = loader
         self._periodic = tuple(periodic)
-        self._targets = _name_targets(
+        self._targets = name_targets(
             model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
         )
         if policies is None:
@@ -132,16 +130,18 @@ class Guard:
         self._cut = True
         self._finished = False
 
-    # --- life -----------------------------------------------------------------------------------------------------
+    # --- life ---
 
     def __enter__(self) -> Guard:
         if threading.current_thread() is not threading.main_thread():
             raise UsageError(
-                f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: signal handlers "
-                "can only be installed there. Start the training from the main thread"
+                f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
+                "signal handlers can only be installed there. Start the training from the main thread"
             )
         if _entered:
-            raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")
+            raise UsageError(
+                "another guard is active in this process; leave it first (Model.train enters one by itself)"
+            )
         with ExitStack() as stack:
             self._open(stack)
             _entered.append(self)
@@ -160,7 +160,7 @@ class Guard:
     def _open(self, stack: ExitStack) -> None:
         settings = Settings.from_env()
         if self._grace_s is not None:
-            settings = _with_grace(settings, self._grace_s)
+            settings = settings.with_grace(self._grace_s)
         env = RankInfo.from_env()
         self.ranks = current_ranks(env)
         self._log_filter = RankFilter(
@@ -175,7 +175,21 @@ class Guard:
         flatten(self._collector.state())  # names what a checkpoint cannot hold now, not at death
         self._exchange = open_exchange(self.ranks)
         stack.callback(self._exchange.close)
-        self._resume_or_start(directories)
+        start = start_or_resume(
+            directories,
+            collector=self._collector,
+            targets=self._targets,
+            loader=self.loader,
+            ranks=self.ranks,
+            exchange=self._exchange,
+            events=self._events,
+            resume=self._resume,
+        )
+        self.run_id, self._log_filter.attempt = start.run_id, start.attempt
+        if start.resumed is not None:
+            position = self._collector.position
+            self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
+            self.resumed_from_step, self.resumed_path = position.step, start.resumed.path
         self._start_stages(stack, settings)
 
     def _prepare_directories(self) -> list[Path]:
@@ -192,11 +206,11 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
-        self._record_gradient_order(stack)
+        self._orders = GradientOrders(self._targets, self._collector)
         self._step_gate = StepGate(self._step)
         self._saver = Saver(self._collector, self._update_gate, self.ranks, self._events, run_id=self.run_id)
         stack.callback(self._saver.close)
-        watcher = Watcher(lambda signum: self._hear_signal(signum))
+        watcher = Watcher(self._hear_signal)
         self._watcher = watcher
         parameter_bytes = sum(p.numel() * p.element_size() for p in self._collector.parameters)
         self.stopper = Stopper(
@@ -244,6 +258,7 @@ class Guard:
             self._events.emit("end", step=self._step, outcome="finished")
             return
         if isinstance(error, GracefulExit):
+            self.stopper.after_save()
             self._events.emit("exit", step=error.step, reason=error.reason, outcome=str(error.code))
             return
         self.stopper.on_exception(error)
@@ -256,79 +271,11 @@ class Guard:
             raise leaving from error
         self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
 
-    # --- start: resume or fresh --------------------------------------------------------------------------------------
-
-    def _resume_or_start(self, directories: Sequence[Path]) -> None:
-        found = find_and_read(directories, self.ranks, self._exchange, resume=self._resume)
-        fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-        self._exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
-        self.run_id = self._events.run_id = self._exchange.collect("run_id", 600.0)[0]
-        if found is None:
-            logger.info("fresh start in %s", directories[0])
-            self._collector.copy(Position())
-            self._events.emit("start", step=0, outcome="fresh")
-            return
-        self._load(found)
-
-    def _load(self, found: Resumed) -> None:
-        began = time.perf_counter()
-        info = found.checkpoint.info
-        for note in self._collector.load(found.checkpoint.state):
-            logger.warning("%s", note)
-        for name, module in self._ddp_modules():
-            problem = replay_gradient_order(module, self._collector.gradient_order.get(name, []))
-            if problem is not None:
-                logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
-        position = self._collector.position
-        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step, self.resumed_path = position.step, found.path
-        self._log_filter.attempt = self._events.attempt = max(self.ranks.attempt, info.attempt + 1)
-        self._restore_rng(found)
-        self._collector.copy(position)
-        for line in found.rejected:
-            logger.warning("%s", line)
-        logger.info(
-            "resumed from %s: step %d (epoch %d, step %d), saved because of %s",
-            found.path, info.step, info.epoch, info.step_in_epoch, info.reason,
-        )  # fmt: skip
-        self._events.emit(
-            "resume",
-            step=info.step,
-            reason=info.reason,
-            duration_s=time.perf_counter() - began,
-            outcome="resumed",
-            path=str(found.path),
-            rejected=list(found.rejected),
-        )
-
-    def _restore_rng(self, found: Resumed) -> None:
-        """Now, and once more when the loader's iterator exists: creating it, and code before it, may draw numbers."""
-        state = found.checkpoint.state["rng"]
-        restore_rng(state)
-        if not hasattr(self.loader, "on_iterator_ready"):
-            return
-
-        def once() -> None:
-            self.loader.on_iterator_ready = None
-            restore_rng(state)
-
-        self.loader.on_iterator_ready = once
-
-    def _ddp_modules(self) -> list[tuple[str, DistributedDataParallel]]:
-        return [(name, t) for name, t in self._targets.items() if isinstance(t, DistributedDataParallel)]
-
-    def _record_gradient_order(self, stack: ExitStack) -> None:
-        self._orders: dict[str, GradientOrder] = {}
-        for name, module in self._ddp_modules():
-            if not self._collector.gradient_order.get(name):
-                self._orders[name] = GradientOrder(module)
-                self._orders[name].record()
-
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
         return self.resumed_path if self._collector.position.step == self.resumed_from_step else None
 
-    # --- steps ---------------------------------------------------------------------------------------------------------
+    # --- steps ---
 
     @property
     def position(self) -> Position:
@@ -346,8 +293,9 @@ class Guard:
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
 
-        An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch: so code
-        after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without the stop.
+        An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
+        so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
+        the stop.
         """
         if num_epochs < 0:
             raise UsageError(f"epochs({num_epochs}): the number of epochs cannot be negative")
@@ -362,8 +310,9 @@ class Guard:
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
 
-        Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window (gradients, but no
-        update since the last call) it counts a step; the job stops at the window's end. `scalars` are accepted for logging.
+        Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window
+        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `scalars`
+        are accepted for logging.
         """
         self.boundary()
         self.finish_step()
@@ -377,17 +326,19 @@ class Guard:
         self._cut = self._update_gate.updated or not self._window_open()
         if not self._cut:
             return
-        for name, order in list(self._orders.items()):
-            if order.finish():
-                self._collector.gradient_order[name] = self._orders.pop(name).order
+        self._orders.at_boundary()
         position = self.position
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
-                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update", self._step
+                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
+                self._step,
             )
 
     def finish_step(self, amend: Sequence[str] = ()) -> None:
-        """Second half of `step_end`: periodic saves and the stop. `amend` names parts to copy again (callbacks' counters)."""
+        """Second half of `step_end`: periodic saves and the stop.
+
+        `amend` names parts to copy again (callbacks' counters).
+        """
         if amend:
             self._collector.copy_components(tuple(amend))
         self._log_filter.step = self._step
@@ -409,7 +360,10 @@ class Guard:
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can then stop at the boundary it already has."""
+        """Around an evaluation or anything long between two steps: the job can then stop at the boundary it
+
+        already has.
+        """
         self._step_gate.leave_step()
         try:
             yield
@@ -445,30 +399,3 @@ class Guard:
             return len(self.loader)
         except (TypeError, NotImplementedError):
             return 0
-
-
-def _with_grace(settings: Settings, grace_s: float) -> Settings:
-    from dataclasses import replace
-
-    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0.5 <= grace_s <= 86400:
-        raise UsageError(f"grace_s={grace_s!r}: give seconds from 0.5 to 86400")
-    return replace(settings, grace_s=float(grace_s))
-
-
-def _name_targets(
-    *, model: Any, optimizer: Any, lr_scheduler: Any, scaler: Any, loader: Any, stateful: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """One name for each object, as it will stand in the checkpoint's tree."""
-    named: dict[str, Any] = {}
-    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
-        if isinstance(value, (list, tuple)):
-            named.update({f"{name}_{index}": one for index, one in enumerate(value)})
-        elif value is not None:
-            named[name] = value
-    if loader is not None:
-        named["loader"] = loader
-    for name, value in (stateful or {}).items():
-        if name in named or name in ("rng", "progress", "gradient_order"):
-            raise UsageError(f"stateful[{name!r}]: that name is taken; choose another")
-        named[name] = value
-    return named

@@ -58,7 +58,8 @@ class Saver:
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Write the boundary just reached. A failure is reported and training goes on; returns whether it went well.
 
-        With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the events.
+        With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
+        events.
         """
         position = self.collector.position
         path = self.folder(policy.directory) / policy.name(position)
@@ -108,6 +109,7 @@ class Saver:
             reason=reason,
             kind=kind,
             created=time.time(),
+            resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.ranks.attempt,
             append_info=tuple(append_info),
             torch_version=torch.__version__,
@@ -138,10 +140,12 @@ class Saver:
         return result
 
     def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
-        """Delete what the policy no longer keeps: only periodic files of this run and rank, never of the newest whole step.
+        """Delete what the policy no longer keeps: only periodic files of this run and rank, never of the newest whole
+        step.
 
-        A step is whole when every rank's file is there. Where the other ranks' folders cannot be seen (node-local disks) no
-        step ever looks whole; the two newest own steps are kept then, because the other ranks may not have finished the last.
+        A step is whole when every rank's file is there. Where the other ranks' folders cannot be seen (node-local
+        disks) no step ever looks whole; the two newest own steps are kept then, because the other ranks may not have
+        finished the last.
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return

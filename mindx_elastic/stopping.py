@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -190,9 +191,18 @@ class Stopper:
     def exit(self) -> GracefulExit:
         """What the training thread raises once the phase is final."""
         assert self.alarm is not None
-        return GracefulExit(
-            self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path
-        )
+        return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path)
+
+    def after_save(self) -> None:
+        """Training thread, on its way out: what policies want done once the state is durable. Failures are warnings."""
+        if self.alarm is None or self._phase is not StopPhase.SAVED:
+            return
+        for policy in self._answering(self.alarm):
+            if policy.after_save is not None:
+                try:
+                    policy.after_save(self.alarm.deadline.at)
+                except Exception as error:
+                    logger.warning("after the checkpoint: %s: %s", type(error).__name__, error)
 
     def wait_while_saving(self) -> StopPhase:
         """Training thread: wait for the watcher's save. Without a bound: leaving now would cut the file off."""
@@ -280,7 +290,9 @@ class Stopper:
         self.failure = problem
         step = self.saver.collector.position.step
         logger.error(
-            "the boundary after step %d cannot be saved: %s. The newest complete checkpoint on disk stands in", step, problem
+            "the boundary after step %d cannot be saved: %s. The newest complete checkpoint on disk stands in",
+            step,
+            problem,
         )
         self.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary")
         self._move(StopPhase.FAILED)
@@ -301,10 +313,8 @@ class Stopper:
         for child in multiprocessing.active_children():
             child.kill()
         for stream in (sys.stdout, sys.stderr):
-            try:
+            with suppress(OSError, ValueError):  # a closed pipe must not keep a dying process
                 stream.flush()
-            except (OSError, ValueError):
-                pass  # a closed pipe must not keep a dying process
         logging.shutdown()
         os._exit(self.alarm.exit_code)
 

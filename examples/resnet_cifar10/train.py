@@ -19,11 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from dataset import DataError, DataSplit, load_cifar10, load_digits_split
-from download import download_cifar10
-from resnet import ResNet20
 from torch import Tensor, nn
 
+from dataset import DataError, DataSplit, load_cifar10, load_digits_split
+from download import download_cifar10
 from mindx_elastic.config import RankInfo
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import MindxError
@@ -37,6 +36,7 @@ from mindx_elastic.train import (
     OnRequestExit,
     RunContext,
 )
+from resnet import ResNet20
 
 __all__ = ["learning_rate_factor", "main", "parse_args", "weights_sha256"]
 
@@ -68,25 +68,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--data-url", type=Path, metavar="DIR", help="CIFAR-10 in its binary layout; without it scikit-learn's digits"
     )
     data.add_argument(
-        "--download", action="store_true", help=f"fetch CIFAR-10 into --data-url (or {DEFAULT_DATA}/) if it is not there"
+        "--download",
+        action="store_true",
+        help=f"fetch CIFAR-10 into --data-url (or {DEFAULT_DATA}/) if not there",
     )
-    data.add_argument("--limit-train", type=at_least(1, int), metavar="N", help="use only the first N training pictures")
+    data.add_argument("--limit-train", type=at_least(1, int), metavar="N", help="only the first N training pictures")
     data.add_argument("--num-workers", type=at_least(0, int), default=0, metavar="N", help="loader processes per rank")
     train = parser.add_argument_group("training")
     train.add_argument("--train-url", type=Path, default=Path("output"), metavar="DIR", help="checkpoints and events")
     train.add_argument("--epochs", type=at_least(1, int), default=10)
-    train.add_argument("--batch-size", type=at_least(1, int), default=32, metavar="N", help="pictures per rank and batch")
+    train.add_argument(
+        "--batch-size", type=at_least(1, int), default=32, metavar="N", help="pictures per batch and rank"
+    )
     train.add_argument("--lr", type=at_least(0, float), default=0.1, help="highest learning rate")
     train.add_argument("--seed", type=at_least(0, int), default=0)
     train.add_argument("--grad-accum", type=at_least(1, int), default=1, metavar="K", help="batches per update")
     train.add_argument("--amp", action="store_true", help="automatic mixed precision")
-    train.add_argument("--log-steps", type=at_least(1, int), default=10, metavar="N", help="print the loss every N steps")
+    train.add_argument(
+        "--log-steps", type=at_least(1, int), default=10, metavar="N", help="print the loss every N steps"
+    )
     train.add_argument("--threads", type=at_least(1, int), default=1, metavar="N", help="CPU threads per rank")
     saving = parser.add_argument_group("saving")
     saving.add_argument(
-        "--save-checkpoint-steps", type=at_least(0, int), default=0, metavar="N", help="every N steps; 0: only when stopped"
+        "--save-checkpoint-steps",
+        type=at_least(0, int),
+        default=0,
+        metavar="N",
+        help="0: only when stopped",
     )
-    saving.add_argument("--keep-checkpoint-max", type=at_least(1, int), default=5, metavar="N", help="periodic ones kept")
+    saving.add_argument(
+        "--keep-checkpoint-max", type=at_least(1, int), default=5, metavar="N", help="periodic ones kept"
+    )
     saving.add_argument("--async-save", action="store_true", help="write periodic checkpoints beside the training")
     return parser.parse_args(argv)
 
@@ -133,8 +145,8 @@ def load_data(args: argparse.Namespace) -> DataSplit:
 class TestAtEnd(Callback):
     """Measures the accuracy on the test set at the end of the last epoch.
 
-    Inside the training and not after it: when the job is told to stop during this evaluation, the last step is saved and
-    the same command does only the evaluation again.
+    Inside the training and not after it: when the job is told to stop during this evaluation, the last step is
+    saved and the same command does only the evaluation again.
     """
 
     def __init__(self, loader: ResumableLoader) -> None:
@@ -156,7 +168,7 @@ def make_callbacks(args: argparse.Namespace, test: TestAtEnd) -> list[Callback]:
     )
     callbacks: list[Callback] = [
         ExceptionCheckpoint(prefix=PREFIX, directory=args.train_url, config=config),
-        # The flag file is watched when MS_ENABLE_GRACEFUL_EXIT=1: {"GracefulExit": 1} in graceful_exit.json stops the job.
+        # With MS_ENABLE_GRACEFUL_EXIT=1 it watches graceful_exit.json; {"GracefulExit": 1} in it stops the job.
         OnRequestExit(save_mindir=False, file_name=PREFIX, directory=args.train_url),
         LossMonitor(args.log_steps),
         test,
@@ -182,9 +194,7 @@ def train(args: argparse.Namespace) -> None:
     if ranks.rank == 0:
         say(data.description)
 
-    loader = ResumableLoader(
-        data.train, args.batch_size, shuffle=True, seed=args.seed, num_workers=args.num_workers
-    )
+    loader = ResumableLoader(data.train, args.batch_size, shuffle=True, seed=args.seed, num_workers=args.num_workers)
     test = TestAtEnd(ResumableLoader(data.test, 256, num_workers=args.num_workers))
     network = ResNet20()
     optimizer = torch.optim.SGD(network.parameters(), lr=args.lr, momentum=0.9, weight_decay=1e-4)

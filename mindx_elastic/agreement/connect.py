@@ -60,7 +60,7 @@ def _second_connection(store: Any) -> Any:
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
     if isinstance(store, dist.FileStore):
-        return dist.FileStore(str(getattr(store, "path")))
+        return dist.FileStore(store.path)  # type: ignore[attr-defined]  # missing in the stubs
     raise UsageError(
         f"the process group uses a {type(store).__name__}, to which this torch cannot open a second connection; "
         "use torchrun or a TCPStore, or torch >= 2.9"

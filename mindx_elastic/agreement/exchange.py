@@ -10,8 +10,8 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/decision``        the decision cell (compare-and-set), JSON
 ==========================  =====================================================================
 
-O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of our own
-(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of
+our own (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
 
 One bell a rank, and not one for all, lets a rank that ends wake its own listener.
 """
@@ -45,7 +45,10 @@ class Store(Protocol):
 
 
 class Exchange(Protocol):
-    """Port between the guard and whatever carries its messages. Called from the watcher thread unless said otherwise."""
+    """Port between the guard and whatever carries its messages.
+
+    Called from the watcher thread unless said otherwise.
+    """
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop."""
@@ -111,8 +114,9 @@ class LocalExchange:
 class StoreExchange:
     """An exchange over a c10d store.
 
-    `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises what
-    `connect` raises; after that a lost store never raises out of `decide`, `request` or `leave`: the rank acts alone.
+    `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises
+    what `connect` raises; after that a lost store never raises out of `decide`, `request` or `leave`: the rank acts
+    alone.
     """
 
     def __init__(self, connect: Callable[[], Store], *, rank: int, world_size: int) -> None:

@@ -1,10 +1,11 @@
 """The agreement on one stop step, as a pure protocol: no threads, no clock, no network.
 
-Every rank makes one *offer* a round: the boundary that it can stop at, or `CANNOT` (its state is torn), or `LEFT` (it has
-finished training). Once all offers are in, the stop step is the largest one: ranks that are behind run up to it. Whoever
-concludes first writes the decision into a cell with compare-and-set semantics; everybody obeys what the cell holds, so two
-ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if it wins, everybody
-acts alone (each saves its own last boundary, the planner decides at the next start); if it loses, it obeys the agreed step.
+Every rank makes one *offer* a round: the boundary that it can stop at, or `CANNOT` (its state is torn), or `LEFT` (it
+has finished training). Once all offers are in, the stop step is the largest one: ranks that are behind run up to it.
+Whoever concludes first writes the decision into a cell with compare-and-set semantics; everybody obeys what the cell
+holds, so two ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if
+it wins, everybody acts alone (each saves its own last boundary, the planner decides at the next start); if it loses,
+it obeys the agreed step.
 
 The first round is over *coming* boundaries (each rank holds back at the boundary it offered). The second, taken when
 the deadline is near or a rank has failed, is over *held* boundaries: the last one each rank can still reproduce.

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -79,10 +80,8 @@ class SignalHandlers:
     def forward(self, signum: int) -> None:
         """Hand a signal number on to the wakeup descriptor that was installed before ours (asyncio's, say)."""
         if self._previous_fd >= 0:
-            try:
+            with suppress(OSError):  # its owner is gone, or its buffer is full: then it is awake anyway
                 os.write(self._previous_fd, bytes([signum]))
-            except OSError:
-                pass  # its owner is gone or its buffer is full: then it is awake anyway
 
     def hear(self, signum: int) -> bool:
         """Watcher thread: whether the number that came through the descriptor is one of ours."""
@@ -114,7 +113,10 @@ class SignalHandlers:
 
 
 def _after_fork_in_child() -> None:
-    """A forked child (a loader worker, a pool) shares the parent's wakeup socket: its signals would alarm the parent."""
+    """A forked child (a loader worker, a pool) shares the parent's wakeup socket: its signals would alarm the
+
+    parent.
+    """
     if _active is not None:
         _active._restore()
 

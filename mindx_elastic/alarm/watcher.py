@@ -18,6 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from mindx_elastic.events import logger
 
@@ -77,10 +78,8 @@ class Watcher:
         self.post(lambda: heapq.heappush(self._timers, (when, next(self._ids), callback)))
 
     def _wake(self) -> None:
-        try:
+        with suppress(OSError):  # full: it is awake already; closed: it is gone
             self._sender.send(bytes([_POST]))
-        except (BlockingIOError, OSError):
-            pass  # full: it is awake already; closed: it is gone
 
     def _run(self) -> None:
         while not self._stopping:

@@ -11,11 +11,10 @@ import torch
 from mindx_elastic.capture.components import Component, ModuleComponent, component_for
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import capture_rng, pack_rng
+from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["Collector"]
-
-_OWN = ("rng", "progress", "gradient_order")
 
 
 class Collector:
@@ -67,14 +66,14 @@ class Collector:
         missing = [name for name in self.components if name not in state]
         if missing:
             raise MismatchError(
-                f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the same "
-                'objects as the run that wrote it, or start anew with resume="never" in another directory'
+                f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
+                'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
         for name, component in self.components.items():
             component.load(state[name])
         self.position = Position(**state["progress"])
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
-        extra = [name for name in state if name not in self.components and name not in _OWN]
+        extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
     def _mark_devices(self) -> None:

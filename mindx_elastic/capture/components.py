@@ -3,8 +3,10 @@
 A component is asked three things: `copy` its volatile part at a boundary (training thread, every step, microseconds),
 `state` = live stable part + that copy (any thread, holding the update gate), and `load` (start-up).
 
-* a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are copied
-* an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them between
+* a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are
+  copied
+* an optimizer: its state is stable; the options of its groups (learning rate) are copied, schedulers change them
+  between
 * everything else with ``state_dict``: copied whole
 """
 
@@ -167,7 +169,10 @@ class OptimizerComponent:
         self.copy()
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
-        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32 moments."""
+        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32
+
+        moments.
+        """
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         indices = [i for group in state["param_groups"] for i in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
@@ -175,9 +180,9 @@ class OptimizerComponent:
             loaded = self.optimizer.state.get(parameter, {})
             for key, value in saved.items():
                 current = loaded.get(key)
-                if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
-                    if value.dtype != current.dtype:
-                        loaded[key] = value.to(current.device, copy=True)
+                both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
+                if both and value.dtype != current.dtype:
+                    loaded[key] = value.to(current.device, copy=True)
 
 
 class PlainComponent:
@@ -208,6 +213,6 @@ def component_for(name: str, target: object) -> Component:
     if isinstance(target, Stateful):
         return PlainComponent(name, target)
     raise UsageError(
-        f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be resumed. "
-        "Give it both methods, or leave it out"
+        f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
+        "resumed. Give it both methods, or leave it out"
     )

@@ -15,8 +15,8 @@ _ATOMS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.
 def copy_tree(value: Any) -> Any:
     """A copy that shares nothing mutable with `value`: containers are rebuilt, tensors and arrays cloned.
 
-    Unlike `copy.deepcopy` it keeps no memo (ten times faster on scheduler state) and takes no objects apart: what it does
-    not know is returned as it is, and the checkpoint format refuses it by name before training starts.
+    Unlike `copy.deepcopy` it keeps no memo (ten times faster on scheduler state) and takes no objects apart: what it
+    does not know is returned as it is, and the checkpoint format refuses it by name before training starts.
     """
     kind = type(value)
     if kind in _ATOMS:

@@ -31,9 +31,7 @@ class GradientOrder:
     def record(self) -> None:
         """Listen to the next backward. Call `finish` at the boundary after it."""
         for index, parameter in enumerate(self.parameters):
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index))
-            )
+            self._handles.append(parameter.register_post_accumulate_grad_hook(lambda _, index=index: self._note(index)))
 
     def finish(self) -> bool:
         """At a boundary: stop listening once a backward has been seen. True when there is nothing left to record."""

@@ -35,9 +35,9 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
 def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:
     """`state` with its device tensors in pinned host memory.
 
-    CPU tensors are cloned when `copy` is set (the caller goes on training while the result is written), else taken as they
-    are. CUDA tensors are copied on a stream of their own that waits for `boundary_event` only, so that a hung kernel of
-    the next step on the training stream does not hold the copy up. Returns once all copies are complete.
+    CPU tensors are cloned when `copy` is set (the caller goes on training while the result is written), else taken as
+    they are. CUDA tensors are copied on a stream of their own that waits for `boundary_event` only, so that a hung
+    kernel of the next step on the training stream does not hold the copy up. Returns once all copies are complete.
     """
     streams: dict[torch.device, Any] = {}
 

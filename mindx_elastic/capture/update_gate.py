@@ -36,7 +36,10 @@ class GateState(Enum):
 
 
 class UpdateGate:
-    """One per guard. `begin_update`, `end_update` and `pass_boundary` run in the thread that updates, `hold` anywhere."""
+    """One per guard.
+
+    `begin_update`, `end_update` and `pass_boundary` run in the thread that updates, `hold` anywhere.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mindx_elastic.data.position import Cursor
-from mindx_elastic.data.workers import end_workers, open_iterator
+from mindx_elastic.data.workers import WorkerSet, open_iterator
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Engine", "Iteration"]
@@ -19,22 +19,31 @@ Progress = Callable[[int], "tuple[int, bool]"]
 
 
 class Iteration(Iterator[Any]):
-    """Iterator over the batches of one epoch. Only a batch that the caller gets moves the position:
-    prefetched ones do not count.
+    """Iterator over the batches of one epoch. Only a batch that the caller gets moves the position: prefetched ones
+    do not count.
 
-    `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs
-    once, before the first batch is fetched. Training thread only.
+    `progress(n)` is (samples consumed, no batch is left) after n batches of this iteration. `announce` runs once,
+    before the first batch is fetched. `workers` end with the iteration; `shared` says that persistent workers, which
+    outlive it, make the batches. Training thread only.
     """
 
     def __init__(
-        self, cursor: Cursor, batches: Iterator[Any], *, progress: Progress, announce: Callable[[], None], owned: bool
+        self,
+        cursor: Cursor,
+        batches: Iterator[Any],
+        *,
+        progress: Progress,
+        announce: Callable[[], None],
+        workers: WorkerSet | None,
+        shared: bool,
     ) -> None:
         self._cursor = cursor
         self._token = cursor.token
         self._batches: Iterator[Any] | None = batches
         self._progress = progress
         self._announce: Callable[[], None] | None = announce
-        self._owned = owned  # False: persistent workers, which outlive the iteration
+        self._workers = workers
+        self._shared = shared
         self._count = 0
         self._stopped = False
 
@@ -44,7 +53,7 @@ class Iteration(Iterator[Any]):
             if self._stopped:
                 raise UsageError("the loader was shut down; make a new iterator with iter(loader)")
             raise StopIteration
-        if not self._owned and self._token != self._cursor.token:
+        if self._shared and self._token != self._cursor.token:
             raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._announce is not None:
             announce, self._announce = self._announce, None
@@ -55,8 +64,7 @@ class Iteration(Iterator[Any]):
             self._end(exhausted=True)
             raise
         except Exception:
-            # The batch is gone (torch goes on with the next one), so a caller who carries on must find it
-            # counted.
+            # The batch is gone (torch goes on with the next one): a caller who carries on must find it counted.
             self._advance()
             raise
         self._advance()
@@ -71,8 +79,8 @@ class Iteration(Iterator[Any]):
         batches, self._batches = self._batches, None
         if batches is not None:
             self._cursor.end(self._token, exhausted=exhausted)
-            if self._owned:
-                end_workers(batches, grace_s=grace_s)
+            if self._workers is not None:
+                self._workers.end(batches, grace_s=grace_s)
 
     def stop(self) -> None:
         """End the workers now; from then on asking for a batch is an error."""
@@ -85,28 +93,42 @@ class Iteration(Iterator[Any]):
 
 
 class Engine:
-    """The machinery that a loader holds: its cursor, its live iteration, its persistent torch loader."""
+    """The machinery that a loader holds: its cursor, its live iteration, its persistent workers."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()
-        self._torch_loader: Any = None  # kept only for persistent workers
-        self._torch_iterator: Any = None
         self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
+        # For persistent workers only:
+        self._torch_loader: Any = None
+        self._torch_iterator: Any = None
+        self._workers: WorkerSet | None = None
 
-    def open(self, build: Callable[[], Any], *, persistent: bool) -> Iterator[Any]:
-        """A torch iterator over `build()`; with persistent workers `build` is called the first time only."""
+    def open(self, build: Callable[[], Any], *, persistent: bool) -> tuple[Iterator[Any], WorkerSet | None]:
+        """A torch iterator over `build()` and the workers that end with it.
+
+        With persistent workers `build` is called the first time only, and the workers are kept here.
+        """
         if not persistent:
             return open_iterator(build())
-        if self._torch_loader is None:
+        if self._torch_iterator is None:
             self._torch_loader = build()
-        self._torch_iterator = open_iterator(self._torch_loader)
-        return self._torch_iterator  # type: ignore[no-any-return]
+            self._torch_iterator, self._workers = open_iterator(self._torch_loader)
+        else:
+            iter(self._torch_loader)  # resets the same iterator; no process is started
+        return self._torch_iterator, None
 
     def iterate(
-        self, batches: Iterator[Any], *, progress: Progress, announce: Callable[[], None], persistent: bool
+        self,
+        opened: tuple[Iterator[Any], WorkerSet | None],
+        *,
+        progress: Progress,
+        announce: Callable[[], None],
     ) -> Iteration:
-        owned = not persistent
-        iteration = Iteration(self.cursor, batches, progress=progress, announce=announce, owned=owned)
+        batches, workers = opened
+        shared = batches is self._torch_iterator
+        iteration = Iteration(
+            self.cursor, batches, progress=progress, announce=announce, workers=workers, shared=shared
+        )
         self._live = weakref.ref(iteration)
         return iteration
 
@@ -114,10 +136,14 @@ class Engine:
         iteration = self._live() if self._live is not None else None
         if iteration is not None:
             iteration.stop()
-        iterator, self._torch_iterator, self._torch_loader = self._torch_iterator, None, None
-        if iterator is not None:
-            end_workers(iterator, grace_s=_SHUTDOWN_GRACE_S)
+        self._end_persistent(_SHUTDOWN_GRACE_S)
+
+    def _end_persistent(self, grace_s: float) -> None:
+        iterator, workers = self._torch_iterator, self._workers
+        self._torch_loader = self._torch_iterator = self._workers = None
+        if workers is not None:
+            workers.end(iterator, grace_s=grace_s)
 
     def __del__(self) -> None:
-        if getattr(self, "_torch_iterator", None) is not None:
-            end_workers(self._torch_iterator, grace_s=_CLOSE_GRACE_S)
+        if getattr(self, "_workers", None) is not None:  # not there when __init__ failed
+            self._end_persistent(_CLOSE_GRACE_S)

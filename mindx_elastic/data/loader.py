@@ -143,15 +143,14 @@ class ResumableLoader(DataLoader[Any]):
             self._settings = self._current_settings()
             plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
             self._tell_padding(plan)
-            batches = self._engine.open(self._build, persistent=self.persistent_workers)
+            opened = self._engine.open(self._build, persistent=self.persistent_workers)
         except BaseException:
             cursor.abandon()
             raise
         return self._engine.iterate(
-            batches,
+            opened,
             progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
             announce=self._announce,
-            persistent=self.persistent_workers,
         )
 
     def state_dict(self) -> dict[str, Any]:

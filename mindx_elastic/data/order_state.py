@@ -1,4 +1,4 @@
-"""State found on a sampler, a loader or an iterable data set that decides its order, as values a checkpoint can hold."""
+"""State of a sampler, a loader or an iterable data set that decides its order, as values a checkpoint can hold."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from mindx_elastic.data.seeding import (
     restore_streams,
 )
 from mindx_elastic.data.skipping import SkippingSampler, too_short
-from mindx_elastic.data.workers import WorkerStart, make_torch_loader
+from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader
 from mindx_elastic.errors import UsageError
 
 __all__ = ["ReplayLoader"]
@@ -34,13 +34,11 @@ _SAMPLE = 5  # keeps the augmentation's hashes apart from the other hashes of (s
 class ReplayLoader:
     """Resumes any loader by beginning its epoch again and skipping what was consumed.
 
-    At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found
-    on the loader and
-    its samplers: generators, ``epoch``, ``state_dict()``. On resume these are put back, the iterator is
-    made anew, and the
-    consumed batches are skipped: on the level of indices, without loading, for map-style data sets; by
-    loading and dropping them for iterable ones. The loader itself is not changed (a subclass with its own ``__iter__`` gets another ``worker_init_fn``), and the workers are
-    shielded from signals.
+    At the start of an epoch it notes the global random streams (Python, numpy, torch CPU) and those found on the
+    loader and its samplers: generators, ``epoch``, ``state_dict()``. On resume these are put back, the iterator is
+    made anew, and the consumed batches are skipped: on the level of indices, without loading, for map-style data sets;
+    by loading and dropping them for iterable ones. The loader itself is not changed (only a subclass with its own
+    ``__iter__`` gets another ``worker_init_fn``), and the workers are shielded from signals.
 
     What is weaker than `ResumableLoader`:
     - skipping takes time in proportion to the batches consumed, and for iterable data sets as long as
@@ -111,16 +109,16 @@ class ReplayLoader:
                 # Streams are restored before torch draws from them, as in a run that was never stopped.
                 self._announce()
                 cursor.start = self._capture()
-                batches = self._open(0)
+                opened = self._open(0)
             else:
                 announce = self._announce
                 with preserved_streams():
                     self._restore(cursor.start)
-                    batches = self._open(cursor.batch)
+                    opened = self._open(cursor.batch)
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(batches, progress=_no_samples, announce=announce, persistent=self._persistent)
+        return self._engine.iterate(opened, progress=_no_samples, announce=announce)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what is needed to begin its epoch again.
@@ -176,18 +174,18 @@ class ReplayLoader:
             "kind": _KIND, "seed": self.seed, "length": length, "num_workers": workers, "world_size": world_size
         }  # fmt: skip
 
-    def _open(self, skip: int) -> Iterator[Any]:
+    def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
             prefix = mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], _SAMPLE)
             self._skipper.begin_at(skip, prefix)
-            batches = self._engine.open(self._build, persistent=self._persistent)
+            opened = self._engine.open(self._build, persistent=self._persistent)
             self._skipper.skip_now()
-            return batches
-        batches = self._engine.open(self._build, persistent=self._persistent)
+            return opened
+        opened = self._engine.open(self._build, persistent=self._persistent)
         for done in range(skip):
-            if next(batches, _END) is _END:
+            if next(opened[0], _END) is _END:
                 raise too_short(done, skip)
-        return batches
+        return opened
 
     def _build(self) -> Any:
         stock = self._stock

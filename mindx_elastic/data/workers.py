@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -31,13 +30,11 @@ from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.data.seeding import SeededDataset
 
-__all__ = ["WorkerStart", "end_workers", "make_torch_loader", "open_iterator"]
+__all__ = ["WorkerSet", "WorkerStart", "make_torch_loader", "open_iterator"]
 
 _KILL_WAIT_S = 5.0
 
-# Open iterators with workers and the process that opened them. A forked child inherits the objects, and must not end
-# the workers of its parent when it frees them.
-_owners: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_open_sets: set[WorkerSet] = set()  # what the exit hook must end; strong, see WorkerSet
 _exit_hook_pid: int | None = None
 
 
@@ -99,18 +96,21 @@ def make_torch_loader(
     )
 
 
-def open_iterator(loader: Any) -> Iterator[Any]:
-    """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start."""
+def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
+    """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start.
+
+    The second result is None where there are no workers, or none that can be got at.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
     try:
         with _without_fork_warning():
             iterator: Iterator[Any] = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    if getattr(iterator, "_workers", None):
-        _owners[iterator] = os.getpid()
-        _register_exit_hook()
-    return iterator
+    if not getattr(iterator, "_workers", None):
+        return iterator, None
+    _register_exit_hook()
+    return iterator, WorkerSet(iterator)
 
 
 @contextmanager
@@ -122,55 +122,77 @@ def _without_fork_warning() -> Iterator[None]:
         yield
 
 
-def end_workers(iterator: Any, *, grace_s: float) -> None:
-    """End the worker processes behind `iterator`: ask, wait at most `grace_s` for all of them together, then SIGKILL.
+class WorkerSet:
+    """The worker processes behind one torch iterator, and what is needed to end them.
 
-    Any thread. `grace_s` 0: SIGKILL at once. Does nothing for an iterator without workers, in another process than the
-    one that opened it, or the second time.
+    Kept in `_open_sets` and not with the iterator alone: when an iterator is freed as part of a reference cycle (an
+    exception from a worker makes one), the queues would be closed before anyone could tell the workers to end. It
+    holds nothing of the user's, so it keeps nothing else alive.
     """
-    workers = getattr(iterator, "_workers", None)
-    if not workers or iterator._shutdown:
-        return
-    iterator._shutdown = True  # torch's own shutdown, run when the iterator is freed, now finds nothing to do
-    if _owners.get(iterator, os.getpid()) != os.getpid():
-        return
-    if iterator._worker_pids_set:
-        signal_handling._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-    if grace_s > 0:
-        _ask_to_end(iterator, grace_s)
-    for worker in workers:
-        if worker.is_alive():
-            worker.kill()
-    for worker in workers:
-        worker.join(_KILL_WAIT_S)
-    for queue in [*iterator._index_queues, iterator._worker_result_queue]:
-        queue.cancel_join_thread()
-        queue.close()
 
+    def __init__(self, iterator: Any) -> None:
+        self.processes: list[Any] = list(iterator._workers)
+        self._queues: list[Any] = list(iterator._index_queues)
+        self._results = iterator._worker_result_queue
+        self._done = iterator._workers_done_event
+        self._key = id(iterator)  # under which torch watches the processes
+        self._owner = os.getpid()  # a forked child inherits the object, and must not end its parent's workers
+        self._ended = False
+        _open_sets.add(self)
 
-def _ask_to_end(iterator: Any, grace_s: float) -> None:
-    deadline = time.monotonic() + grace_s
-    _end_pin_memory_thread(iterator)
-    # In a thread, because a worker that was killed while it held the event's lock would block us for ever.
-    asking = threading.Thread(target=iterator._workers_done_event.set, daemon=True)
-    asking.start()
-    asking.join(grace_s)
-    for queue in iterator._index_queues:
-        queue.put(None)
-    for worker in iterator._workers:
-        worker.join(max(0.0, deadline - time.monotonic()))
+    def end(self, iterator: Any = None, *, grace_s: float) -> None:
+        """Ask the workers to end, wait at most `grace_s` for all of them together, then SIGKILL; 0: SIGKILL at once.
 
+        Any thread; does nothing the second time. `iterator` is the torch iterator, where the caller still has it.
+        """
+        if self._ended:
+            return
+        self._ended = True
+        _open_sets.discard(self)
+        first = (
+            iterator is not None and not iterator._shutdown
+        )  # before torch itself, which ends them after the last batch
+        if first:
+            iterator._shutdown = True  # torch's own way, run when the iterator is freed, now finds nothing to do
+        if self._owner != os.getpid():
+            return
+        self._unwatch(iterator)
+        if grace_s > 0 and first:
+            self._ask(iterator, grace_s)
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+        for process in self.processes:
+            process.join(_KILL_WAIT_S)
+        if first:
+            for queue in [*self._queues, self._results]:
+                queue.cancel_join_thread()
+                queue.close()
 
-def _end_pin_memory_thread(iterator: Any) -> None:
-    thread = getattr(iterator, "_pin_memory_thread", None)
-    if thread is None:
-        return
-    # First, as torch does: workers that are ending may leave half an object in the queue that this thread
-    # reads.
-    iterator._pin_memory_thread_done_event.set()
-    iterator._worker_result_queue.put((None, None))
-    thread.join(_KILL_WAIT_S)
+    def _unwatch(self, iterator: Any) -> None:
+        """Let go of the pids, so that torch's SIGCHLD handler does not raise in the training thread."""
+        if iterator is None:
+            signal_handling._set_worker_pids(self._key, ())  # torch takes the entry out by itself
+        elif iterator._worker_pids_set:
+            signal_handling._remove_worker_pids(self._key)
+            iterator._worker_pids_set = False
+
+    def _ask(self, iterator: Any, grace_s: float) -> None:
+        deadline = time.monotonic() + grace_s
+        pinning = getattr(iterator, "_pin_memory_thread", None)
+        if pinning is not None:
+            # First, as torch does: ending workers may leave half an object in the queue that this thread reads.
+            iterator._pin_memory_thread_done_event.set()
+            self._results.put((None, None))
+            pinning.join(_KILL_WAIT_S)
+        # In a thread, because a worker that was killed while it held the event's lock would block us for ever.
+        asking = threading.Thread(target=self._done.set, daemon=True)
+        asking.start()
+        asking.join(grace_s)
+        for queue in self._queues:
+            queue.put(None)
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
 
 
 def _register_exit_hook() -> None:
@@ -183,5 +205,5 @@ def _register_exit_hook() -> None:
 
 
 def _end_all_at_exit() -> None:
-    for iterator in list(_owners):
-        end_workers(iterator, grace_s=0)  # as torch: no asking at exit (and no new threads, which Python 3.12 forbids)
+    for workers in list(_open_sets):
+        workers.end(grace_s=0)  # as torch: no asking at exit (and no new threads, which Python 3.12 forbids)

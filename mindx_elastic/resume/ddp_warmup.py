@@ -1,9 +1,9 @@
 """Gives a resumed DDP module the bucket layout that the interrupted process had.
 
-DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual cure is a throwaway
-forward and backward of the real model before loading the state, which needs a batch and the loss, disturbs BatchNorm
-buffers and random generators, and costs a step. Instead we replay only what DDP looks at: a graph that touches every
-parameter with zeros, built so that autograd reaches the parameters in the recorded order.
+DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual cure is a
+throwaway forward and backward of the real model before loading the state, which needs a batch and the loss, disturbs
+BatchNorm buffers and random generators, and costs a step. Instead we replay only what DDP looks at: a graph that
+touches every parameter with zeros, built so that autograd reaches the parameters in the recorded order.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Chooses what to resume from and loads it.
 
-Every rank looks at the checkpoint files it can see, says over the store which steps it holds a sound file for, and all take
-the newest step that everybody has. Each rank then reads and verifies its own file before anybody changes any state; a damaged
-one is put in quarantine and the next older step is tried. So a job never starts from a mixture of steps, and never
-silently from nothing while checkpoints lie there.
+Every rank looks at the checkpoint files it can see, says over the store which steps it holds a sound file for, and
+all take the newest step that everybody has. Each rank then reads and verifies its own file before anybody changes any
+state; a damaged one is put in quarantine and the next older step is tried. So a job never starts from a mixture of
+steps, and never silently from nothing while checkpoints lie there.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def find_and_read(
 ) -> Resumed | None:
     """The checkpoint to resume from, verified and in memory; None for a fresh start. Main thread, all ranks together.
 
-    `resume` is ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by all ranks.
-    Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they were written by
-    another number of ranks, UsageError for a path that is not there.
+    `resume` is ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by
+    all ranks. Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they
+    were written by another number of ranks, UsageError for a path that is not there.
     """
     if resume == "never":
         return None

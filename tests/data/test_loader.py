@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import logging
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -30,6 +30,10 @@ def take(source: ResumableLoader, count: int) -> tuple[list[torch.Tensor], dict[
 
 def indices(batches: list[torch.Tensor]) -> list[int]:
     return [int(index) for batch in batches for index in batch[:, 0]]
+
+
+def flat(ranks: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [batch for batches in ranks for batch in batches]
 
 
 EPOCH = list(loader())
@@ -85,11 +89,11 @@ def test_persistent_workers_go_on_through_epochs_and_breaks() -> None:
     source = loader(num_workers=2, persistent_workers=True)
     assert same(list(source), epochs[1])
     assert same(take(source, 3)[0], epochs[2][:3])
-    workers = {worker.pid for worker in source._engine._torch_iterator._workers}
+    workers = source._engine._workers
     assert same(list(source), epochs[3])
     source.load_state_dict({**source.state_dict(), "epoch": 4, "batch": 2, "samples": 8, "finished": False})
     assert same(list(source), epochs[4][2:])
-    assert workers == {worker.pid for worker in source._engine._torch_iterator._workers}
+    assert source._engine._workers is workers
     source.shutdown()
     source.set_epoch(2)
     assert same(list(source), epochs[2])
@@ -121,7 +125,7 @@ def test_another_world_size_finishes_the_epoch() -> None:
         source.load_state_dict(begun[0][1])
     rest = [list(source) for source in new]
     assert len({len(batches) for batches in rest}) == 1
-    seen = indices([batch for batches, _ in begun for batch in batches]) + indices(sum(rest, []))
+    seen = indices([batch for batches, _ in begun for batch in batches]) + indices(flat(rest))
     assert sorted(seen) == list(range(30))
     assert {source.epoch for source in new} == {2}
 
@@ -147,8 +151,7 @@ def test_augmentation_differs_between_epochs() -> None:
 
 
 def test_break_leaves_the_position_and_the_next_iteration_is_the_next_epoch() -> None:
-    source, second = loader(), list(loader())
-    second = list(_at_epoch(2))
+    source, second = loader(), list(_at_epoch(2))
     for _ in source:
         break
     state = source.state_dict()
@@ -220,7 +223,7 @@ def test_a_position_before_the_first_batch() -> None:
 def test_ranks_share_an_epoch() -> None:
     ranks = [list(loader(31, 4, rank=rank, world_size=4)) for rank in range(4)]
     assert {len(batches) for batches in ranks} == {2}
-    assert sorted(indices(sum(ranks, []))) == list(range(31))
+    assert sorted(indices(flat(ranks))) == list(range(31))
 
 
 def test_augmentation_follows_the_sample_to_another_rank() -> None:
@@ -234,10 +237,11 @@ def test_padding_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         list(source)
         list(source)
-    assert [record.getMessage() for record in caplog.records] == [
-        "5 samples do not divide evenly over 3 ranks with batch size 1: the last step of each epoch repeats "
-        "1 of them. drop_last=True drops the remainder instead"
-    ]
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1
+    assert messages[0].endswith(
+        "the last step of each epoch repeats 1 of them. drop_last=True drops the remainder instead"
+    )
 
 
 # Random streams
@@ -332,7 +336,7 @@ def test_without_shuffle_the_order_is_the_data_sets() -> None:
 def _open_dataset(worker_id: int) -> None:
     info = get_worker_info()
     assert info is not None
-    info.dataset.opened_by = worker_id + 10
+    cast(Noisy, info.dataset).opened_by = worker_id + 10
 
 
 class Opened(Noisy):
@@ -379,7 +383,7 @@ class Unpicklable(Noisy):
 def test_workers_that_cannot_start_leave_the_position() -> None:
     source = ResumableLoader(Unpicklable(), 2, num_workers=1, multiprocessing_context="spawn")
     before = source.state_dict()
-    with pytest.raises((AttributeError, TypeError, Exception), match="pickle"):
+    with pytest.raises(Exception, match="pickle"):
         iter(source)
     assert source.state_dict() == before
     assert source.epoch == 1

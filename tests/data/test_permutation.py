@@ -15,7 +15,7 @@ keys = st.integers(0, 2**64 - 1)
 
 
 def table(size: int, key: int) -> list[int]:
-    return Permutation(size, key)(np.arange(size, dtype=np.int64)).tolist()
+    return [int(index) for index in Permutation(size, key)(np.arange(size, dtype=np.int64))]
 
 
 @given(size=st.integers(1, 3000), key=keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "resnet_cifar10"
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "resnet_cifar10"
 if str(EXAMPLE) not in sys.path:
     sys.path.insert(0, str(EXAMPLE))
 
@@ -29,6 +31,13 @@ def write_batch() -> WriteBatch:
         return path
 
     return write
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """For child processes: they find the package in this working tree, whether it is installed or not."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

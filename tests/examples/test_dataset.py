@@ -128,7 +128,7 @@ def test_a_pickled_data_set_holds_paths_not_pictures(cifar_directory: Path) -> N
     split = dataset.load_cifar10(cifar_directory)
     data = pickle.dumps(split.test)
     assert len(data) < 3073
-    assert labels_of(pickle.loads(data)) == list(range(10))  # noqa: S301 - our own bytes, as a loader worker gets them
+    assert labels_of(pickle.loads(data)) == list(range(10))
 
 
 def test_digits_are_split_the_same_way_each_time() -> None:

@@ -26,6 +26,7 @@ from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic import guard as guard_module
+from mindx_elastic import resuming as resuming_module
 from mindx_elastic import saving as saving_module
 from mindx_elastic.stopping import StopPhase
 
@@ -124,11 +125,15 @@ class Trainer:
             dist.init_process_group("gloo")
             self.wrapped = nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=args.bucket_mb)
         self.optimizer = FragileAdamW(self.network.parameters(), lr=1e-2)
-        self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[arg-type, index]
+        self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[index]
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=2000)
         self.per_epoch = torch.optim.lr_scheduler.ExponentialLR(self.second, 0.9)
         self.loader = mx.data.ResumableLoader(
-            Pictures(args.size), batch_size=args.batch_size, shuffle=True, seed=3, num_workers=args.num_workers,
+            Pictures(args.size),
+            batch_size=args.batch_size,
+            shuffle=True,
+            seed=3,
+            num_workers=args.num_workers,
             worker_init_fn=announce_worker,
         )
         self.guard = mx.Guard(
@@ -196,13 +201,13 @@ def announce_worker(worker_id: int) -> None:
 def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
     if environment.get("LOOP_NO_REPLAY"):
-        guard_module.replay_gradient_order = lambda *_: say("REPLAY LEFT OUT")  # type: ignore[assignment]
+        setattr(resuming_module, "replay_gradient_order", lambda *_: say("REPLAY LEFT OUT"))  # noqa: B010
     if environment.get("LOOP_FSIZE"):
         limit = int(environment["LOOP_FSIZE"])
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     if environment.get("LOOP_HOLD_SAVE"):
-        write = saving_module.write_checkpoint
+        write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
         def slow(*args: Any, **kwargs: Any) -> Any:
             say("SAVING")
@@ -213,7 +218,7 @@ def inject(environment: Mapping[str, str]) -> None:
                 time.sleep(0.005)
             return write(*args, **kwargs)
 
-        saving_module.write_checkpoint = slow
+        setattr(saving_module, "write_checkpoint", slow)  # noqa: B010
 
 
 if __name__ == "__main__":

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness import events, run_job, start_job
-
 from tests.system.conftest import Reference
-from tests.system.test_stop_resume import assert_resumed_equal, resume, saved_steps
+from tests.system.test_stop_resume import resume, saved_steps
 
 
 @pytest.mark.parametrize(
@@ -69,7 +68,7 @@ def test_survivors_of_a_stopped_peer_save_in_time(tmp_path: Path) -> None:
         job.signal_rank(0)
         job.wait_for(r"step 7 saved in", count=2)
         job.process.wait(120)
-    assert {0: 7, 2: 7} == saved_steps(tmp_path), job.report()
+    assert saved_steps(tmp_path) == {0: 7, 2: 7}, job.report()
 
 
 def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
@@ -77,7 +76,7 @@ def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
         job.wait_for("STUCK")
         job.signal_rank(1, signal.SIGKILL)
         job.expect(1)
-    assert {0: 7, 2: 7} == saved_steps(tmp_path), job.report()
+    assert saved_steps(tmp_path) == {0: 7, 2: 7}, job.report()
     again = run_job("loop.py", tmp_path, ranks=3, code=1)
     assert again.matches("step 7 lacks the file of rank 1"), again.report()
 

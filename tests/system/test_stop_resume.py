@@ -10,7 +10,6 @@ import pytest
 
 from tests import harness
 from tests.harness import Job, events, run_job, start_job
-
 from tests.system.conftest import Reference
 
 SIZE = 90  # samples of loop.py

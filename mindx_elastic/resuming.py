@@ -1,0 +1,126 @@
+"""The start of a guard: find what to resume from, put it into the live objects, in the right order.
+
+DDP's bucket layout first (it runs a backward), then the state, the random generators last; and those once more when the
+loader's iterator exists, because creating it, and the program's own code before the first batch, may draw numbers.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.rng import restore_rng
+from mindx_elastic.config import RankInfo
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+from mindx_elastic.resume.restore import Resumed, find_and_read
+
+__all__ = ["GradientOrders", "Start", "start_or_resume"]
+
+_RUN_ID_TIMEOUT_S = 600.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a guard began."""
+
+    run_id: str
+    attempt: int
+    resumed: Resumed | None
+
+
+def start_or_resume(
+    directories: Sequence[Path],
+    *,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    loader: Any,
+    ranks: RankInfo,
+    exchange: Exchange,
+    events: EventLog,
+    resume: str | Path,
+) -> Start:
+    """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""
+    began = time.perf_counter()
+    found = find_and_read(directories, ranks, exchange, resume=resume)
+    fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
+    events.run_id = run_id = exchange.collect("run_id", _RUN_ID_TIMEOUT_S)[0]
+    if found is None:
+        logger.info("fresh start in %s", directories[0])
+        collector.copy(Position())
+        events.emit("start", step=0, outcome="fresh")
+        return Start(run_id, ranks.attempt, None)
+    info = found.checkpoint.info
+    events.attempt = max(ranks.attempt, info.attempt + 1)
+    for line in found.rejected:
+        logger.warning("%s", line)
+    _load(found, collector, targets, loader)
+    where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
+    logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    events.emit(
+        "resume",
+        step=info.step,
+        reason=info.reason,
+        duration_s=time.perf_counter() - began,
+        outcome="resumed",
+        path=str(found.path),
+        rejected=list(found.rejected),
+    )
+    return Start(run_id, events.attempt, found)
+
+
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any) -> None:
+    state = found.checkpoint.state
+    for note in collector.load(state):
+        logger.warning("%s", note)
+    for name, module in _ddp_modules(targets):
+        problem = replay_gradient_order(module, collector.gradient_order.get(name, []))
+        if problem is not None:
+            logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+    restore_rng(state["rng"])
+    _restore_rng_when_ready(loader, state["rng"])
+    collector.copy(collector.position)
+
+
+def _restore_rng_when_ready(loader: Any, rng: dict[str, Any]) -> None:
+    if not hasattr(loader, "on_iterator_ready"):
+        return
+
+    def once() -> None:
+        loader.on_iterator_ready = None
+        restore_rng(rng)
+
+    loader.on_iterator_ready = once
+
+
+def _ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
+    return [(name, target) for name, target in targets.items() if isinstance(target, DistributedDataParallel)]
+
+
+class GradientOrders:
+    """Records the gradient order of every DDP module that does not have one yet, during the first backward."""
+
+    def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
+        self._collector = collector
+        self._recording: dict[str, GradientOrder] = {}
+        for name, module in _ddp_modules(targets):
+            if not collector.gradient_order.get(name):
+                self._recording[name] = GradientOrder(module)
+                self._recording[name].record()
+
+    def at_boundary(self) -> None:
+        """Training thread, each boundary: keep the orders that are complete."""
+        for name, order in list(self._recording.items()):
+            if order.finish():
+                self._collector.gradient_order[name] = self._recording.pop(name).order

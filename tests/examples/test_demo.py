@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import demo
+
+
+def make_run(folder: Path, stderr: str = "") -> demo.Run:
+    return demo.Run(folder, folder / "stderr-1.txt", stderr=stderr)
+
+
+def test_lines_of_the_training_are_understood(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    for line in (
+        "rank 1 of 2: pid 4711\n",
+        "epoch: 2 step: 4, loss is 2.1\n",
+        '{"event": "train_end", "step": 30}\n',
+        "something else\n",
+    ):
+        run.read_line(line)
+    assert (run.pids, run.steps, run.result["step"]) == ({1: 4711}, [(2, 4)], 30)
+
+
+def test_torchruns_report_is_understood() -> None:
+    report = "  rank      : 1 (local_rank: 1)\n  exitcode  : 143 (pid: 7336) \n  error_file: <N/A>\n"
+    report += "Root Cause (first observed failure):\n[0]:\n  rank : 0 (local_rank: 0)\n  exitcode : -9 (pid: 7335)"
+    assert demo.TORCHRUN_REPORT.findall(report) == [("1", "143"), ("0", "-9")]
+
+
+def test_a_broken_promise_shows_the_workers_stderr_and_not_torchruns(tmp_path: Path) -> None:
+    run = make_run(tmp_path, stderr="ValueError: the cause\nE1121 10:00:59.432000 7331 torch/x.py:1] failed\nTraceback")
+    with pytest.raises(demo.BrokenPromise, match="the cause") as caught:
+        run.expect(False, "it failed")
+    assert "Traceback" not in str(caught.value)
+
+
+def test_steps_done_twice_or_never_are_named() -> None:
+    assert demo.told([(1, 1), (1, 2)], [(1, 1), (1, 2)]) == ("none", True)
+    assert demo.told([(1, 1), (1, 1), (2, 1)], [(1, 1), (1, 2), (2, 1)]) == ("epoch 1 step 1, epoch 1 step 2", False)
+
+
+@pytest.mark.slow
+def test_the_demo_keeps_its_promises(tmp_path: Path, environment: dict[str, str]) -> None:
+    command = [sys.executable, demo.__file__, "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resnet-2_" in done.stdout
+    assert "NO" not in done.stdout

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+
+EXAMPLE = Path(train.__file__)
+QUICK = ["--epochs", "2", "--batch-size", "16", "--limit-train", "96", "--log-steps", "1"]  # 12 steps, alone
+
+
+# --- the hash ---
+
+
+def test_the_hash_covers_name_dtype_shape_and_bytes_in_order_of_names() -> None:
+    state = {"b": torch.tensor([1, 2], dtype=torch.int64), "a": torch.tensor([[0.5]], dtype=torch.float32)}
+    expected = hashlib.sha256()
+    expected.update(b"a torch.float32 (1, 1)\n" + bytes.fromhex("0000003f"))
+    expected.update(b"b torch.int64 (2,)\n" + bytes([1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0]))
+    assert train.weights_sha256(state) == expected.hexdigest()
+
+
+def test_the_hash_does_not_depend_on_the_order_or_the_memory_layout() -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    one = OrderedDict(x=weight, y=torch.tensor(3))
+    other = OrderedDict(y=torch.tensor(3), x=weight.t().contiguous().t())
+    assert not other["x"].is_contiguous()
+    assert train.weights_sha256(one) == train.weights_sha256(other)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"z": torch.zeros(4)},
+        {"w": torch.zeros(4, dtype=torch.float64)},
+        {"w": torch.zeros(2, 2)},
+        {"w": torch.tensor([0.0, 0.0, 0.0, -0.0])},
+        {"w": torch.zeros(4), "v": torch.zeros(0)},
+    ],
+    ids=["name", "dtype", "shape", "one bit", "one more, empty"],
+)
+def test_the_hash_sees_every_difference(changed: dict[str, torch.Tensor]) -> None:
+    assert train.weights_sha256(changed) != train.weights_sha256({"w": torch.zeros(4)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.bool, torch.complex64])
+def test_the_hash_takes_every_dtype_and_scalars(dtype: torch.dtype) -> None:
+    zero, one = torch.tensor(0, dtype=dtype), torch.tensor(1, dtype=dtype)
+    assert train.weights_sha256({"w": zero}) != train.weights_sha256({"w": one})
+
+
+# --- the command line ---
+
+
+def test_defaults() -> None:
+    args = train.parse_args([])
+    assert (args.data_url, args.download, args.limit_train, args.save_checkpoint_steps) == (None, False, None, 0)
+    assert (args.epochs, args.grad_accum, args.amp, args.num_workers, args.seed) == (10, 1, False, 0, 0)
+
+
+def test_every_documented_flag_is_taken() -> None:
+    text = "--data-url D --download --train-url T --epochs 3 --batch-size 8 --lr 0.5 --seed 7 --num-workers 2"
+    text += " --limit-train 100 --grad-accum 4 --amp --save-checkpoint-steps 50"
+    args = train.parse_args(text.split())
+    assert (args.data_url, args.train_url) == (Path("D"), Path("T"))
+    assert (args.epochs, args.batch_size, args.lr, args.seed, args.num_workers) == (3, 8, 0.5, 7, 2)
+    assert (args.limit_train, args.grad_accum, args.save_checkpoint_steps) == (100, 4, 50)
+    assert args.download
+    assert args.amp
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--epochs", "0"),
+        ("--epochs", "two"),
+        ("--epochs", "1.5"),
+        ("--batch-size", "-1"),
+        ("--lr", "-0.1"),
+        ("--lr", "nan"),
+        ("--lr", "inf"),
+        ("--seed", "-1"),
+        ("--num-workers", "-1"),
+        ("--limit-train", "0"),
+        ("--grad-accum", "0"),
+        ("--save-checkpoint-steps", "-5"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(flag: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        train.parse_args([flag, value])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert f"argument {flag}:" in message
+    assert value in message
+
+
+def test_a_missing_data_directory_is_one_line_and_exit_code_1(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = tmp_path / "nowhere"
+    assert train.main(["--data-url", str(missing), "--train-url", str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.startswith(f"train.py: error: data directory {missing} does not exist")
+    assert not (tmp_path / "out").exists()
+
+
+# --- the schedule ---
+
+
+def test_the_learning_rate_warms_up_and_falls_to_zero() -> None:
+    factor = train.learning_rate_factor(100)
+    values = [factor(step) for step in range(101)]
+    assert values[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert values[5:] == sorted(values[5:], reverse=True)
+    assert values[100] == pytest.approx(0.0)
+    assert factor(150) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_the_schedule_of_a_tiny_run_is_finite(total: int) -> None:
+    factor = train.learning_rate_factor(total)
+    assert all(0.0 <= factor(step) <= 1.0 for step in range(total + 2))
+
+
+def test_the_schedule_is_not_part_of_its_own_state() -> None:
+    """So a resumed job may be given more epochs: the checkpoint must not bring the old total back."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, train.learning_rate_factor(10))
+    assert schedule.state_dict()["lr_lambdas"] == [None]
+
+
+# --- the whole script, as a user runs it ---
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    return [sys.executable, str(EXAMPLE), "--train-url", str(folder), *QUICK, *flags]
+
+
+def run_to_the_end(environment: dict[str, str], folder: Path, *flags: str) -> dict[str, object]:
+    """Run the script; returns the JSON of the last line on its stdout."""
+    done = subprocess.run(
+        command(folder, *flags), capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
+    assert set(result) == {"event", "step", "epoch", "weights_sha256", "resumed_from_step", "test_accuracy"}
+    assert result["event"] == "train_end"
+    return result
+
+
+@pytest.mark.slow
+def test_stopped_by_signal_and_by_flag_file_and_resumed_with_equal_weights(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    flags = ("--num-workers", "1", "--grad-accum", "2", "--amp", "--epochs", "8")  # 3 updates an epoch
+    reference = run_to_the_end(environment, tmp_path / "whole", *flags)
+    assert (reference["step"], reference["epoch"], reference["resumed_from_step"]) == (24, 8, None)
+
+    folder = tmp_path / "stopped"
+    flag_file = folder / "graceful_exit.json"
+    environment |= {"MS_ENABLE_GRACEFUL_EXIT": "1", "MINDX_FLAG_POLL_S": "0.02"}
+    for stop_at, code in (("epoch: 2 step: 1,", 143), ("epoch: 3 step: 1,", 75)):
+        with subprocess.Popen(
+            command(folder, *flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdout is not None
+            next(line for line in process.stdout if line.startswith(stop_at))
+            if code == 143:
+                process.send_signal(signal.SIGTERM)
+            else:
+                flag_file.write_text('{"GracefulExit": 1}')
+            _, errors = process.communicate(timeout=60)
+        assert "Graceful exit is triggered, stop training." in errors
+        assert process.returncode == code, errors
+        flag_file.unlink(missing_ok=True)
+
+    resumed = run_to_the_end(environment, folder, *flags)
+    resumed_from = resumed.pop("resumed_from_step")
+    assert isinstance(resumed_from, int)
+    assert 7 <= resumed_from < 24
+    assert resumed == {key: value for key, value in reference.items() if key != "resumed_from_step"}

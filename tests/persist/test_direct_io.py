@@ -1,0 +1,72 @@
+"""The block writer by itself; `test_writer` covers file systems, short writes and full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import xxhash
+
+from mindx_elastic.persist import direct_io
+from mindx_elastic.persist.direct_io import ALIGNMENT, BlockWriter, preallocate
+
+
+@pytest.fixture
+def fd(tmp_path: Path) -> Iterator[int]:
+    number = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT)
+    yield number
+    os.close(number)
+
+
+def test_digest_and_bytes_of_each_piece(fd: int) -> None:
+    pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5, 0, 9_000_000, 3)]
+    blocks = BlockWriter(fd, ALIGNMENT)
+    digests = [blocks.put(piece) for piece in pieces]
+    blocks.finish()
+    blocks.put_at(0, b"h" * ALIGNMENT)
+    blocks.close()
+    raw = [bytes(piece.numpy()) for piece in pieces]
+    assert digests == [xxhash.xxh3_128(data).hexdigest() for data in raw]
+    content = os.pread(fd, 1 << 25, 0)
+    assert content[:ALIGNMENT] == b"h" * ALIGNMENT
+    assert content[ALIGNMENT:].rstrip(b"\0") == b"".join(raw).rstrip(b"\0")
+    assert len(content) % ALIGNMENT == 0
+
+
+def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "BLOCK_BYTES", ALIGNMENT)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    blocks = BlockWriter(fd, 0)
+    with pytest.raises(OSError, match="Input/output error"):
+        for _ in range(100):  # more than the ring holds: the caller must neither hang nor go on for ever
+            blocks.put(torch.zeros(ALIGNMENT, dtype=torch.uint8))
+    with pytest.raises(OSError, match="Input/output error"):
+        blocks.finish()
+    blocks.close()
+
+
+def test_preallocate_reserves_real_blocks(fd: int) -> None:
+    assert preallocate(fd, 0)
+    if not preallocate(fd, 1 << 20):
+        pytest.skip("this file system cannot reserve space")
+    assert os.fstat(fd).st_size == 1 << 20
+    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+
+
+def test_preallocate_of_more_than_the_disk_has(fd: int) -> None:
+    with pytest.raises(OSError) as caught:
+        preallocate(fd, 1 << 60)
+    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
+
+
+def test_preallocate_where_the_system_call_is_missing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct_io, "_libc", object())
+    assert not preallocate(fd, 1 << 20)

@@ -1,0 +1,359 @@
+"""The loop without checkpoints: order, accumulation, schedulers, precision, steps of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.train import Callback, Model, RunContext, TrainOneStep
+from tests.train.conftest import Points, make_loader, make_model, make_network, same, weights
+
+
+class Recorder(Callback):
+    """Writes down every hook with epoch and step."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(context: RunContext) -> None:
+            params = context.original_args()
+            self.calls.append((name, params.cur_epoch_num, params.cur_step_num))
+
+        return note
+
+
+class StopAt(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        if run_context.original_args().cur_step_num == self.step:
+            run_context.request_stop()
+
+
+def trained(epochs: int, **changes: Any) -> Model:
+    """Seeded and trained in one go: dropout draws from the stream that the seed begins."""
+    model = make_model(**changes)
+    model.train(epochs, make_loader(), progress=False)
+    return model
+
+
+def test_hooks_come_in_mindspores_order() -> None:
+    recorder = Recorder()
+    make_model().train(2, make_loader(batch_size=12), recorder, progress=False)
+    assert recorder.calls == [
+        ("on_train_begin", 1, 0),
+        ("on_train_epoch_begin", 1, 0),
+        ("on_train_step_begin", 1, 1),
+        ("on_train_step_end", 1, 1),
+        ("on_train_step_begin", 1, 2),
+        ("on_train_step_end", 1, 2),
+        ("on_train_epoch_end", 1, 2),
+        ("on_train_epoch_begin", 2, 2),
+        ("on_train_step_begin", 2, 3),
+        ("on_train_step_end", 2, 3),
+        ("on_train_step_begin", 2, 4),
+        ("on_train_step_end", 2, 4),
+        ("on_train_epoch_end", 2, 4),
+        ("on_train_end", 2, 4),
+    ]
+
+
+def test_request_stop_ends_normally_after_the_step() -> None:
+    recorder = Recorder()
+    model = make_model()
+    model.train(5, make_loader(), [StopAt(8), recorder], progress=False)
+    assert recorder.calls[-3:] == [
+        ("on_train_step_end", 2, 8),
+        ("on_train_epoch_end", 2, 8),
+        ("on_train_end", 2, 8),
+    ]
+    assert model.position.step == 8
+
+
+def test_params_hold_mindspores_names() -> None:
+    seen: dict[str, Any] = {}
+
+    class Look(Callback):
+        def on_train_step_end(self, run_context: RunContext) -> None:
+            seen.update(run_context.original_args())
+
+    model = make_model()
+    model.train(1, make_loader(), Look(), progress=False)
+    assert (seen["batch_num"], seen["epoch_num"], seen["cur_step_in_epoch"], seen["mode"]) == (6, 1, 6, "train")
+    assert seen["network"] is model.bare_network
+    assert seen["net_outputs"].shape == ()
+    assert not seen["net_outputs"].requires_grad
+    assert seen["device_number"] == 1
+
+
+def test_training_learns_and_repeats_bit_for_bit() -> None:
+    first, second = (trained(3) for _ in range(2))
+    assert same(weights(first), weights(second))
+    assert not same(weights(first), weights(make_model()))
+
+
+def test_it_does_what_a_plain_loop_does() -> None:
+    model = make_model()
+    model.train(2, make_loader(), progress=False)
+    plain = make_model()
+    loader, network = make_loader(), plain.network
+    network.train()
+    for _ in range(2):
+        for x, y in loader:
+            plain.optimizer.zero_grad()
+            nn.functional.cross_entropy(network(x), y).backward()
+            plain.optimizer.step()
+            plain.lr_scheduler.step()
+    assert same(weights(model), weights(plain))
+
+
+def test_accumulation_divides_the_last_window_by_its_true_number() -> None:
+    # Without dropout and BatchNorm a window of 4 batches of 4 is one batch of 16; the last window has 2 of them.
+    def network() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Linear(4, 3).double()
+
+    class Plain(Points):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.x[index].double(), self.y[index]
+
+    found = []
+    for batch_size, grad_accum in ((4, 4), (16, 1)):
+        model = make_model(network=network(), grad_accum=grad_accum)
+        recorder = Recorder()
+        model.train(2, DataLoader(Plain(), batch_size=batch_size), recorder, progress=False)
+        assert recorder.calls[-1] == ("on_train_end", 2, 4)
+        found.append(weights(model))
+    assert torch.allclose(found[0]["weight"], found[1]["weight"], rtol=0, atol=1e-12)
+
+
+def test_scheduler_per_epoch_and_plateau() -> None:
+    model = make_model(lr_scheduler_interval="epoch")
+    model.train(6, make_loader(), progress=False)
+    assert model.lr_scheduler.last_epoch == 6
+    network = make_network()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, threshold=10.0, threshold_mode="abs")
+    model = Model(network, nn.CrossEntropyLoss(), optimizer, lr_scheduler=plateau, lr_scheduler_interval="epoch")
+    model.train(3, make_loader(), progress=False)
+    assert 0 < plateau.best < 10
+    with pytest.raises(UsageError, match="lr_scheduler_interval"):
+        Model(network, nn.CrossEntropyLoss(), optimizer, lr_scheduler=plateau)
+
+
+def test_bfloat16_on_the_cpu() -> None:
+    seen = []
+
+    class Look(Callback):
+        def on_train_step_end(self, run_context: RunContext) -> None:
+            seen.append(run_context.original_args().net_outputs.dtype)
+
+    model = make_model(amp=True)
+    model.network.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    model.train(1, make_loader(), Look(), progress=False)
+    assert torch.bfloat16 in seen
+    assert model.grad_scaler is None
+
+
+def test_a_skipped_update_steps_no_scheduler() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+
+    class Burst(nn.Module):
+        calls = 0
+
+        def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            self.calls += 1
+            factor = float("inf") if self.calls == 2 else 1.0
+            return nn.functional.cross_entropy(outputs, targets) * factor
+
+    model = make_model(loss_fn=Burst(), grad_scaler=scaler)
+    model.train(1, make_loader(), progress=False)
+    assert model.lr_scheduler.last_epoch == 5
+    assert model.position.step == 6
+    assert scaler.get_scale() == 1.0
+
+
+def test_gradients_are_clipped() -> None:
+    norms = []
+
+    class Look(Callback):
+        def on_train_step_end(self, run_context: RunContext) -> None:
+            gradients = [p.grad.flatten() for p in run_context.original_args().network.parameters()]
+            norms.append(torch.cat(gradients).norm().item())
+
+    make_model(max_grad_norm=0.01).train(1, make_loader(), Look(), progress=False)
+    assert len(norms) == 6
+    assert all(norm <= 0.0101 for norm in norms)
+
+
+class Own(Model):
+    def train_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        self.optimizer.zero_grad()
+        loss: Tensor = self.loss_fn(self.network(x), y)  # type: ignore[misc]
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+def own_function(model: Any, batch: Any) -> Tensor:
+    return Own.train_step(model, batch)
+
+
+class OwnCell(TrainOneStep):
+    def compute_loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        assert self.model.loss_fn is not None
+        return self.model.loss_fn(self.model.network(x), y)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("changes", [{"kind": Own}, {"train_step": own_function}, {"train_step": OwnCell}])
+def test_a_step_of_ones_own_trains_the_same(changes: dict[str, Any]) -> None:
+    model, stock = trained(2, **changes), trained(2)
+    assert same(weights(model), weights(stock))
+    assert model.lr_scheduler.last_epoch == 12
+
+
+def test_a_network_that_returns_its_loss() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = make_network()
+
+        def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+            return {"loss": nn.functional.cross_entropy(self.inner(x), y)}
+
+    model = make_model(network=WithLoss(), loss_fn=None, metrics="loss")
+    model.train(1, make_loader(), progress=False)
+    assert model.eval(make_loader())["loss"] > 0
+
+
+def test_any_iterable_of_batches_trains() -> None:
+    batches = [(torch.randn(4, 4), torch.randint(3, (4,))) for _ in range(3)]
+    model = make_model()
+    model.train(2, batches, progress=False)
+    assert model.position.step == 6
+
+
+def test_eval_counts_every_sample_once_and_disturbs_nothing() -> None:
+    model = make_model(metrics={"accuracy", "loss"})
+    model.network.train()
+    before, stream = weights(model), torch.get_rng_state()
+    found = model.eval(DataLoader(Points(), batch_size=5, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert same(weights(model), before)
+    assert model.network.training
+    assert set(found) == {"accuracy", "loss"}
+    assert (found["accuracy"] * 24) == pytest.approx(round(found["accuracy"] * 24))
+
+
+def test_eval_hooks() -> None:
+    recorder = Recorder()
+    make_model().eval(make_loader(batch_size=12), recorder)
+    assert [name for name, _, _ in recorder.calls] == [
+        "on_eval_begin",
+        "on_eval_epoch_begin",
+        "on_eval_step_begin",
+        "on_eval_step_end",
+        "on_eval_step_begin",
+        "on_eval_step_end",
+        "on_eval_epoch_end",
+        "on_eval_end",
+    ]
+
+
+class EvalAtEnds(Callback):
+    def __init__(self, model: Model, loader: Any) -> None:
+        self.model, self.loader, self.found = model, loader, [0.0]
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self.found.append(self.model.eval(self.loader)["loss"])
+
+
+def test_eval_between_epochs_changes_nothing_even_on_the_training_loader() -> None:
+    plain = make_model()
+    plain.train(3, make_loader(), progress=False)
+    for loader in (make_loader(), make_loader(seed=9, shuffle=False)):
+        model, training = make_model(), make_loader()
+        ends = EvalAtEnds(model, training if loader.seed == 3 else loader)
+        model.train(3, training, ends, progress=False)
+        assert same(weights(model), weights(plain))
+        assert len(ends.found) == 4
+
+
+def test_eval_on_the_training_loader_in_mid_epoch_is_refused() -> None:
+    model, loader = make_model(), make_loader()
+
+    class Mid(Callback):
+        def on_train_step_end(self, run_context: RunContext) -> None:
+            model.eval(loader)
+
+    with pytest.raises(UsageError, match="loader of its own"):
+        model.train(1, loader, Mid(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"network": 3}, "network"),
+        ({"loss_fn": 3}, "loss_fn"),
+        ({"optimizer": "sgd"}, "optimizer"),
+        ({"lr_scheduler": 0.1}, "lr_scheduler"),
+        ({"grad_accum": 0}, "grad_accum"),
+        ({"grad_accum": True}, "grad_accum"),
+        ({"amp": "fp16"}, "amp"),
+        ({"amp": torch.float64}, "amp"),
+        ({"train_step": 3}, "train_step"),
+        ({"train_step": int}, "TrainOneStep"),
+        ({"train_step": own_function, "grad_accum": 2}, "grad_accum=2"),
+        ({"max_grad_norm": 0}, "max_grad_norm"),
+        ({"device": "toaster"}, "toaster"),
+        ({"lr_scheduler_interval": "batch"}, "lr_scheduler_interval"),
+        ({"metrics": ["nope"]}, "nope"),
+    ],
+)
+def test_wrong_arguments_are_refused_by_name(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Model(**{"network": make_network(), **arguments})
+
+
+def test_train_refuses_what_cannot_work() -> None:
+    model = make_model()
+    for epochs in (0, -1, 1.5, True):
+        with pytest.raises(UsageError, match="epochs"):
+            model.train(epochs, make_loader())  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="without an optimizer"):
+        Model(make_network(), nn.CrossEntropyLoss()).train(1, make_loader())
+    with pytest.raises(UsageError, match="make an object"):
+        model.train(1, make_loader(), [StopAt])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="not a Callback"):
+        model.train(1, make_loader(), [print])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match="needs a checkpoint callback"):
+        model.train(1, make_loader(), resume="somewhere")
+    with pytest.raises(UsageError, match="without targets"):
+        model.train(1, [torch.zeros(2, 4)], progress=False)
+
+
+def test_a_loss_that_is_no_scalar_is_named() -> None:
+    with pytest.raises(UsageError, match=r"shape \[4\]"):
+        make_model(loss_fn=nn.CrossEntropyLoss(reduction="none")).train(1, make_loader(), progress=False)
+    with pytest.raises(UsageError, match="does not depend"):
+        make_model(loss_fn=lambda outputs, targets: torch.ones(())).train(1, make_loader(), progress=False)
+
+
+def test_parameters_that_would_not_be_saved_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    network, other = make_network(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*network.parameters(), *other.parameters()], lr=0.1)
+    model = Model(network, nn.CrossEntropyLoss(), optimizer, device="cpu")
+    model.train(1, make_loader(), progress=False)
+    assert "2 parameters that belong neither" in caplog.text

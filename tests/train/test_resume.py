@@ -1,0 +1,574 @@
+"""`Model` on the real guard, in one process: stop at any step, run the same again, end with the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, WeightedRandomSampler
+
+import mindx_elastic.terminating_message
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard import _entered
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.train import (
+    Callback,
+    CheckpointConfig,
+    ExceptionCheckpoint,
+    LossMonitor,
+    Model,
+    ModelCheckpoint,
+    OnRequestExit,
+    RunContext,
+    TimeMonitor,
+)
+from tests.train.conftest import Points, make_loader, make_model, make_network, same, weights
+
+
+class Counter(Callback):
+    """Counts steps; its start value is set in a hook, which must not undo a resume."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.losses: list[float] = []
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.steps = 0
+        self.losses = []
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self.steps += 1
+        self.losses.append(run_context.original_args().net_outputs.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps, self.losses = state["steps"], state["losses"]
+
+
+class At(Callback):
+    """Does something at one step of one process."""
+
+    def __init__(self, step: int, action: Any, hook: str = "on_train_step_end") -> None:
+        self.step, self.action, self.done = step, action, False
+        setattr(self, hook, self._act)
+
+    def _act(self, run_context: RunContext) -> None:
+        if run_context.original_args().cur_step_num == self.step and not self.done:
+            self.done = True
+            self.action()
+
+
+def sigterm(number: int = signal.SIGTERM) -> None:
+    """Signal this process and let the watcher close the step gate, so that the stop comes at a known step."""
+    gate = _entered[0]._step_gate
+    before = gate._limit
+    os.kill(os.getpid(), number)
+    while gate._limit == before:
+        time.sleep(0.001)
+
+
+class Broken(Exception):
+    pass
+
+
+def explode() -> None:
+    raise Broken("on purpose")
+
+
+def train(callbacks: list[Callback], *, epochs: int = 3, loader: Any = None, **changes: Any) -> tuple[Model, Counter]:
+    model, counter = make_model(**changes), Counter()
+    model.train(epochs, loader or make_loader(), [*callbacks, counter], progress=False)
+    return model, counter
+
+
+def stop_and_resume(action: Any, step: int, hook: str = "on_train_step_end", **changes: Any) -> tuple[Model, Counter]:
+    """Interrupted once, then run again with the same arguments."""
+    with pytest.raises((GracefulExit, Broken)):
+        train([ExceptionCheckpoint(directory="out"), At(step, action, hook)], **changes)
+    return train([ExceptionCheckpoint(directory="out")], **changes)
+
+
+class MultiOptimizer(Model):
+    """Two optimizers, one of them for a module that only this class knows."""
+
+    def __init__(self, network: nn.Module, **arguments: Any) -> None:
+        super().__init__(network, **arguments)
+        self.head = nn.Linear(3, 3)
+        self.head_optimizer = torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+    def train_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        assert self.loss_fn is not None
+        loss: Tensor = self.loss_fn(self.head(self.network(x)), y)
+        for optimizer in (self.optimizer, self.head_optimizer):
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in (self.optimizer, self.head_optimizer):
+            optimizer.step()
+        return loss
+
+
+class OwnAccumulation(Model):
+    """Updates every second batch, by itself; an epoch of 6 batches has 3 updates."""
+
+    def __init__(self, network: nn.Module, **arguments: Any) -> None:
+        super().__init__(network, **arguments)
+        self.micro = 0
+
+    def train_step(self, batch: Any) -> Tensor:
+        x, y = batch
+        assert self.loss_fn is not None
+        loss: Tensor = self.loss_fn(self.network(x), y)
+        (loss / 2).backward()
+        self.micro += 1
+        if self.micro % 2 == 0:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return loss
+
+
+@pytest.mark.parametrize("step", [1, 5, 6, 7, 17, 18])
+def test_sigterm_after_any_step(step: int) -> None:
+    straight, counter = train([])
+    resumed, again = stop_and_resume(sigterm, step)
+    assert same(weights(resumed), weights(straight))
+    assert again.losses == counter.losses
+    assert again.steps == 18
+    assert resumed.resumed_from_step is not None
+
+
+@pytest.mark.parametrize("hook", ["on_train_step_begin", "on_train_epoch_end", "on_train_epoch_begin"])
+def test_sigterm_in_other_hooks(hook: str) -> None:
+    straight, counter = train([])
+    resumed, again = stop_and_resume(sigterm, 6, hook)
+    assert same(weights(resumed), weights(straight))
+    assert again.losses == counter.losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grad_accum": 4},
+        {"amp": True},
+        {"kind": MultiOptimizer},
+        {"kind": OwnAccumulation},
+        {"lr_scheduler_interval": "epoch"},
+        {"max_grad_norm": 0.5},
+        {"metrics": {"accuracy", "loss"}},
+    ],
+    ids=lambda changes: next(iter(changes)) + str(next(iter(changes.values()))),
+)
+def test_sigterm_with(changes: dict[str, Any]) -> None:
+    straight, counter = train([], **changes)
+    resumed, again = stop_and_resume(sigterm, 4, **changes)
+    assert same(weights(resumed), weights(straight))
+    assert again.losses == counter.losses
+    if isinstance(resumed, MultiOptimizer) and isinstance(straight, MultiOptimizer):
+        assert same(resumed.head.state_dict(), straight.head.state_dict())
+
+
+def test_an_exception_saves_the_last_boundary_and_is_raised_again() -> None:
+    straight, counter = train([])
+    with pytest.raises(Broken):
+        train([ExceptionCheckpoint(directory="out"), At(8, explode)])
+    assert [path.name for path in Path("out").glob("*.safetensors")] == ["ckpt-2_2_breakpoint.safetensors"]
+    resumed, again = train([ExceptionCheckpoint(directory="out")])
+    assert same(weights(resumed), weights(straight))
+    assert resumed.resumed_from_step == 8
+
+
+def test_other_loaders_resume_too() -> None:
+    def loaders() -> list[Any]:
+        return [
+            DataLoader(Points(), batch_size=5, shuffle=True),
+            DataLoader(Points(), batch_size=4, sampler=WeightedRandomSampler([1.0] * 24, 24)),
+            [(torch.ones(4, 4) * i, torch.tensor([0, 1, 2, 0])) for i in range(5)],
+        ]
+
+    for index in range(3):
+        straight, _ = train([], loader=loaders()[index])
+        with pytest.raises(GracefulExit):
+            train([ExceptionCheckpoint(directory=f"out{index}"), At(7, sigterm)], loader=loaders()[index])
+        resumed, _ = train([ExceptionCheckpoint(directory=f"out{index}")], loader=loaders()[index])
+        assert same(weights(resumed), weights(straight)), index
+
+
+class EvalEachEpoch(Callback):
+    def __init__(self, during: Any = None) -> None:
+        self.during, self.results = during, []  # type: ignore[var-annotated]
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        model = run_context.original_args().model
+        self.results.append(model.eval(make_loader(batch_size=2, shuffle=False), self.during)["loss"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"results": list(self.results)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.results = state["results"]
+
+
+class InEval(Callback):
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def on_eval_step_end(self, run_context: RunContext) -> None:
+        self.seen += 1
+        if self.seen == 16:
+            sigterm()
+
+
+def test_sigterm_during_an_evaluation_repeats_it_after_the_resume() -> None:
+    ends = EvalEachEpoch()
+    straight, _ = train([ends])
+    with pytest.raises(GracefulExit) as leaving:
+        train([ExceptionCheckpoint(directory="out"), EvalEachEpoch(InEval())])
+    assert leaving.value.step == 12
+    again = EvalEachEpoch()
+    resumed, _ = train([ExceptionCheckpoint(directory="out"), again])
+    assert same(weights(resumed), weights(straight))
+    assert again.results == ends.results
+
+
+def test_periodic_files_their_retention_and_the_last_one() -> None:
+    config = CheckpointConfig(save_checkpoint_steps=4, keep_checkpoint_max=3, append_info=[{"epoch_num": 3}])
+    train([ModelCheckpoint(prefix="net", directory="out", config=config)])
+    assert sorted(path.name for path in Path("out").glob("*.safetensors")) == [
+        "net-2_6.safetensors",
+        "net-3_4.safetensors",
+        "net-3_6.safetensors",
+    ]
+    info = read_header(Path("out/net-3_6.safetensors")).info
+    assert (info.step, info.kind, list(info.append_info)) == (18, "periodic", [{"epoch_num": 3}])
+
+
+def test_a_finished_training_is_not_trained_further() -> None:
+    first, _ = train([ModelCheckpoint(directory="out")])
+    second, counter = train([ModelCheckpoint(directory="out")])
+    assert second.resumed_from_step == 18
+    assert same(weights(first), weights(second))
+    assert counter.steps == 18
+    longer, counter = train([ModelCheckpoint(directory="out")], epochs=4)
+    assert counter.steps == 24
+    straight, _ = train([], epochs=4)
+    assert same(weights(longer), weights(straight))
+
+
+@pytest.mark.parametrize("async_save", [False, True])
+def test_resume_from_a_periodic_file(async_save: bool) -> None:
+    straight, counter = train([])
+    config = CheckpointConfig(save_checkpoint_steps=5, async_save=async_save)
+    with pytest.raises(Broken):
+        train([ModelCheckpoint(directory="out", config=config), At(13, explode)])
+    resumed, again = train([ModelCheckpoint(directory="out", config=config)])
+    assert resumed.resumed_from_step == 10
+    assert same(weights(resumed), weights(straight))
+    assert again.losses == counter.losses
+
+
+def test_seconds_save_too() -> None:
+    config = CheckpointConfig(save_checkpoint_seconds=0.0001, keep_checkpoint_max=100)
+    train([ModelCheckpoint(directory="out", config=config)])
+    assert len(list(Path("out").glob("*.safetensors"))) == 18
+
+
+def test_exception_save_of_model_checkpoint() -> None:
+    config = CheckpointConfig(save_checkpoint_steps=0, exception_save=True)
+    with pytest.raises(Broken):
+        train([ModelCheckpoint(directory="out", config=config), At(8, explode)])
+    assert [path.name for path in Path("out").glob("*.safetensors")] == ["CKP-2_2_breakpoint.safetensors"]
+
+
+def test_two_callbacks_that_want_the_same_breakpoint_file_write_it_once() -> None:
+    config = CheckpointConfig(save_checkpoint_steps=0, exception_save=True)
+    callbacks = [
+        ModelCheckpoint("resnet", "out", config),
+        mindx_elastic.terminating_message.ExceptionCheckpoint(prefix="resnet", directory="out", config=config),
+    ]
+    with pytest.raises(Broken):
+        train([*callbacks, At(8, explode)])
+    assert [path.name for path in Path("out").glob("*.safetensors")] == ["resnet-2_2_breakpoint.safetensors"]
+
+
+def test_two_model_checkpoints_need_two_prefixes() -> None:
+    with pytest.raises(UsageError, match="different prefixes"):
+        train([ModelCheckpoint(directory="out"), ModelCheckpoint(directory="out")])
+    train([ModelCheckpoint("a", "out"), ModelCheckpoint("b", "out")], epochs=1)
+
+
+def test_callbacks_may_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
+    class Other(Counter):
+        pass
+
+    with pytest.raises(GracefulExit):
+        train([ExceptionCheckpoint(directory="out"), Other(), At(8, sigterm)])
+    caplog.clear()
+    model, _ = train([ExceptionCheckpoint(directory="out"), EvalEachEpoch()])
+    assert model.resumed_from_step == 8
+    lines = [r.message for r in caplog.records if "callbacks differ" in r.message]
+    assert lines == [
+        "the callbacks differ from those of the checkpoint (no longer there: Other.0; new, with start values: EvalEachEpoch.0)"
+    ]
+
+
+def test_epoch_begin_runs_once_and_epoch_end_once_per_epoch() -> None:
+    calls: list[str] = []
+
+    class Note(Callback):
+        def on_train_epoch_begin(self, run_context: RunContext) -> None:
+            calls.append(f"begin {run_context.original_args().cur_epoch_num}")
+
+        def on_train_epoch_end(self, run_context: RunContext) -> None:
+            calls.append(f"end {run_context.original_args().cur_epoch_num}")
+
+    with pytest.raises(GracefulExit):
+        train([ExceptionCheckpoint(directory="out"), Note(), At(8, sigterm)])
+    train([ExceptionCheckpoint(directory="out"), Note()])
+    assert calls == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
+
+
+def test_resume_never_and_resume_path() -> None:
+    straight, _ = train([])
+    with pytest.raises(GracefulExit):
+        train([ExceptionCheckpoint(directory="out"), At(8, sigterm)])
+    [path] = Path("out").glob("*.safetensors")
+    model = make_model()
+    model.train(3, make_loader(), ExceptionCheckpoint(directory="elsewhere"), resume=path, progress=False)
+    assert model.resumed_from_step is not None
+    assert same(weights(model), weights(straight))
+    model = make_model()
+    model.train(3, make_loader(), ExceptionCheckpoint(directory="out"), resume="never", progress=False)
+    assert model.resumed_from_step is None
+    assert same(weights(model), weights(straight))
+
+
+def test_stateful_objects_and_rng_streams() -> None:
+    class Ema:
+        def __init__(self) -> None:
+            self.value = torch.zeros(())
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.value = state["value"]
+
+    class Update(Callback):
+        def __init__(self, ema: Ema) -> None:
+            self.ema = ema
+
+        def on_train_step_begin(self, run_context: RunContext) -> None:
+            self.ema.value = 0.9 * self.ema.value + random.random() + np.random.rand()
+
+    def run(*extra: Callback) -> Tensor:
+        model, ema = make_model(), Ema()
+        callbacks = [ExceptionCheckpoint(directory="out"), Update(ema), *extra]
+        model.train(2, make_loader(), callbacks, stateful={"ema": ema}, progress=False)
+        return ema.value
+
+    with pytest.raises(GracefulExit):
+        run(At(8, sigterm))
+    resumed = run()
+    for path in Path("out").glob("*.safetensors"):
+        path.unlink()
+    assert torch.equal(resumed, run())
+
+
+def test_stateful_names_are_checked() -> None:
+    for name in ("train", "callbacks", "model"):
+        with pytest.raises(UsageError, match=name):
+            make_model().train(1, make_loader(), ExceptionCheckpoint(directory="o"), stateful={name: nn.Linear(1, 1)})
+
+
+def test_train_again_after_train_and_eval() -> None:
+    model = make_model()
+    loader = make_loader()
+    model.train(1, loader, ExceptionCheckpoint(directory="out"), progress=False)
+    model.eval(make_loader())
+    model.train(2, loader, ExceptionCheckpoint(directory="out2"), progress=False)
+    assert model.position.step == 12
+
+
+def test_without_saving_callbacks_nothing_is_written_and_no_handler_installed() -> None:
+    handlers = []
+    train([At(3, lambda: handlers.append(signal.getsignal(signal.SIGTERM))), TimeMonitor()])
+    assert handlers == [signal.SIG_DFL]
+    assert list(Path().iterdir()) == []
+
+
+def test_events_tell_the_story() -> None:
+    with pytest.raises(GracefulExit) as leaving:
+        train([ExceptionCheckpoint(directory="out"), At(8, sigterm)])
+    assert leaving.value.code == 143
+    events = [json.loads(line)["event"] for line in Path("out/events.jsonl").read_text().splitlines()]
+    assert events[0] == "start"
+    assert {"alarm", "agreement", "save", "durable", "exit"} <= set(events)
+
+
+def test_loss_monitor_and_time_monitor_print(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model().train(1, make_loader(), [LossMonitor(3), TimeMonitor()], progress=True)
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert [line.partition(",")[0] for line in lines[:2]] == ["epoch: 1 step: 3", "epoch: 1 step: 6"]
+    assert lines[2].startswith("epoch time: ")
+    assert captured.err == ""
+    make_model().train(1, make_loader())
+    assert capsys.readouterr().err.startswith("epoch 1/1 step 6/6 mean loss ")
+    with pytest.raises(UsageError, match="per_print_times"):
+        LossMonitor(0)
+
+
+class TestOnRequestExit:
+    def test_flag_file(self, caplog: pytest.LogCaptureFixture) -> None:
+        flag = Path("graceful_exit.json")
+        straight, _ = train([])
+        callbacks = [
+            OnRequestExit(file_name="net", directory="out", config_file=flag, save_mindir=False, exit_code=0)
+        ]
+        caplog.set_level("INFO", "mindx_elastic")
+        gate = _FlagAt(4, flag)
+        with pytest.raises(GracefulExit) as leaving:
+            train([*callbacks, gate], epochs=100_000)
+        assert leaving.value.code == 0
+        assert "Graceful exit is triggered, stop training." in caplog.text
+        assert read_header(Path("out/net_train.safetensors")).info.kind == "request_exit"
+        flag.unlink()
+        epochs = -(-(leaving.value.step or 0) // 6) + 1
+        resumed, counter = train(callbacks, epochs=epochs)
+        assert counter.steps == 6 * epochs
+
+    def test_signal_and_export(self, caplog: pytest.LogCaptureFixture) -> None:
+        callbacks = [OnRequestExit(directory="out"), At(5, sigterm)]
+        with pytest.raises(GracefulExit) as leaving:
+            train([*callbacks])
+        assert leaving.value.code == 143
+        assert Path("out/Net_train.safetensors").is_file()
+        exported = torch.export.load(Path("out/Net_train.pt2")).module()
+        x = torch.randn(4, 4)
+        model = make_model()
+        model.train(1, make_loader(), OnRequestExit(directory="out"), progress=False)
+        assert exported(x).shape == (4, 3)
+
+    def test_a_network_that_cannot_be_exported_is_a_warning(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Odd(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = make_network()
+
+            def forward(self, x: Tensor) -> Tensor:
+                return self.inner(x) * (2.0 if x.sum().item() > 0 else 1.0)  # type: ignore[no-any-return]
+
+        with pytest.raises(GracefulExit) as leaving:
+            train([OnRequestExit(directory="out"), At(5, sigterm)], network=Odd())
+        assert leaving.value.code == 143
+        assert "could not be exported" in caplog.text
+        assert sorted(p.name for p in Path("out").iterdir()) == ["Net_train.safetensors", "events.jsonl"]
+
+    def test_no_time_left_means_no_export(self, caplog: pytest.LogCaptureFixture) -> None:
+        model = make_model()
+        with pytest.raises(GracefulExit):
+            model.train(
+                3, make_loader(), [OnRequestExit(directory="out"), At(5, sigterm)], grace_s=2.0, progress=False
+            )
+        assert "is not exported: only" in caplog.text
+
+    def test_save_ckpt_false_leaves_without_a_file(self) -> None:
+        with pytest.raises(GracefulExit):
+            train([OnRequestExit(save_ckpt=False, save_mindir=False, directory="out"), At(5, sigterm)])
+        assert not list(Path("out").glob("*.safetensors"))
+
+    def test_another_signal(self) -> None:
+        callbacks = [OnRequestExit(directory="out", save_mindir=False, sig=signal.SIGUSR2)]
+        with pytest.raises(GracefulExit) as leaving:
+            train([*callbacks, At(5, lambda: sigterm(signal.SIGUSR2))])
+        assert leaving.value.code == 128 + signal.SIGUSR2
+
+    def test_in_an_evaluation_by_itself(self) -> None:
+        model = make_model()
+        with pytest.raises(GracefulExit) as leaving:
+            model.eval(make_loader(batch_size=1), [OnRequestExit(directory="out"), InEval()])
+        assert leaving.value.code == 143
+        header = read_header(Path("out/Net_eval.safetensors"))
+        assert (header.info.kind, header.info.resumable) == ("eval", False)
+        assert [name for name in header.entries if name.startswith("model.")]
+        assert not [name for name in header.entries if name.startswith("optimizer")]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+    def test_the_environment_switches_the_flag_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert OnRequestExit().flag_file() is None
+        assert OnRequestExit(config_file="f.json").flag_file() == Path("f.json")
+        monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "1")
+        assert OnRequestExit(directory="d").flag_file() == Path("d/graceful_exit.json")
+        assert OnRequestExit(config_file="f.json").flag_file() == Path("f.json")
+        monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "0")
+        assert OnRequestExit(config_file="f.json").flag_file() is None
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("save_ckpt", 1),
+            ("save_mindir", None),
+            ("file_name", "a/b"),
+            ("file_name", ""),
+            ("directory", 3),
+            ("config_file", 3),
+            ("sig", signal.SIGKILL),
+            ("sig", True),
+            ("sig", 12345),
+            ("sig", "SIGTERM"),
+            ("exit_code", 256),
+            ("exit_code", True),
+        ],
+    )
+    def test_wrong_arguments(self, name: str, value: Any) -> None:
+        with pytest.raises(UsageError, match=name):
+            OnRequestExit(**{name: value})
+
+
+class _FlagAt(Callback):
+    """Asks for the graceful exit from step `step` on, as an operator would: by writing the file."""
+
+    def __init__(self, step: int, flag: Path) -> None:
+        self.step, self.flag = step, flag
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        if run_context.original_args().cur_step_num == self.step:
+            self.flag.write_text('{"GracefulExit": 1}')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prefix": "a/b"}, "prefix"),
+        ({"prefix": ""}, "prefix"),
+        ({"prefix": 3}, "prefix"),
+        ({"prefix": "../x"}, "prefix"),
+        ({"directory": 3}, "directory"),
+        ({"directory": ""}, "directory"),
+        ({"config": {"save_checkpoint_steps": 1}}, "config"),
+    ],
+)
+def test_wrong_callback_arguments(arguments: dict[str, Any], message: str) -> None:
+    for kind in (ExceptionCheckpoint, ModelCheckpoint):
+        with pytest.raises(UsageError, match=message):
+            kind(**arguments)
+
+
+def test_saved_network_must_be_the_trained_one() -> None:
+    model = make_model()
+    good = CheckpointConfig(saved_network=model.network)
+    model.train(1, make_loader(), ModelCheckpoint(directory="out", config=good), progress=False)
+    bad = CheckpointConfig(saved_network=nn.Linear(1, 1))
+    with pytest.raises(UsageError, match="saved_network"):
+        make_model().train(1, make_loader(), ModelCheckpoint(directory="out2", config=bad), progress=False)
