@@ -323,7 +323,7 @@ class Guard:
             self._epoch, self._step_in_epoch = max(1, self.loader_epoch(), self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
-        self._cut = self._update_gate.updated or not self._window_open()
+        self._cut = not self._update_gate.window_open()
         if not self._cut:
             return
         self._orders.at_boundary()
@@ -346,8 +346,7 @@ class Guard:
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self.position):
-                with self.outside_step():
-                    self._saver.save_periodic(policy)
+                self.save_periodic(policy)
 
     def loader_epoch(self) -> int:
         """The loader's own epoch, 0 when it has none."""
@@ -387,12 +386,6 @@ class Guard:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
         with self.outside_step():
             return self._saver.save_periodic(policy)
-
-    def _window_open(self) -> bool:
-        """No optimizer has stepped since the last boundary: is a gradient accumulation window under way?"""
-        if self._update_gate.changed_since_boundary():
-            return False  # updated by hand
-        return any(p.grad is not None for p in self._collector.parameters)
 
     def _batches_per_epoch(self) -> int:
         try:

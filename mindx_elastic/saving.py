@@ -19,7 +19,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError
 from mindx_elastic.events import EventLog, logger
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.writer import SaveResult, write_checkpoint
@@ -38,7 +38,7 @@ class Saver:
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self._background = _Background()
-        self._pending: set[Path] = set()
+        self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -149,7 +149,9 @@ class Saver:
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
-        catalog = scan(policy.directory)
+        catalog = self._catalogs[policy.directory] = scan(
+            policy.directory, known=self._catalogs.get(policy.directory)
+        )
         mine = [
             entry
             for entry in catalog.entries

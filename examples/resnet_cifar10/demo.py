@@ -209,8 +209,12 @@ def show_breakpoint(console: Console, run: Run) -> float:
     for path in sorted(run.folder.glob("rank_*/*_breakpoint.safetensors")):
         console.print(f"    {path}  {path.stat().st_size / 1e6:.2f} MB")
     codes = worker_codes(run)
+    reported = {int(rank): int(code) for rank, code in TORCHRUN_REPORT.findall(run.stderr)}
     console.print(f"  exit codes as the workers recorded them: {codes}")
-    console.print(f"  as torchrun reports them: {dict(sorted(TORCHRUN_REPORT.findall(run.stderr)))}")
+    console.print(f"  as torchrun reports them: {dict(sorted(reported.items()))}")
+    if -signal.SIGTERM in reported.values():
+        # As soon as one worker has left, torchrun ends the others; one that was just leaving is then said to be killed.
+        console.print("  (-15: torchrun's own SIGTERM met a worker that had saved and was on its way out)")
     console.print(f"  of torchrun itself: {run.exit_code} (torchrun says 1 whatever its workers say)")
     return float(max(event["time"] for event in saves)) - run.signalled_at
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import http.client
+import itertools
 import os
 import shutil
 import tarfile
@@ -83,9 +84,11 @@ def fetch_archive(url: str, target: Path, md5: str) -> None:
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
+    blocks = _blocks(url)
+    first = list(itertools.islice(blocks, 1))  # an address that does not answer shows its error and no empty bar
     with open(target, "wb") as file, Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("download", total=None)
-        for block, total in _blocks(url):
+        for block, total in itertools.chain(first, blocks):
             digest.update(block)
             file.write(block)
             progress.update(task, advance=len(block), total=total)

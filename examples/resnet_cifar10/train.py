@@ -99,6 +99,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     saving.add_argument(
         "--keep-checkpoint-max", type=at_least(1, int), default=5, metavar="N", help="periodic ones kept"
     )
+    saving.add_argument("--fresh", action="store_true", help="start anew, whatever --train-url holds; deletes nothing")
     saving.add_argument("--async-save", action="store_true", help="write periodic checkpoints beside the training")
     return parser.parse_args(argv)
 
@@ -210,7 +211,7 @@ def train(args: argparse.Namespace) -> None:
         grad_accum=args.grad_accum,
         amp=args.amp,
     )
-    model.train(args.epochs, loader, make_callbacks(args, test))
+    model.train(args.epochs, loader, make_callbacks(args, test), resume="never" if args.fresh else "auto")
     if ranks.rank == 0:
         report = {
             "event": "train_end",

@@ -41,7 +41,7 @@ class Collector:
         """Copy all volatile state: this is the boundary `position`."""
         for component in self.components.values():
             component.copy()
-        self._rng = capture_rng()
+        self._rng = capture_rng(self._rng)
         self.position = position
         self._mark_devices()
 

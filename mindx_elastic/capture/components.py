@@ -12,6 +12,7 @@ A component is asked three things: `copy` its volatile part at a boundary (train
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -87,18 +88,18 @@ class ModuleComponent:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
         self._copies: list[torch.Tensor | None] = []
-        self._shapes: list[Any] = []
+        self._live: list[torch.Tensor | None] = []
+        self._dense = False
 
     @torch.no_grad()
     def copy(self) -> None:
         live = [slots[key] for slots, key in self._slots]
-        shapes = [None if t is None else (t.shape, t.dtype) for t in live]
-        if shapes == self._shapes and None not in shapes:
+        if self._dense and all(map(is_, live, self._live)):
             if live:
                 torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
-        else:  # the first time, or a buffer was replaced by another shape; foreach would broadcast silently
+        else:  # the first time, or a buffer was replaced: foreach would broadcast another shape silently
             self._copies = [None if t is None else t.detach().clone() for t in live]
-            self._shapes = shapes
+            self._live, self._dense = live, None not in live
         self._extra_copies = {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
 
     def state(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ kept in the form that the library gives; `pack` turns it into plain values for a
 
 from __future__ import annotations
 
+import ctypes
 import random
 import sys
 from typing import Any
@@ -16,15 +17,44 @@ from mindx_elastic.errors import MismatchError
 
 __all__ = ["capture_rng", "pack_rng", "restore_rng"]
 
+_MT19937_BYTES = 624 * 4 + 4  # struct s_mt19937_state: uint32_t key[624]; int pos
 
-def capture_rng() -> dict[str, Any]:
-    """The state of every generator that this process uses. No copies are shared with the generators."""
+
+def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The state of every generator that this process uses. No copies are shared with the generators.
+
+    `earlier` is a captured state whose parts may be taken over where the generator has not moved since.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state(legacy=False)
+    if "numpy" in sys.modules:
+        state["numpy"] = _numpy_state(None if earlier is None else earlier.get("numpy"))
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
+    return state
+
+
+class _NumpyState(dict[str, Any]):
+    """What numpy gives, with the raw words of the generator to compare with."""
+
+    raw: bytes | None = None
+
+
+def _numpy_state(earlier: Any) -> dict[str, Any]:
+    """numpy's global state, in 1 us instead of 46 when it has not moved.
+
+    The raw words alone do not tell: a normal deviate that was kept back is used without drawing. But one can only be
+    kept back after a draw, so with none kept in `earlier`, equal words mean an equal state.
+    """
+    import numpy
+
+    generator = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in its stubs
+    raw = None
+    if isinstance(generator, numpy.random.MT19937):
+        raw = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+        if isinstance(earlier, _NumpyState) and earlier.raw == raw and not earlier["has_gauss"]:
+            return earlier
+    state = _NumpyState(numpy.random.get_state(legacy=False))
+    state.raw = raw
     return state
 
 
@@ -32,6 +62,8 @@ def pack_rng(state: dict[str, Any]) -> dict[str, Any]:
     """Make a captured state fit for a checkpoint: long tuples become tensors."""
     version, words, gauss = state["python"]
     packed = dict(state)
+    if "numpy" in packed:
+        packed["numpy"] = dict(packed["numpy"])
     packed["python"] = {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
     return packed
 

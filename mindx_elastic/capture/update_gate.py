@@ -55,11 +55,6 @@ class UpdateGate:
     def state(self) -> GateState:
         return self._state
 
-    @property
-    def updated(self) -> bool:
-        """Whether any optimizer has begun a step since the last boundary."""
-        return self._state is not GateState.CLEAN
-
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Install the optimizer hooks and remember whose version counters to compare."""
         self._parameters = parameters
@@ -125,6 +120,12 @@ class UpdateGate:
             yield self._why_not_clean()
         finally:
             self._lock.release()
+
+    def window_open(self) -> bool:
+        """Whether gradients wait for an update that has not come since the boundary (gradient accumulation)."""
+        if self._state is not GateState.CLEAN or self.changed_since_boundary():
+            return False
+        return any(p.grad is not None for p in self._parameters)
 
     def changed_since_boundary(self) -> str | None:
         """Names the fact that parameters were changed outside any optimizer, else None. Call it holding the gate."""

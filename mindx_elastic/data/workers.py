@@ -18,7 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -172,7 +172,9 @@ class WorkerSet:
     def _unwatch(self, iterator: Any) -> None:
         """Let go of the pids, so that torch's SIGCHLD handler does not raise in the training thread."""
         if iterator is None:
-            signal_handling._set_worker_pids(self._key, ())  # torch takes the entry out by itself
+            with suppress(ValueError):  # torch has done so already
+                signal_handling._remove_worker_pids(self._key)
+                signal_handling._set_worker_pids(self._key, ())  # an entry that torch can take out later
         elif iterator._worker_pids_set:
             signal_handling._remove_worker_pids(self._key)
             iterator._worker_pids_set = False

@@ -63,15 +63,15 @@ def write_checkpoint(
     state: nested Python values and tensors (see `flatten`), CPU or accelerator. Tensors are read in place, so nobody
     may change them meanwhile; work that produces accelerator tensors must be done, or queued on the calling thread's
     current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
-    bytes (hard links, or copies where links are not possible), each put in place atomically, before `path`.
+    bytes (hard links, or copies where links are not possible), each put in place atomically, once `path` is durable.
 
     A file of another step or run that already has one of the names is kept as `previous_path` of it: its step may be
     the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must exist
     (see `storage.prepare_directory`).
 
     Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
-    then and the temporary file is gone. Raises UnsupportedStateError for a value that a checkpoint cannot hold, before
-    anything is written.
+    then and the temporary file is gone. Should only a further name fail, `path` is there and the message says so.
+    Raises UnsupportedStateError for a value that a checkpoint cannot hold, before anything is written.
     """
     started = time.monotonic()
     path = Path(path)
@@ -107,6 +107,8 @@ class _Save:
         layout: Mapping[str, Any],
     ) -> None:
         self.path, self.also, self.info = path, also, info
+        self.target = path  # the name that is worked on
+        self.durable = False
         self.tensors = tensors
         self.entries = place_tensors(tensors)
         self.header = draft_header(info, tree, self.entries, layout)
@@ -143,13 +145,15 @@ class _Save:
         os.fsync(fd)
 
     def commit(self, temp: Path) -> None:
-        for name in self.also:
-            self.keep_older(name)
-            publish_copy(temp, name)
         self.keep_older(self.path)
         publish(temp, self.path)
-        for directory in dict.fromkeys([self.path.parent, *(name.parent for name in self.also)]):
-            fsync_dir(directory)
+        fsync_dir(self.path.parent)
+        self.durable = True  # whatever happens to the further names
+        for name in self.also:
+            self.target = name
+            self.keep_older(name)
+            publish_copy(self.path, name)
+            fsync_dir(name.parent)
 
     def keep_older(self, path: Path) -> None:
         """Give a file that already stands at `path` a second name, unless it is an older copy of this very step."""
@@ -184,13 +188,15 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _save_error(error: BaseException, save: _Save) -> SaveError:
     text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     who = f"rank {save.info.rank}, step {save.info.step}"
-    message = f"{save.path}: cannot save {who} ({save.nbytes:,} bytes): {text}"
+    message = f"{save.target}: cannot save {who} ({save.nbytes:,} bytes): {text}"
     code = error.errno if isinstance(error, OSError) else None
     if code in (errno.ENOSPC, errno.EDQUOT):
-        message += f"; {_free_text(save.path.parent)}free some, keep fewer checkpoints or give another directory"
+        message += f"; {_free_text(save.target.parent)}free some, keep fewer checkpoints or give another directory"
     elif code in (errno.EACCES, errno.EPERM, errno.EROFS):
         message += "; check the directory's permissions or give another directory"
-    result = SaveError(message, path=save.path, rank=save.info.rank, step=save.info.step)
+    if save.durable:
+        message += f"; the same state is durable in {save.path}"
+    result = SaveError(message, path=save.target, rank=save.info.rank, step=save.info.step)
     result.errno = code
     return result
 

@@ -117,8 +117,8 @@ class TrainLoop:
                     if self._epoch(epoch, watch):
                         break
             except GracefulExit as leaving:
-                if not (self._asked_all and leaving.code == 0 and leaving.reason.startswith(_STOP_REASON)):
-                    raise
+                if leaving.code != 0 or not leaving.reason.startswith(_STOP_REASON):
+                    raise  # else request_stop() of some rank, agreed on by all: a normal end
         self._call("on_train_end")
         self._save_last()
 

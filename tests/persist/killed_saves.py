@@ -1,4 +1,4 @@
-"""Helper process of `test_writer`: forks a child for each point of a save and kills it there with SIGKILL.
+"""Helper process of `test_killed_saves`: forks a child for each point of a save and kills it there with SIGKILL.
 
     python killed_saves.py ROOT
 
@@ -32,12 +32,13 @@ POINTS = {
     "header written": (writer._Save, "write_header", 1, 1),
     "cut to size": (os, "ftruncate", 1, 1),
     "flushed": (writer._Save, "flush", 1, 1),
-    "older kept, other name": (writer._Save, "keep_older", 1, 1),
-    "other name published": (writer, "publish_copy", 1, 1),
-    "older kept": (writer._Save, "keep_older", 1, 2),
-    "renamed": (os, "rename", 1, 4),  # keep, publish, keep, publish
+    "older kept": (writer._Save, "keep_older", 1, 1),
+    "renamed": (os, "rename", 1, 2),  # the first one keeps the older file
     "published": (writer, "publish", 1, 1),
     "directory flushed": (writer, "fsync_dir", 1, 1),
+    "older kept, other name": (writer._Save, "keep_older", 1, 2),
+    "other name published": (writer, "publish_copy", 1, 1),
+    "directory flushed again": (writer, "fsync_dir", 1, 2),
     "never": (writer, "fsync_dir", 1, 99),
 }
 

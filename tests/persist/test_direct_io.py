@@ -22,7 +22,7 @@ def fd(tmp_path: Path) -> Iterator[int]:
     os.close(number)
 
 
-def test_digest_and_bytes_of_each_piece(fd: int) -> None:
+def test_digest_and_bytes_of_each_piece(fd: int, tmp_path: Path) -> None:
     pieces = [torch.randint(0, 256, (size,), dtype=torch.uint8) for size in (5, 0, 9_000_000, 3)]
     blocks = BlockWriter(fd, ALIGNMENT)
     digests = [blocks.put(piece) for piece in pieces]
@@ -31,7 +31,7 @@ def test_digest_and_bytes_of_each_piece(fd: int) -> None:
     blocks.close()
     raw = [bytes(piece.numpy()) for piece in pieces]
     assert digests == [xxhash.xxh3_128(data).hexdigest() for data in raw]
-    content = os.pread(fd, 1 << 25, 0)
+    content = (tmp_path / "file").read_bytes()
     assert content[:ALIGNMENT] == b"h" * ALIGNMENT
     assert content[ALIGNMENT:].rstrip(b"\0") == b"".join(raw).rstrip(b"\0")
     assert len(content) % ALIGNMENT == 0
@@ -45,9 +45,9 @@ def test_error_of_the_writing_thread_reaches_the_caller(fd: int, monkeypatch: py
 
     monkeypatch.setattr(os, "pwrite", fail)
     blocks = BlockWriter(fd, 0)
+    data = torch.zeros(100 * ALIGNMENT, dtype=torch.uint8)  # more than the ring holds: the caller must not hang
     with pytest.raises(OSError, match="Input/output error"):
-        for _ in range(100):  # more than the ring holds: the caller must neither hang nor go on for ever
-            blocks.put(torch.zeros(ALIGNMENT, dtype=torch.uint8))
+        blocks.put(data)
     with pytest.raises(OSError, match="Input/output error"):
         blocks.finish()
     blocks.close()
@@ -62,9 +62,8 @@ def test_preallocate_reserves_real_blocks(fd: int) -> None:
 
 
 def test_preallocate_of_more_than_the_disk_has(fd: int) -> None:
-    with pytest.raises(OSError) as caught:
+    with pytest.raises(OSError, match=r"No space left|File too large"):
         preallocate(fd, 1 << 60)
-    assert caught.value.errno in (errno.ENOSPC, errno.EFBIG)
 
 
 def test_preallocate_where_the_system_call_is_missing(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

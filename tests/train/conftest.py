@@ -64,6 +64,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MS_ENABLE_GRACEFUL_EXIT", "TORCHELASTIC_RESTART_COUNT"):
         monkeypatch.delenv(name, raising=False)
+    torch.set_num_threads(1)  # a network this small only loses by more
     monkeypatch.chdir(tmp_path)  # a checkpoint without a directory goes to the working directory
     with torch.random.fork_rng(devices=[]):
         yield

@@ -1,0 +1,157 @@
+"""What the guard costs the training thread in a step in which nothing happens.
+
+    python benchmarks/bench_step_overhead.py [--ranks 2] [--repeats 5]
+
+Starts torchrun by itself. ResNet-20 (270k parameters, 57 BatchNorm buffers), SGD with momentum, a per-step scheduler, a
+`ResumableLoader`. All rows come from one run, in interleaved rounds; the figure is the median over rounds.
+
+* alarm + agreement: `Guard.finish_step`, all that the training thread does to be able to stop
+* boundary capture: `Guard.boundary`, and inside it the copy of the buffers alone
+* the two usual ways: an all-reduce of one flag a step, and opening and parsing the JSON flag file a step
+* a whole training step, bare and guarded
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mindx_elastic as mx
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples" / "resnet_cifar10"))
+
+
+def per_call_us(work: Callable[[], object], calls: int) -> float:
+    """Microseconds a call, over `calls` calls."""
+    began = time.perf_counter()
+    for _ in range(calls):
+        work()
+    return (time.perf_counter() - began) / calls * 1e6
+
+
+class Parts:
+    """The objects of one job on one rank."""
+
+    def __init__(self, directory: Path) -> None:
+        from resnet import ResNet20
+
+        torch.manual_seed(0)
+        self.network: nn.Module = ResNet20()
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10**6)
+        data = torch.utils.data.TensorDataset(torch.randn(4096, 3, 32, 32), torch.randint(0, 10, (4096,)))
+        self.loader = mx.data.ResumableLoader(data, batch_size=32, shuffle=True, seed=0)
+        self.batch = next(iter(self.loader))
+        self.directory = directory
+
+    def guard(self) -> mx.Guard:
+        return mx.Guard(
+            model=self.network,
+            optimizer=self.optimizer,
+            lr_scheduler=self.scheduler,
+            loader=self.loader,
+            directory=self.directory,
+        )
+
+    def step(self) -> None:
+        x, y = self.batch
+        nn.functional.cross_entropy(self.network(x), y).backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+
+
+def measure(directory: Path, repeats: int) -> dict[str, float]:
+    """Medians in microseconds, by row."""
+    parts = Parts(directory)
+    flag = directory / f"flag{os.environ.get('RANK', '0')}.json"
+    flag.write_text('{"GracefulExit": 0}')
+    tensor = torch.zeros(1, dtype=torch.int32)
+    buffers = [b for b in parts.network.buffers()]
+    copies = [b.clone() for b in buffers]
+    rows: dict[str, list[float]] = {}
+
+    def note(row: str, value: float) -> None:
+        rows.setdefault(row, []).append(value)
+
+    def read_flag() -> object:
+        with open(flag) as file:
+            return json.load(file)
+
+    guard = parts.guard()
+    parts.step()
+    for _ in range(repeats):
+        note("training step, bare", per_call_us(parts.step, 10))
+        with guard:
+
+            def guarded() -> None:
+                parts.step()
+                guard.step_end()
+
+            guarded()
+            note("training step, guarded", per_call_us(guarded, 10))
+            note("guard: alarm + agreement", per_call_us(guard.finish_step, 5000))
+            note("guard: boundary capture", per_call_us(guard.boundary, 1000))
+        note("copy of the buffers alone", per_call_us(lambda: torch._foreach_copy_(copies, buffers), 1000))
+        note("usual: open and parse the flag file", per_call_us(read_flag, 2000))
+        if dist.is_initialized():
+            note("usual: all-reduce of one flag", per_call_us(lambda: dist.all_reduce(tensor), 300))
+    return {row: statistics.median(values) for row, values in rows.items()}
+
+
+def report(rows: dict[str, float], ranks: int) -> None:
+    """One line a row, then the ratios and targets."""
+    cores = os.cpu_count()
+    print(f"{ranks} ranks, {cores} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    for row, value in rows.items():
+        print(f"{row:40s} {value:10.1f} us")
+    alarm = rows["guard: alarm + agreement"]
+    capture = rows["guard: boundary capture"] - rows["copy of the buffers alone"]
+    print(f"alarm + agreement: {alarm:.2f} us a step (target: under 5)")
+    print(f"boundary capture without the buffers' copy: {capture:.0f} us a step (target: under 150)")
+    for row in ("usual: open and parse the flag file", "usual: all-reduce of one flag"):
+        if row in rows:
+            print(f"{row.removeprefix('usual: ')}: {rows[row] / alarm:.0f} times our alarm + agreement")
+    share = rows["training step, guarded"] / rows["training step, bare"]
+    print(f"training step, guarded / bare: {share:.3f}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    if args.ranks > 1 and "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        sys.exit(subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode)
+    logging.getLogger("mindx_elastic").addHandler(logging.NullHandler())
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure(Path(folder), args.repeats)
+        if dist.is_initialized():
+            dist.barrier()
+    if os.environ.get("RANK", "0") == "0":
+        report(rows, args.ranks)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
