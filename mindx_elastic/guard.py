@@ -190,6 +190,8 @@ class Guard:
             position = self._collector.position
             self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
             self.resumed_from_step, self.resumed_path = position.step, start.resumed.path
+        if hasattr(self.loader, "worker_grace_s"):
+            self.loader.worker_grace_s = settings.grace_s
         self._start_stages(stack, settings)
 
     def _prepare_directories(self) -> list[Path]:
@@ -257,7 +259,10 @@ class Guard:
                 self._saver.prune(policy)
             self._events.emit("end", step=self._step, outcome="finished")
             return
+        if hasattr(self.loader, "shutdown"):
+            self.loader.shutdown()  # a stuck loader worker would hold up the way out
         if isinstance(error, GracefulExit):
+            self._linger()
             self.stopper.after_save()
             self._events.emit("exit", step=error.step, reason=error.reason, outcome=str(error.code))
             return
@@ -266,10 +271,16 @@ class Guard:
         if alarm is not None and alarm.kind != "exception":
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)
+            self._linger()
             leaving = self.stopper.exit()
             self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
             raise leaving from error
         self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+
+    def _linger(self) -> None:
+        """The process is leaving as it was told to; the launcher's next SIGTERM must not change its exit code."""
+        if self.stopper.alarm is not None:
+            self._handlers.linger(self.stopper.alarm.deadline.at)
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""

@@ -72,6 +72,7 @@ class Saver:
                 self._write(path, state, info)
             except SaveError as error:
                 logger.error("%s; training goes on, older checkpoints are untouched", error)
+                self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}")
                 return False
             self._prune(policy, path)
             return True
@@ -118,13 +119,7 @@ class Saver:
     def _write(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path] = ()) -> SaveResult:
         for target in (path, *also):
             target.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            result = write_checkpoint(path, state, info, also=also)
-        except SaveError as error:
-            self.events.emit(
-                "save", step=info.step, reason=info.reason, outcome=f"failed: {error}", path=str(path), kind=info.kind
-            )
-            raise
+        result = write_checkpoint(path, state, info, layout=self.collector.layout() or None, also=also)
         speed = result.nbytes / max(result.duration_s, 1e-6)
         self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
         self.events.emit(
@@ -149,9 +144,7 @@ class Saver:
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
-        catalog = self._catalogs[policy.directory] = scan(
-            policy.directory, known=self._catalogs.get(policy.directory)
-        )
+        catalog = self._catalogs[policy.directory] = scan(policy.directory, known=self._catalogs.get(policy.directory))
         mine = [
             entry
             for entry in catalog.entries

@@ -228,6 +228,13 @@ class Stopper:
         while not self._claim():
             if can_wait or self.wait_while_saving() in _FINAL:
                 return
+        try:
+            self._salvage_claimed(alarm, can_wait=can_wait)
+        finally:
+            if self._phase is StopPhase.SAVING:  # an error of ours: the other thread must not wait for ever
+                self._move(StopPhase.FAILED)
+
+    def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
         self.exchange.announce("stop", CANNOT)  # whoever still waits for this rank in the first round must not
         left = alarm.deadline.remaining_s()
         # A failed step never ends: its update is torn for good, and waiting for it would only cost time.
@@ -273,9 +280,13 @@ class Stopper:
         self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
         try:
             result = self.saver.save_dying(wanted, alarm.reason)
-        except (SaveError, UnsupportedStateError, OSError) as error:
-            self.failure = str(error)
-            logger.error("step %d could not be saved: %s", step, error)
+        except Exception as error:
+            # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
+            # or the other thread would wait for ever, and the job must leave in time.
+            self.failure = f"{type(error).__name__}: {error}"
+            expected = isinstance(error, (SaveError, UnsupportedStateError))
+            logger.error("step %d could not be saved: %s", step, self.failure, exc_info=not expected)
+            self.events.emit("save", step=step, reason=alarm.reason, outcome=f"failed: {self.failure}")
             self._move(StopPhase.FAILED)
             return
         self.path, self.saved_step = result.path, step

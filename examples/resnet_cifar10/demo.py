@@ -221,7 +221,7 @@ def show_breakpoint(console: Console, run: Run) -> float:
 
 def worker_codes(run: Run) -> dict[int, int]:
     """Exit code by rank, from ``events.jsonl``."""
-    return {int(event["rank"]): int(event["outcome"]) for event in run.events("exit")}
+    return dict(sorted((int(event["rank"]), int(event["outcome"])) for event in run.events("exit")))
 
 
 def show_result(console: Console, reference: Run, first: Run, second: Run, seconds: float) -> int:

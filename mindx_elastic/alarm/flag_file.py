@@ -17,6 +17,7 @@ from mindx_elastic.events import logger
 __all__ = ["FlagFile", "process_started_at"]
 
 _MAX_BYTES = 1 << 20
+_COARSEST_MTIME_S = 2.0
 
 
 def process_started_at() -> float:
@@ -24,7 +25,10 @@ def process_started_at() -> float:
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - (uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK"))
+        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        # Some containers show their own uptime beside the host's start times: never in the future, or every flag were
+        # stale.
+        return time.time() - max(0.0, age)
     except (OSError, ValueError, IndexError):
         return time.time()
 
@@ -60,7 +64,10 @@ class FlagFile:
         wanted = self._read()
         if wanted is None:
             return False  # half-written: not marked as seen, so it is read again next time
-        self._seen, self._warned = identity, None
+        self._warned = None
+        # A file that was just written may change again without a new time stamp (they are as coarse as 2 s).
+        if wanted or abs(time.time() - status.st_mtime) > _COARSEST_MTIME_S:
+            self._seen = identity
         if wanted and status.st_mtime < self._started_at:
             logger.warning("flag file %s was set before this start; it is taken as done until it changes", self.path)
             return False

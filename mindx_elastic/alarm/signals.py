@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -40,10 +41,12 @@ class SignalHandlers:
         self._watcher = watcher
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
+        self._listening = False
         self._lock = threading.Lock()  # never taken in the handler
         self._marked: deque[int] = deque()
         self._heard = 0
         self._closed = False
+        self._linger_until: float | None = None
 
     def __enter__(self) -> SignalHandlers:
         global _active
@@ -54,8 +57,11 @@ class SignalHandlers:
             )
         try:
             self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
+            self._listening = True
             for number in self.signals:
                 before = signal.getsignal(number)
+                if isinstance(getattr(before, "__self__", None), SignalHandlers):
+                    before = signal.SIG_DFL  # an earlier guard's `linger`
                 if before is signal.SIG_IGN:
                     continue
                 self._previous[number] = before
@@ -71,11 +77,21 @@ class SignalHandlers:
     ) -> None:
         with self._lock:
             self._closed = True
-        self._restore()
         # The last signals may have reached the handler and not yet the watcher. They were meant for this process: they
-        # are delivered again, to whoever handles them now.
-        for signum in list(self._marked)[self._heard :]:
+        # are delivered again, to whoever handles them now, unless that is a function which was called already.
+        unheard = [n for n in list(self._marked)[self._heard :] if self._chained(n) is None]
+        self._restore()
+        for signum in unheard:
             signal.raise_signal(signum)
+
+    def linger(self, until: float) -> None:
+        """Leave the signals without effect until `until` (`time.monotonic` seconds) when the handlers are restored.
+
+        For a process that leaves after a graceful stop: launchers signal the rest of the job once the first process
+        is gone, and a default action in the middle of the interpreter's end would turn exit code 143 into -15. After
+        `until` the default action is back.
+        """
+        self._linger_until = until
 
     def forward(self, signum: int) -> None:
         """Hand a signal number on to the wakeup descriptor that was installed before ours (asyncio's, say)."""
@@ -88,35 +104,45 @@ class SignalHandlers:
         with self._lock:
             if self._closed:
                 return False
-            if signum in self._previous:
-                self._heard += 1
-                return True
-        self.forward(signum)
-        return False
+            ours = signum in self._previous
+            self._heard += ours
+        self.forward(signum)  # ours too: asyncio's handler does nothing, its loop waits for the byte
+        return ours
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self._marked.append(signum)
-        before = self._previous.get(signum)
-        if callable(before) and before is not signal.default_int_handler:
+        before = self._chained(signum)
+        if before is not None:
             before(signum, frame)
+
+    def _chained(self, signum: int) -> Callable[[int, FrameType | None], Any] | None:
+        before = self._previous.get(signum)
+        return before if callable(before) and before is not signal.default_int_handler else None
+
+    def _late(self, signum: int, frame: FrameType | None) -> None:
+        if self._linger_until is None or time.monotonic() > self._linger_until:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
 
     def _restore(self) -> None:
         global _active
         if _active is self:
             _active = None
         for number, before in self._previous.items():
+            default = before in (None, signal.SIG_DFL, signal.default_int_handler)
+            if default and self._linger_until is not None:
+                before = self._late
             # None: the predecessor was installed by C code and cannot be named; the default is all that is left.
             signal.signal(number, signal.SIG_DFL if before is None else before)
         self._previous.clear()
-        signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+        if self._listening:
+            signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+            self._listening = False
         self._previous_fd = -1
 
 
 def _after_fork_in_child() -> None:
-    """A forked child (a loader worker, a pool) shares the parent's wakeup socket: its signals would alarm the
-
-    parent.
-    """
+    """A forked child (a loader worker, a pool) shares the wakeup socket: its signals would alarm the parent."""
     if _active is not None:
         _active._restore()
 

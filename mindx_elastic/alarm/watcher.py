@@ -2,7 +2,7 @@
 
 A Python signal handler runs only between two bytecodes of the main thread, so a rank that sits in a hung collective
 never runs it (FACTS 2.10). `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this
-thread sleeps in `select` on the other end. The same socket wakes it for posts from other threads.
+thread sleeps in `poll` on the other end. The same socket wakes it for posts from other threads.
 
 Rejected: `signal.sigwait` in a thread (needs the signal blocked in *every* thread, also those that libraries start);
 `signalfd` (the same, and Linux only); work in the handler itself (never runs in a hang, and may re-enter any lock).
@@ -82,9 +82,11 @@ class Watcher:
             self._sender.send(bytes([_POST]))
 
     def _run(self) -> None:
+        poll = select.poll()  # not select(): it cannot watch descriptors from 1024 on
+        poll.register(self._receiver, select.POLLIN)
         while not self._stopping:
-            timeout = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic())
-            select.select([self._receiver], [], [], timeout)
+            timeout_ms = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic()) * 1000
+            poll.poll(timeout_ms)
             for number in self._drain():
                 if number != _POST:
                     self._call(lambda number=number: self._on_signal(number))  # type: ignore[misc]

@@ -58,6 +58,11 @@ class Collector:
         state["gradient_order"] = self.gradient_order
         return state
 
+    def layout(self) -> dict[str, Any]:
+        """Where this rank's parts of sharded tensors lie; empty when nothing is sharded."""
+        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
+        return {name: place for module in modules for name, place in module.layout().items()}
+
     def load(self, state: dict[str, Any]) -> list[str]:
         """Put a state back, everything but the random generators. Returns notes on what did not match but may differ.
 

@@ -17,8 +17,11 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.sharded import describe_shard, local_part, with_layout_of
+from mindx_elastic.capture.snapshot import map_tensors
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -65,6 +68,8 @@ class ModuleComponent:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
         self._find_slots()
         self.copy()
 
@@ -77,6 +82,8 @@ class ModuleComponent:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._slot_names: list[str] = []
         self._extras: list[tuple[str, nn.Module]] = []
+        self._tables = [child._buffers for child in self.module.modules()]
+        self._num_buffers = sum(map(len, self._tables))
         seen: set[int] = set()
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
@@ -89,35 +96,48 @@ class ModuleComponent:
                 self._extras.append((f"{dot}_extra_state", child))
         self._copies: list[torch.Tensor | None] = []
         self._live: list[torch.Tensor | None] = []
+        self._shapes: list[torch.Size | None] = []
         self._dense = False
 
     @torch.no_grad()
     def copy(self) -> None:
+        if sum(map(len, self._tables)) != self._num_buffers:
+            self._find_slots()  # a buffer was registered or deleted since
         live = [slots[key] for slots, key in self._slots]
-        if self._dense and all(map(is_, live, self._live)):
+        if self._dense and all(map(is_, live, self._live)) and [t.shape for t in live] == self._shapes:
             if live:
                 torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
-        else:  # the first time, or a buffer was replaced: foreach would broadcast another shape silently
+        else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
             self._copies = [None if t is None else t.detach().clone() for t in live]
             self._live, self._dense = live, None not in live
+            self._shapes = [None if t is None else t.shape for t in live]
         self._extra_copies = {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
 
     def state(self) -> dict[str, Any]:
-        state = dict(self.module.state_dict())
+        # FSDP2 swaps a module's parameters during forward and its `state_dict` hooks would reshard them under the
+        # training thread's feet: sharded parameters are taken from the references of the start.
+        state: dict[str, Any] = dict(self._sharded or self.module.state_dict())
         copies = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
+        if self._sharded:
+            state.update(copies)
         for name in state:
             state[name] = copies.get(name, self._extra_copies.get(name, state[name]))
-        return state
+        return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
+
+    def layout(self) -> dict[str, Any]:
+        """Where this rank's parts of sharded parameters lie, by ``{component}.{name}``."""
+        return {f"{self.name}.{n}": describe_shard(p) for n, p in self._sharded.items() if isinstance(p, DTensor)}
 
     def load(self, state: dict[str, Any]) -> None:
-        problems = _differences(dict(self.module.state_dict()), state)
+        live = dict(self.module.state_dict())
+        problems = _differences({n: local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
         if problems:
             shown = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
             raise MismatchError(
                 f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
                 'resume="never" in another directory'
             )
-        self.module.load_state_dict(state)
+        self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
 
@@ -150,7 +170,7 @@ class OptimizerComponent:
         ]
 
     def state(self) -> dict[str, Any]:
-        state = dict(self.optimizer.state_dict())
+        state = dict(map_tensors(self.optimizer.state_dict(), local_part))
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
@@ -165,9 +185,25 @@ class OptimizerComponent:
                 f"the checkpoint does not fit {self.name}: it has parameter groups of {theirs} parameters, "
                 f"this optimizer has {ours}"
             )
+        state = self._with_layouts(state)
         self.optimizer.load_state_dict(state)
         self._undo_casts(state)
         self.copy()
+
+    def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Moments of a sharded parameter are sharded like it; scalars (``step``) are not."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        indices = [i for group in state["param_groups"] for i in group["params"]]
+        if not any(isinstance(p, DTensor) for p in parameters):
+            return state
+        laid_out = dict(state["state"])
+        for index, parameter in zip(indices, parameters, strict=True):
+            shape = local_part(parameter).shape
+            laid_out[index] = {
+                key: with_layout_of(parameter, value) if torch.is_tensor(value) and value.shape == shape else value
+                for key, value in laid_out.get(index, {}).items()
+            }
+        return {**state, "state": laid_out}
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
         """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32
@@ -180,10 +216,21 @@ class OptimizerComponent:
             saved = state["state"].get(index, {})
             loaded = self.optimizer.state.get(parameter, {})
             for key, value in saved.items():
-                current = loaded.get(key)
-                both = isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor)
-                if both and value.dtype != current.dtype:
-                    loaded[key] = value.to(current.device, copy=True)
+                if key in loaded:
+                    loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """`loaded`, with its tensors of another type than in `saved` replaced."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device, copy=True)
+    if type(saved) is not type(loaded):
+        return loaded
+    if type(saved) in (list, tuple):
+        return type(saved)(_with_dtypes_of(s, t) for s, t in zip(saved, loaded, strict=True))
+    if type(saved) is dict:
+        return {key: _with_dtypes_of(saved[key], value) for key, value in loaded.items()}
+    return loaded
 
 
 class PlainComponent:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
@@ -21,14 +21,18 @@ def copy_tree(value: Any) -> Any:
     kind = type(value)
     if kind in _ATOMS:
         return value
-    if kind is dict or kind is OrderedDict or kind is Counter:
-        return kind((key, copy_tree(item)) for key, item in value.items()) if kind is not Counter else Counter(value)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, copy_tree(item)) for key, item in value.items())
     if kind is list:
         return [copy_tree(item) for item in value]
     if kind is tuple:
         return tuple(copy_tree(item) for item in value)
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
+    if kind is defaultdict:
+        return defaultdict(value.default_factory, ((key, copy_tree(item)) for key, item in value.items()))
+    if kind is deque:
+        return deque((copy_tree(item) for item in value), value.maxlen)
     if hasattr(value, "copy") and hasattr(value, "__len__"):
-        return value.copy()  # set, deque, bytearray, numpy array
+        return value.copy()  # set, Counter, bytearray, numpy array
     return value

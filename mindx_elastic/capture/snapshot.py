@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -11,14 +12,18 @@ __all__ = ["map_tensors", "to_host"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied (one call per object)."""
-    done: dict[int, torch.Tensor] = {}
+    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied: the same memory seen the same
+
+    way is changed once, for `state_dict()` gives a new object for each name of a tied weight.
+    """
+    done: dict[object, torch.Tensor] = {}
 
     def walk(item: Any) -> Any:
         if isinstance(item, torch.Tensor):
-            if id(item) not in done:
-                done[id(item)] = change(item)
-            return done[id(item)]
+            key = _memory(item)
+            if key not in done:
+                done[key] = change(item)
+            return done[key]
         kind = type(item)
         if isinstance(item, dict):
             changed = item.copy()
@@ -27,9 +32,20 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return changed
         if kind in (list, tuple):
             return kind(walk(one) for one in item)
+        if kind is deque:
+            return deque((walk(one) for one in item), item.maxlen)
         return item
 
     return walk(value)
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return id(tensor)  # a DTensor has no memory of its own, nor has a sparse tensor
+    if tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.untyped_storage().data_ptr(), *view)
 
 
 def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:

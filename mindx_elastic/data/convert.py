@@ -51,12 +51,13 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
             "persistent_workers": loader.persistent_workers,
             "multiprocessing_context": loader.multiprocessing_context,
         }
+    batches: Any = loader.batch_sampler  # has the numbers also where the user passed it to DataLoader ready-made
     converted = ResumableLoader(
         loader.dataset,
-        loader.batch_size,
+        batches.batch_size,
         seed=seed if own_seed is None else mix(seed, own_seed),
         num_workers=loader.num_workers,
-        drop_last=loader.drop_last,
+        drop_last=batches.drop_last,
         worker_init_fn=loader.worker_init_fn,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -70,16 +71,16 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
 
 def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
-    plain = (
+    if not (
         type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
         and type(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
         and hasattr(loader.dataset, "__len__")
-    )
-    if not plain:
+    ):
         return None
-    sampler: Any = loader.sampler
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler
     kind = type(sampler)
     order: dict[str, Any] = {"shuffle": False, "whole_rounds": False, "own_seed": None}
     if kind is DistributedSampler:
@@ -103,4 +104,4 @@ def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
         source = sampler.data_source
     else:
         return None
-    return order if source is loader.dataset or len(source) == len(loader.dataset) else None  # type: ignore[arg-type]
+    return order if source is loader.dataset or len(source) == len(loader.dataset) else None

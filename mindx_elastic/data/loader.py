@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import changes, whole_number
+from mindx_elastic.data.position import changes, check_numbers, whole_number
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
 from mindx_elastic.data.seeding import SeededDataset, as_collated
 from mindx_elastic.data.workers import make_torch_loader
@@ -89,8 +90,6 @@ class ResumableLoader(DataLoader[Any]):
         self.worker_grace_s = None
         self.seed = whole_number("seed", seed)
         self.per_sample_seed = per_sample_seed
-        self._rank = rank
-        self._world_size = world_size
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
         self._told_padding = False
@@ -101,7 +100,7 @@ class ResumableLoader(DataLoader[Any]):
             shuffle=bool(shuffle),
             seed=self.seed,
             drop_last=bool(drop_last),
-            ranks=self._ranks,
+            ranks=partial(current_ranks, rank, world_size),  # not a method: a cycle would keep workers alive
             seeded=per_sample_seed,
         )
         super().__init__(
@@ -175,6 +174,7 @@ class ResumableLoader(DataLoader[Any]):
         settings = self._current_settings()
         world_size = settings.pop("world_size")
         changes(_KIND, state, settings)
+        check_numbers(state)
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
         if state.get("world_size") != world_size:
@@ -197,9 +197,6 @@ class ResumableLoader(DataLoader[Any]):
         assert isinstance(self.batch_sampler, ResumableBatchSampler)
         return self.batch_sampler
 
-    def _ranks(self) -> tuple[int, int]:
-        return current_ranks(self._rank, self._world_size)
-
     def _announce(self) -> None:
         if self.on_iterator_ready is not None:
             self.on_iterator_ready()
@@ -213,7 +210,7 @@ class ResumableLoader(DataLoader[Any]):
             "batch_size": sampler.batch_size,
             "shuffle": sampler.shuffle,
             "drop_last": sampler.drop_last,
-            "world_size": self._ranks()[1],
+            "world_size": sampler.ranks()[1],
         }
 
     def _build(self) -> DataLoader[Any]:
@@ -222,8 +219,7 @@ class ResumableLoader(DataLoader[Any]):
         collate_fn: Any = self.collate_fn
         if self.per_sample_seed:
             dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
-        generator = torch.Generator()  # torch draws the workers' base seed; not from the global stream
-        generator.manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
+        generator = torch.Generator().manual_seed(mix(self.seed, self._engine.cursor.epoch, _WORKERS))
         return make_torch_loader(
             self,
             dataset,
@@ -231,6 +227,7 @@ class ResumableLoader(DataLoader[Any]):
             collate_fn,
             generator=generator,
             grace_s=self.worker_grace_s,
+            persistent=self.persistent_workers,
         )
 
     def _tell_padding(self, plan: EpochPlan) -> None:

@@ -13,15 +13,15 @@ import torch
 __all__ = ["capture_part", "restore_part"]
 
 
-def capture_part(part: Any) -> dict[str, Any]:
-    """The random generators among the attributes of `part`, its ``epoch`` and its own ``state_dict()``."""
+def capture_part(part: Any, *, own_state: bool = True) -> dict[str, Any]:
+    """The random generators among the attributes of `part`, its ``epoch`` and (`own_state`) its ``state_dict()``."""
     found: dict[str, Any] = {
         "rngs": {name: _rng_state(value) for name, value in _attributes(part).items() if _is_rng(value)}
     }
     epoch = _attributes(part).get("epoch")
     if isinstance(epoch, int):
         found["epoch"] = epoch
-    if _keeps_state(part):
+    if own_state and _keeps_state(part):
         found["state"] = copy.deepcopy(part.state_dict())
     return found
 

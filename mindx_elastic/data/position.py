@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["Cursor", "PositionedLoader", "changes", "whole_number"]
+__all__ = ["Cursor", "PositionedLoader", "changes", "check_numbers", "whole_number"]
 
 
 @runtime_checkable
@@ -133,6 +133,10 @@ def changes(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) ->
             f"the data loader has changed since the checkpoint: {'; '.join(different)}. "
             "Use the values of that run, or start afresh"
         )
+
+
+def check_numbers(state: Mapping[str, Any]) -> None:
+    """Raise MismatchError when the numbers of a position are not numbers."""
     for name in ("epoch", "batch", "samples"):
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.alarm.shield import WorkerShield
@@ -12,7 +13,7 @@ from mindx_elastic.config import Settings
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.order_state import capture_part, restore_part
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import changes, whole_number
+from mindx_elastic.data.position import changes, check_numbers, whole_number
 from mindx_elastic.data.sampler import current_ranks
 from mindx_elastic.data.seeding import (
     SeededDataset,
@@ -22,13 +23,13 @@ from mindx_elastic.data.seeding import (
     restore_streams,
 )
 from mindx_elastic.data.skipping import SkippingSampler, too_short
-from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader
+from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import UsageError
 
 __all__ = ["ReplayLoader"]
 
 _KIND = "replay"
-_SAMPLE = 5  # keeps the augmentation's hashes apart from the other hashes of (seed, epoch)
+_SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 
 
 class ReplayLoader:
@@ -140,10 +141,11 @@ class ReplayLoader:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration replays up to this position.
 
-        Raises MismatchError, and changes nothing, when length, seed, world size or (iterable data sets)
-        num_workers have changed, or when another kind of loader wrote the state.
+        Raises MismatchError, and changes nothing, when seed, world size or (iterable data sets) num_workers have
+        changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
         changes(_KIND, state, self._current_settings())
+        check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
         self._settings = None
@@ -157,41 +159,48 @@ class ReplayLoader:
 
     @property
     def _persistent(self) -> bool:
-        return bool(getattr(self.loader, "persistent_workers", False))
+        # Workers of an iterable data set must start each epoch with new streams, or no later epoch could be replayed.
+        return self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
 
     def _announce(self) -> None:
         if self.on_iterator_ready is not None:
             self.on_iterator_ready()
 
     def _current_settings(self) -> dict[str, Any]:
-        try:
-            length: int | None = len(self)
-        except (TypeError, NotImplementedError):
-            length = None
         workers = None if self._skipper is not None else getattr(self.loader, "num_workers", None)
         world_size = current_ranks(None, None)[1]
-        return {
-            "kind": _KIND, "seed": self.seed, "length": length, "num_workers": workers, "world_size": world_size
-        }  # fmt: skip
+        return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
+
+    def _hash(self, purpose: int) -> int:
+        return mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], purpose)
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
-            prefix = mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], _SAMPLE)
-            self._skipper.begin_at(skip, prefix)
+            self._skipper.begin_at(skip, self._hash(_SAMPLE))
             opened = self._engine.open(self._build, persistent=self._persistent)
             self._skipper.skip_now()
             return opened
-        opened = self._engine.open(self._build, persistent=self._persistent)
+        if self._stock is None:
+            opened = self._open_foreign()
+        else:
+            opened = self._engine.open(self._build, persistent=False)
         for done in range(skip):
             if next(opened[0], _END) is _END:
                 raise too_short(done, skip)
         return opened
 
-    def _build(self) -> Any:
+    def _open_foreign(self) -> tuple[Iterator[Any], WorkerSet | None]:
+        loader = self.loader
+        if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
+            life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
+            loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
+        iterator, workers = open_iterator(loader)
+        # Its persistent workers are its own; they stay known to the exit hook.
+        return iterator, None if getattr(loader, "persistent_workers", False) else workers
+
+    def _build(self) -> DataLoader[Any]:
         stock = self._stock
-        if stock is None:
-            self._shield_subclass()
-            return self.loader
+        assert stock is not None
         dataset: Any = stock.dataset
         collate_fn: Any = stock.collate_fn
         if self._skipper is None:
@@ -202,16 +211,18 @@ class ReplayLoader:
             sampler = {"sampler": self._skipper, "batch_size": None}
         if self._skipper is not None and self._skipper.seeded:
             dataset, collate_fn = SeededDataset(dataset, collate_fn), as_collated
+        # With persistent workers the base seed is drawn once for all epochs. From the user's stream, a resume, which
+        # starts the workers anew, would take one number more than the run without a stop did.
+        generator = torch.Generator().manual_seed(self._hash(_WORKERS))
         return make_torch_loader(
-            stock, dataset, sampler, collate_fn, generator=stock.generator, grace_s=self.worker_grace_s
+            stock,
+            dataset,
+            sampler,
+            collate_fn,
+            generator=generator,
+            grace_s=self.worker_grace_s,
+            persistent=self._persistent,
         )
-
-    def _shield_subclass(self) -> None:
-        loader = self.loader
-        if not isinstance(loader, DataLoader) or isinstance(loader.worker_init_fn, WorkerShield):
-            return
-        life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
-        loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
 
     def _parts(self) -> dict[str, Any]:
         """The objects whose state decides the order, by name."""
@@ -229,14 +240,26 @@ class ReplayLoader:
 
     def _capture(self) -> dict[str, Any]:
         return {
+            "length": self._length(),
             "streams": capture_streams(),
-            "parts": {name: capture_part(part) for name, part in self._parts().items()},
+            # Not the loader's own state_dict(): some loaders start workers to answer.
+            "parts": {
+                name: capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()
+            },
         }
 
     def _restore(self, start: Mapping[str, Any]) -> None:
         for name, part in self._parts().items():
             restore_part(part, start["parts"].get(name, {}))
+        # Only now: a sampler may have another length in each epoch.
+        changes(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
         restore_streams(start["streams"])
+
+    def _length(self) -> int | None:
+        try:
+            return len(self)
+        except (TypeError, NotImplementedError):
+            return None
 
 
 _END = object()

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -64,13 +65,14 @@ def make_torch_loader(
     sampler: dict[str, Any],
     collate_fn: Callable[[Any], Any] | None,
     *,
-    generator: torch.Generator | None,
+    generator: torch.Generator,
     grace_s: float | None,
+    persistent: bool,
 ) -> DataLoader[Any]:
     """A stock DataLoader with `template`'s settings as they are now, and shielded workers.
 
-    `sampler` holds the sampler arguments. `grace_s`: how long a signalled worker may live on (None: the
-    environment's).
+    `generator` gives the workers' base seed, so that starting them does not draw from the global stream. `sampler`
+    holds the sampler arguments. `grace_s`: how long a signalled worker may live on (None: the environment's).
     """
     workers: dict[str, Any] = {}
     if template.num_workers:
@@ -79,7 +81,7 @@ def make_torch_loader(
             "worker_init_fn": WorkerShield(WorkerStart(template.worker_init_fn), grace_s=life_s),
             "multiprocessing_context": template.multiprocessing_context,
             "prefetch_factor": template.prefetch_factor,
-            "persistent_workers": template.persistent_workers,
+            "persistent_workers": persistent,
         }
     if template.pin_memory_device:
         workers["pin_memory_device"] = template.pin_memory_device
@@ -103,6 +105,8 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
     try:
+        _start_resource_tracker(loader)
+        signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
         with _without_fork_warning():
             iterator: Iterator[Any] = iter(loader)
     finally:
@@ -110,7 +114,17 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
     if not getattr(iterator, "_workers", None):
         return iterator, None
     _register_exit_hook()
-    return iterator, WorkerSet(iterator)
+    known = [workers for workers in _open_sets if workers.belongs_to(iterator)]
+    return iterator, known[0] if known else WorkerSet(iterator)
+
+
+def _start_resource_tracker(loader: Any) -> None:
+    # Unless it forks, multiprocessing starts this helper with the first queue, and then unblocks SIGTERM and SIGINT.
+    # The helper itself outlives these two, and SIGUSR1 if it inherits it blocked.
+    if getattr(loader, "num_workers", 0):
+        context = getattr(loader, "multiprocessing_context", None) or torch.multiprocessing
+        if context.get_start_method() != "fork":
+            resource_tracker.ensure_running()
 
 
 @contextmanager
@@ -139,6 +153,9 @@ class WorkerSet:
         self._owner = os.getpid()  # a forked child inherits the object, and must not end its parent's workers
         self._ended = False
         _open_sets.add(self)
+
+    def belongs_to(self, iterator: Any) -> bool:
+        return bool(self.processes == iterator._workers)
 
     def end(self, iterator: Any = None, *, grace_s: float) -> None:
         """Ask the workers to end, wait at most `grace_s` for all of them together, then SIGKILL; 0: SIGKILL at once.

@@ -31,7 +31,7 @@ def evaluate(
     """The metrics over `loader`. Training thread. The network's mode and all random streams are as "
     "before afterwards."""
     params = CallbackParams(
-        mode="eval", model=model, network=model.bare_network, eval_network=model.bare_network, loss_fn=model.loss_fn,
+        mode="eval", model=model, network=model.bare_network, eval_network=model.eval_network, loss_fn=model.loss_fn,
         optimizer=model.optimizer, list_callback=callbacks, device_number=world_size, rank=rank, valid_dataset=loader,
         batch_num=_length(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
         net_outputs=None, metrics={},

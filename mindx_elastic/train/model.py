@@ -30,7 +30,7 @@ from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_gu
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, TrainLoop
 from mindx_elastic.train.metrics import Metrics, MetricSet
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
-from mindx_elastic.train.parallel import choose_device, join_process_group, place, wrap_network
+from mindx_elastic.train.parallel import choose_device, join_process_group, place, without_ddp, wrap_network
 from mindx_elastic.train.step import CustomStep, TrainOneStep, forward
 from mindx_elastic.train.unguarded import GuardPort, Unguarded
 
@@ -124,6 +124,11 @@ class Model:
         return unwrap_module(self.network)
 
     @property
+    def eval_network(self) -> nn.Module:
+        """What an evaluation calls: the network without DDP, whose forward waits for the other ranks."""
+        return without_ddp(self.network)
+
+    @property
     def position(self) -> Position:
         """The last boundary: of the training under way, else of the last one."""
         return self._last_position if self._guard is None else self._guard.position
@@ -135,7 +140,7 @@ class Model:
 
     def eval_step(self, batch: Any) -> tuple[Tensor | None, Any, Any]:
         """(loss or None, outputs, targets) of one batch of an evaluation; override it for other shapes of batches."""
-        return forward(self, self.bare_network, batch)
+        return forward(self, self.eval_network, batch)
 
     def forward(self, batch: Any) -> tuple[Tensor, Any, Any]:
         """(loss, outputs, targets) of one training batch, under autocast: a helper for custom steps."""

@@ -104,7 +104,7 @@ def test_unknown_arguments_are_refused_with_a_hint() -> None:
     with pytest.raises(UsageError, match="known are"):
         CheckpointConfig(zzz=3)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="at most"):
-        CheckpointConfig(*range(20))  # type: ignore[arg-type]
+        CheckpointConfig(*range(20))
 
 
 def test_async_save_takes_the_newer_spelling() -> None:

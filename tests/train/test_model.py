@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train import Callback, Model, RunContext, TrainOneStep
-from tests.train.conftest import Points, make_loader, make_model, make_network, same, weights
+from tests.train.small_job import Points, make_loader, make_model, make_network, same, weights
 
 
 class Recorder(Callback):

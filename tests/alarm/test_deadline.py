@@ -1,0 +1,43 @@
+"""How much of the grace period is kept for the save."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.alarm.deadline import Deadline, reserve_s
+
+GiB = 1 << 30
+
+
+def test_a_deadline_counts_down_from_now() -> None:
+    before = time.monotonic()
+    deadline = Deadline.after(30.0)
+    assert before + 30 <= deadline.at <= time.monotonic() + 30
+    assert 0 < deadline.remaining_s() <= 30
+    assert deadline.salvage_at(5.0) == deadline.at - 5.0
+
+
+def test_a_deadline_that_has_passed_says_so() -> None:
+    assert Deadline(at=time.monotonic() - 1, grace_s=30).remaining_s() < 0
+
+
+@given(st.integers(0, 1 << 45), st.floats(0.5, 86400), st.none() | st.floats(1e3, 1e11))
+def test_the_reserve_leaves_half_of_the_grace_period(nbytes: int, grace_s: float, speed: float | None) -> None:
+    reserve = reserve_s(nbytes, grace_s, bytes_per_s=speed)
+    assert 0 < reserve <= grace_s / 2
+    assert reserve <= reserve_s(nbytes + GiB, grace_s, bytes_per_s=speed)
+
+
+def test_a_measured_speed_replaces_the_assumed_one() -> None:
+    assert reserve_s(GiB, 600, bytes_per_s=2e9) < reserve_s(GiB, 600) < reserve_s(GiB, 600, bytes_per_s=5e7)
+
+
+@pytest.mark.parametrize(("signum", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (63, "signal 63")])
+def test_signals_have_names_and_exit_codes(signum: int, name: str) -> None:
+    assert signal_name(signum) == name
+    assert exit_code_of_signal(signum) == 128 + signum

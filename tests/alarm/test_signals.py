@@ -1,0 +1,316 @@
+"""Signal handlers: installed, chained, forwarded, and put back whatever happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.errors import UsageError
+
+WAIT_S = 30.0
+ONE, TWO = signal.SIGUSR1, signal.SIGUSR2
+
+
+class Ears:
+    """A watcher that hears the signals of one `SignalHandlers`, as the guard does."""
+
+    def __init__(self) -> None:
+        self.heard: SimpleQueue[int] = SimpleQueue()
+        self.watcher = Watcher(self._hear)
+        self.handlers: SignalHandlers | None = None
+
+    def _hear(self, signum: int) -> None:
+        if self.handlers is not None and self.handlers.hear(signum):
+            self.heard.put(signum)
+
+    def handle(self, *signals: int) -> SignalHandlers:
+        self.handlers = SignalHandlers(signals, self.watcher)
+        return self.handlers
+
+    def next(self) -> int:
+        return self.heard.get(timeout=WAIT_S)
+
+    def settle(self) -> None:
+        done = threading.Event()
+        self.watcher.post(done.set)
+        assert done.wait(WAIT_S)
+
+    def nothing_more(self) -> bool:
+        self.settle()
+        with suppress(Empty):
+            self.heard.get_nowait()
+            return False
+        return True
+
+
+@pytest.fixture
+def ears() -> Iterator[Ears]:
+    before = {number: signal.getsignal(number) for number in (ONE, TWO, signal.SIGINT)}
+    fd = signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(fd)
+    ears = Ears()
+    ears.watcher.start()
+    yield ears
+    ears.watcher.stop()
+    after = signal.set_wakeup_fd(fd)
+    found = {number: signal.getsignal(number) for number in before}
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert (found, after) == (before, fd), "the test or the code has left handlers behind"
+
+
+def send(signum: int) -> None:
+    os.kill(os.getpid(), signum)
+
+
+def test_a_signal_ends_nothing_and_reaches_the_watcher(ears: Ears) -> None:
+    with ears.handle(ONE, TWO):
+        send(ONE)
+        assert ears.next() == ONE
+        send(TWO)
+        assert ears.next() == TWO
+    assert signal.getsignal(ONE) is signal.SIG_DFL
+
+
+def test_a_python_predecessor_is_called_and_put_back(ears: Ears) -> None:
+    called: list[int] = []
+
+    def before(signum: int, frame: FrameType | None) -> None:
+        called.append(signum)
+
+    original = signal.signal(ONE, before)
+    try:
+        with ears.handle(ONE):
+            send(ONE)
+            assert ears.next() == ONE
+            assert called == [ONE]
+        assert signal.getsignal(ONE) is before
+        send(ONE)
+        assert called == [ONE, ONE]
+    finally:
+        signal.signal(ONE, original)
+
+
+def test_ctrl_c_does_not_tear_a_step_apart(ears: Ears) -> None:
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with ears.handle(signal.SIGINT):
+        send(signal.SIGINT)  # Python's own handler would raise KeyboardInterrupt here
+        assert ears.next() == signal.SIGINT
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_ignored_signal_stays_ignored(ears: Ears) -> None:
+    original = signal.signal(ONE, signal.SIG_IGN)
+    try:
+        with ears.handle(ONE, TWO):
+            assert signal.getsignal(ONE) is signal.SIG_IGN
+            send(ONE)
+            send(TWO)
+            assert ears.next() == TWO
+            assert ears.nothing_more()
+        assert signal.getsignal(ONE) is signal.SIG_IGN
+    finally:
+        signal.signal(ONE, original)
+
+
+def test_handlers_are_restored_when_an_exception_leaves_the_block(ears: Ears) -> None:
+    with pytest.raises(RuntimeError, match="injected"), ears.handle(ONE):
+        raise RuntimeError("injected")
+    assert signal.getsignal(ONE) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("fail_at", [1, 2])
+def test_handlers_are_restored_after_a_failure_half_way(
+    ears: Ears, monkeypatch: pytest.MonkeyPatch, fail_at: int
+) -> None:
+    real, calls = signal.signal, []
+
+    def fragile(number: int, handler: Any) -> Any:
+        calls.append(number)
+        if len(calls) == fail_at:
+            raise OSError("injected")
+        return real(number, handler)
+
+    mine, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", fragile)
+            with pytest.raises(OSError, match="injected"):
+                ears.handle(ONE, TWO).__enter__()
+        assert signal.getsignal(ONE) is signal.getsignal(TWO) is signal.SIG_DFL
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_a_refused_wakeup_descriptor_leaves_the_old_one_alone(ears: Ears, monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    real, calls = signal.set_wakeup_fd, []
+
+    def fragile(fd: int, **options: bool) -> int:
+        calls.append(fd)
+        if len(calls) == 1:
+            raise ValueError("injected")
+        return real(fd, **options)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "set_wakeup_fd", fragile)
+            with pytest.raises(ValueError, match="injected"):
+                ears.handle(ONE).__enter__()
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+    finally:
+        mine.close()
+        theirs.close()
+
+
+def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(ears: Ears) -> None:
+    """asyncio's handlers do nothing; its loop wakes up by the byte alone, for our signals as for the others."""
+    mine, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    mine.settimeout(WAIT_S)
+    original = signal.signal(TWO, lambda signum, frame: None)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    try:
+        with ears.handle(ONE):
+            send(TWO)
+            assert mine.recv(1) == bytes([TWO])
+            assert ears.nothing_more(), "TWO is none of ours"
+            send(ONE)
+            assert ears.next() == ONE
+            assert mine.recv(1) == bytes([ONE])
+        assert signal.set_wakeup_fd(before) == theirs.fileno()
+    finally:
+        signal.signal(TWO, original)
+        mine.close()
+        theirs.close()
+
+
+def test_a_predecessor_descriptor_that_is_closed_does_no_harm(ears: Ears) -> None:
+    handlers = ears.handle(ONE)
+    with handlers:
+        handlers._previous_fd = 10**6
+        send(ONE)
+        assert ears.next() == ONE
+        handlers._previous_fd = -1
+
+
+def test_a_signal_that_nobody_heard_is_delivered_again_on_leaving() -> None:
+    """The watcher does not run: as if the signal had come in the last microsecond."""
+    watcher = Watcher(lambda signum: None)
+    with pytest.raises(KeyboardInterrupt), SignalHandlers([signal.SIGINT], watcher):
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    watcher.stop()
+
+
+def test_a_predecessor_hears_such_a_signal_once() -> None:
+    called: list[int] = []
+    original = signal.signal(ONE, lambda signum, frame: called.append(signum))
+    watcher = Watcher(lambda signum: None)
+    try:
+        with SignalHandlers([ONE], watcher):
+            send(ONE)
+        assert called == [ONE]
+    finally:
+        signal.signal(ONE, original)
+        watcher.stop()
+
+
+def test_a_heard_signal_is_not_delivered_again(ears: Ears) -> None:
+    with ears.handle(signal.SIGINT):
+        send(signal.SIGINT)
+        ears.next()
+    # No KeyboardInterrupt on the way out.
+
+
+def test_after_leaving_nothing_is_heard(ears: Ears) -> None:
+    handlers = ears.handle(ONE)
+    with handlers:
+        pass
+    assert not handlers.hear(ONE)
+
+
+def test_another_thread_than_the_main_one_is_refused(ears: Ears) -> None:
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            ears.handle(ONE).__enter__()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter, name="side thread")
+    thread.start()
+    thread.join(WAIT_S)
+    (error,) = errors
+    assert isinstance(error, UsageError)
+    assert "main thread" in str(error) and "side thread" in str(error)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, 0, 999, "SIGTERM"])
+def test_signals_that_cannot_be_caught_are_refused(ears: Ears, number: Any) -> None:
+    with pytest.raises(UsageError, match="cannot be caught"):
+        SignalHandlers([number], ears.watcher)
+
+
+def test_a_signal_given_twice_is_restored_to_what_was_there(ears: Ears) -> None:
+    with ears.handle(ONE, ONE):
+        pass
+    assert signal.getsignal(ONE) is signal.SIG_DFL
+
+
+FORK = """
+import os, signal, threading
+from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.watcher import Watcher
+
+heard, alarmed = [], threading.Event()
+def hear(signum):
+    if handlers.hear(signum):
+        heard.append(signum)
+        alarmed.set()
+
+watcher = Watcher(hear)
+handlers = SignalHandlers([signal.SIGUSR1], watcher)
+watcher.start()
+with handlers:
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), signal.SIGUSR1)  # the default action, as before the guard
+        os._exit(99)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGUSR1, status
+    settled = threading.Event()
+    watcher.post(settled.set)
+    assert settled.wait(30)
+    assert heard == [], "the child's signal has alarmed the parent"
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert alarmed.wait(30), "the parent has become deaf"
+watcher.stop()
+print("fine")
+"""
+
+
+def test_a_forked_child_has_its_own_signals() -> None:
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr

@@ -1,0 +1,162 @@
+"""The watcher thread: what it hears, in which order, and that nothing makes it deaf."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from queue import SimpleQueue
+
+import pytest
+
+from mindx_elastic.alarm.watcher import Watcher
+
+WAIT_S = 30.0
+
+
+class Ears:
+    """Collects what a watcher hears."""
+
+    def __init__(self) -> None:
+        self.signals: SimpleQueue[int] = SimpleQueue()
+        self.watcher = Watcher(self.signals.put)
+
+    def settle(self) -> None:
+        """Wait until everything that was posted and written before has been run."""
+        done = threading.Event()
+        self.watcher.post(done.set)
+        assert done.wait(WAIT_S)
+
+
+@pytest.fixture
+def ears() -> Iterator[Ears]:
+    ears = Ears()
+    ears.watcher.start()
+    yield ears
+    ears.watcher.stop()
+
+
+def test_posts_run_in_order_in_one_thread_of_its_own(ears: Ears) -> None:
+    ran: list[tuple[int, int]] = []
+    for number in range(50):
+        ears.watcher.post(lambda number=number: ran.append((number, threading.get_ident())))  # type: ignore[misc]
+    ears.settle()
+    assert [number for number, _ in ran] == list(range(50))
+    assert {thread for _, thread in ran} == {ears.watcher.ident} != {threading.get_ident()}
+
+
+def test_a_byte_in_the_descriptor_is_a_signal(ears: Ears) -> None:
+    os.write(ears.watcher.wakeup_fd, bytes([15, 10]))
+    assert [ears.signals.get(timeout=WAIT_S) for _ in range(2)] == [15, 10]
+
+
+def test_timers_run_by_their_time_not_by_their_order(ears: Ears) -> None:
+    now, ran = time.monotonic(), []
+
+    def set_timers() -> None:
+        for delay in (-1.0, -3.0, 0.02, -2.0):
+            ears.watcher.call_at(now + delay, lambda delay=delay: ran.append(delay))  # type: ignore[misc]
+
+    last = threading.Event()
+    ears.watcher.post(set_timers)
+    ears.watcher.call_at(now + 0.05, last.set)
+    assert last.wait(WAIT_S)
+    assert ran == [-3.0, -2.0, -1.0, 0.02]
+    assert time.monotonic() >= now + 0.05, "not before its time"
+
+
+def test_timers_of_the_same_moment_keep_their_order(ears: Ears) -> None:
+    ran: list[int] = []
+
+    def set_timers() -> None:
+        for number in range(5):
+            ears.watcher.call_at(0.0, lambda number=number: ran.append(number))  # type: ignore[misc]
+
+    ears.watcher.post(set_timers)
+    ears.settle()
+    ears.settle()
+    assert ran == list(range(5))
+
+
+def test_a_callback_that_raises_is_logged_and_the_thread_lives_on(ears: Ears, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> None:
+        raise ValueError("injected")
+
+    ears.watcher.post(fail)
+    ears.watcher.call_at(0.0, fail)
+    ears.settle()
+    ears.settle()
+    assert [r.exc_info[1].args for r in caplog.records if r.exc_info and r.exc_info[1]] == [("injected",)] * 2
+    os.write(ears.watcher.wakeup_fd, bytes([15]))
+    assert ears.signals.get(timeout=WAIT_S) == 15
+
+
+def test_a_full_descriptor_blocks_nobody_and_loses_no_post(ears: Ears) -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        leave.wait(WAIT_S)
+
+    def fill() -> None:
+        while True:
+            os.write(ears.watcher.wakeup_fd, bytes([10]) * 4096)
+
+    ears.watcher.post(hold)
+    assert entered.wait(WAIT_S)
+    with pytest.raises(BlockingIOError):
+        fill()
+    ran = threading.Event()
+    ears.watcher.post(ran.set)
+    leave.set()
+    assert ran.wait(WAIT_S)
+
+
+def test_descriptors_beyond_1024_work() -> None:
+    """A job with many open files must not have a deaf watcher."""
+    with ExitStack() as stack:
+        while (fd := os.open(os.devnull, os.O_RDONLY)) < 1100:
+            stack.callback(os.close, fd)
+        stack.callback(os.close, fd)
+        ears = Ears()
+        stack.callback(ears.watcher.stop)
+        ears.watcher.start()
+        assert ears.watcher.wakeup_fd > 1024
+        os.write(ears.watcher.wakeup_fd, bytes([15]))
+        assert ears.signals.get(timeout=WAIT_S) == 15
+
+
+def test_stop_finishes_the_callback_in_progress_and_drops_the_rest() -> None:
+    ears, ran = Ears(), []
+    ears.watcher.start()
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        entered.set()
+        leave.wait(WAIT_S)
+        ran.append("first")
+
+    ears.watcher.post(hold)
+    assert entered.wait(WAIT_S)
+    ears.watcher.post(lambda: ran.append("second"))
+    stopper = threading.Thread(target=ears.watcher.stop)
+    stopper.start()
+    while not ears.watcher._stopping:
+        pass  # set by the first line of stop()
+    leave.set()
+    stopper.join(WAIT_S)
+    assert ran == ["first"]
+
+
+def test_stop_is_idempotent_and_later_posts_are_dropped() -> None:
+    ears = Ears()
+    ears.watcher.stop()  # never started
+    ears.watcher.stop()
+    ears.watcher.post(lambda: pytest.fail("ran after the stop"))
+    ears.watcher.call_at(0.0, lambda: pytest.fail("ran after the stop"))
+
+
+def test_the_thread_does_not_keep_the_interpreter_alive(ears: Ears) -> None:
+    assert ears.watcher._thread.daemon

@@ -1,0 +1,109 @@
+"""The whole state of a job at one boundary, and the names of its parts."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.targets import name_targets
+from mindx_elastic.errors import MismatchError, UsageError
+from tests.capture.round_trip import assert_same, through_format
+
+
+def network(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+
+
+NOTHING: dict[str, Any] = {
+    "model": None,
+    "optimizer": None,
+    "lr_scheduler": None,
+    "scaler": None,
+    "loader": None,
+    "stateful": None,
+}
+
+
+def names(**given: Any) -> list[str]:
+    return list(name_targets(**{**NOTHING, **given}))
+
+
+def test_one_object_has_its_name_and_a_list_has_numbers() -> None:
+    thing = object()
+    assert names() == []
+    assert names(model=thing, loader=thing) == ["model", "loader"]
+    assert names(model=[thing, thing], optimizer=(thing,)) == ["model_0", "model_1", "optimizer_0"]
+    assert names(optimizer=thing, stateful={"ema": thing}) == ["optimizer", "ema"]
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer_0", "rng", "progress", "gradient_order", 7])
+def test_a_name_that_is_taken_is_refused(name: object) -> None:
+    with pytest.raises(UsageError, match="is taken or no string"):
+        names(model=object(), optimizer=[object()], stateful={name: object()})
+
+
+def test_the_boundary_is_whole_and_later_changes_do_not_reach_it() -> None:
+    model = network()
+    collector = Collector({"model": model})
+    position = Position(step=7, epoch=2, step_in_epoch=3, batch_num=4)
+    collector.copy(position)
+    saved = through_format(collector.state())
+    assert saved["progress"] == {"step": 7, "epoch": 2, "step_in_epoch": 3, "batch_num": 4}
+    model(torch.randn(4, 2))  # buffers and the random stream
+    random.random()
+    assert_same(through_format(collector.state()), saved)
+
+
+def test_parameters_of_every_module_are_watched_and_buffers_not() -> None:
+    first, second = network(), network()
+    collector = Collector({"model_0": first, "model_1": second, "sgd": torch.optim.SGD(first.parameters(), lr=0.1)})
+    assert [id(p) for p in collector.parameters] == [id(p) for m in (first, second) for p in m.parameters()]
+
+
+def test_load_puts_back_everything_and_names_what_is_not_used() -> None:
+    writer = Collector({"model": network(1), "old": torch.optim.SGD(network().parameters(), lr=0.1)})
+    writer.gradient_order["model"] = [1, 0]
+    writer.copy(Position(step=7, epoch=2, step_in_epoch=3, batch_num=4))
+    saved = through_format(writer.state())
+    model = network(2)
+    reader = Collector({"model": model})
+    assert reader.load(saved) == ["the checkpoint also holds old, which this job does not use"]
+    assert_same(dict(model.state_dict()), saved["model"])
+    assert (reader.position.step, reader.gradient_order) == (7, {"model": [1, 0]})
+    reader.gradient_order["model"].append(2)
+    assert saved["gradient_order"] == {"model": [1, 0]}
+
+
+def test_a_missing_part_is_an_error_before_anything_changes() -> None:
+    saved = through_format(Collector({"model": network(1)}).state())
+    model = network(2)
+    before = through_format(dict(model.state_dict()))
+    collector = Collector({"model": model, "scaler": torch.amp.GradScaler(device="cpu")})
+    with pytest.raises(MismatchError, match=r"nothing for scaler \(it has .*model.*resume=\"never\""):
+        collector.load(saved)
+    assert_same(dict(model.state_dict()), before)
+
+
+def test_some_components_can_be_copied_again() -> None:
+    class Count:
+        n = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"n": self.n}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.n = state["n"]
+
+    first, second = Count(), Count()
+    collector = Collector({"first": first, "second": second})
+    first.n = second.n = 1
+    collector.copy_components(("first",))
+    state = collector.state()
+    assert (state["first"], state["second"]) == ({"n": 1}, {"n": 0})

@@ -1,0 +1,96 @@
+"""The copy of small state shares nothing that could change under it."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.capture.copying import copy_tree
+from tests.capture.round_trip import assert_same, through_format
+
+
+def sample() -> dict[str, Any]:
+    return {
+        "tensor": torch.arange(4.0),
+        "array": np.arange(3, dtype=np.int16),
+        "list": [1, [2, torch.zeros(2)]],
+        "tuple": (1, [2]),
+        "ordered": OrderedDict(b=[1], a=[2]),
+        "default": defaultdict(list, a=[1], b=[torch.ones(1)]),
+        "deque": deque([[1], torch.ones(2)], maxlen=5),
+        "counter": Counter("abca"),
+        "set": {1, 2},
+        "frozen": frozenset({3}),
+        "atoms": [None, True, 2**80, -0.0, float("nan"), "x", b"y", 1j, torch.float16, torch.Size([1, 2])],
+        "device": torch.device("cpu"),
+        "scalar": np.float32(0.1),
+    }
+
+
+def change_everything(value: Any) -> None:
+    """Change every mutable thing in place, at any depth."""
+    if isinstance(value, torch.Tensor):
+        value.add_(100)
+    elif isinstance(value, np.ndarray):
+        value += 100
+    elif isinstance(value, dict):
+        for item in value.values():
+            change_everything(item)
+        value["new"] = 1
+    elif isinstance(value, (list, deque, tuple)):
+        for item in value:
+            change_everything(item)
+        if not isinstance(value, tuple):
+            value.append("new")
+    elif isinstance(value, set):
+        value.add("new")
+
+
+def test_a_copy_is_equal_and_of_the_same_types() -> None:
+    original, copy = sample(), copy_tree(sample())
+    assert_same(copy, original)
+    assert [type(v) for v in copy.values()] == [type(v) for v in original.values()]
+    assert copy["deque"].maxlen == 5 and copy["default"].default_factory is list
+
+
+def test_changes_do_not_reach_the_copy() -> None:
+    value = sample()
+    copy = copy_tree(value)
+    change_everything(value)
+    assert_same(copy, sample())
+
+
+def test_what_it_does_not_know_is_returned_for_the_format_to_refuse() -> None:
+    thing = object()
+    assert copy_tree([thing])[0] is thing
+
+
+def test_a_tensor_that_requires_grad_is_copied_without_its_graph() -> None:
+    copy = copy_tree(torch.ones(2, requires_grad=True) * 2)
+    assert copy.grad_fn is None
+
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.binary(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4) | st.tuples(inner, inner)
+    ),
+    max_leaves=15,
+)
+
+
+@given(plain)
+def test_any_plain_state_is_copied_exactly(value: Any) -> None:
+    assert_same(copy_tree(value), value)
+
+
+@pytest.mark.parametrize("name", [name for name in sample() if name != "default"])
+def test_a_copy_goes_through_the_format(name: str) -> None:
+    value = sample()[name]
+    assert_same(through_format(copy_tree(value)), value)

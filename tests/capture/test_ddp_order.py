@@ -1,0 +1,71 @@
+"""The order of gradient arrival: recorded once, in the first backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.capture.ddp_order import GradientOrder
+
+pytestmark = pytest.mark.usefixtures("one_rank_group")
+
+
+class Crossed(nn.Module):
+    """Uses its layers in another order than it registers them, so that the arrival is not simply reversed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.frozen = nn.Linear(3, 3).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.b(self.a(self.frozen(self.c(x))))
+        return out
+
+
+def backward(module: nn.Module) -> None:
+    module(torch.ones(2, 3)).sum().backward()
+
+
+def test_the_order_of_arrival_is_recorded() -> None:
+    module = DistributedDataParallel(Crossed())
+    order = GradientOrder(module)
+    order.record()
+    assert not order.finish(), "no backward yet"
+    backward(module)
+    assert order.finish()
+    assert order.order == [1, 0, 2], "b, a, c by their index among the parameters with gradients"
+
+
+def test_only_the_first_arrival_counts() -> None:
+    module = DistributedDataParallel(Crossed())
+    order = GradientOrder(module)
+    order.record()
+    for _ in range(3):
+        backward(module)
+    assert order.finish()
+    assert sorted(order.order) == [0, 1, 2]
+
+
+def test_nothing_is_recorded_after_finish_and_no_hook_stays() -> None:
+    module = DistributedDataParallel(Crossed())
+    order = GradientOrder(module)
+    order.record()
+    backward(module)
+    assert order.finish() and order.finish()
+    order.order.clear()
+    order._seen.clear()
+    backward(module)
+    assert order.order == []
+
+
+def test_an_order_that_was_never_recorded_is_finished() -> None:
+    assert GradientOrder(DistributedDataParallel(Crossed())).finish()
+
+
+def test_parameters_are_those_with_gradients() -> None:
+    module = DistributedDataParallel(Crossed())
+    inner = module.module
+    assert [id(p) for p in GradientOrder(module).parameters] == [id(m.weight) for m in (inner.a, inner.b, inner.c)]

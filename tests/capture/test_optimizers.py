@@ -1,0 +1,181 @@
+"""Every optimizer of torch goes through capture, format and load, and then continues to equal weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.components import OptimizerComponent
+from mindx_elastic.errors import MismatchError
+from tests.capture.jobs import MakeOptimizer, TinyJob, assert_resumes
+from tests.capture.round_trip import assert_same, through_format
+
+o = torch.optim
+
+
+def on(kind: Any, **options: Any) -> MakeOptimizer:
+    return lambda network: kind(network.parameters(), **options)
+
+
+def groups(network: nn.Module) -> torch.optim.Optimizer:
+    first, *rest = network.parameters()
+    parts: list[dict[str, Any]] = [
+        {"params": [first], "lr": 0.02, "weight_decay": 0.0},
+        {"params": rest, "betas": (0.7, 0.8)},
+    ]
+    return o.AdamW(parts, lr=0.01)
+
+
+def named(network: nn.Module) -> torch.optim.Optimizer:
+    return o.Adam(network.named_parameters(), lr=0.01)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "Adafactor": on(o.Adafactor, lr=0.01),
+    "Adadelta": on(o.Adadelta),
+    "Adagrad": on(o.Adagrad),
+    "Adam": on(o.Adam, lr=0.01),
+    "Adam amsgrad": on(o.Adam, lr=0.01, amsgrad=True),
+    "Adam tensor lr": on(o.Adam, lr=torch.tensor(0.01), foreach=False),
+    "Adam named": named,
+    "Adamax": on(o.Adamax),
+    "AdamW": on(o.AdamW, lr=0.01),
+    "AdamW fused": on(o.AdamW, lr=0.01, fused=True),
+    "AdamW foreach": on(o.AdamW, lr=0.01, foreach=True),
+    "AdamW groups": groups,
+    "ASGD": on(o.ASGD, t0=2),
+    "LBFGS": on(o.LBFGS, lr=0.1, max_iter=3, history_size=4),
+    "LBFGS wolfe": on(o.LBFGS, max_iter=3, line_search_fn="strong_wolfe"),
+    "NAdam": on(o.NAdam, lr=0.01),
+    "RAdam": on(o.RAdam, lr=0.01),
+    "RMSprop": on(o.RMSprop, momentum=0.5, centered=True),
+    "Rprop": on(o.Rprop),
+    "SGD": on(o.SGD, lr=0.1),
+    "SGD nesterov": on(o.SGD, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SparseAdam": on(o.SparseAdam),
+}
+if hasattr(o, "Muon"):  # from torch 2.9
+    OPTIMIZERS["Muon"] = on(o.Muon, lr=0.01)
+NO_OPTIMIZERS = {"Optimizer", "lr_scheduler", "swa_utils", "swap_in_optimizer_params_and_state"}
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    there = {name for name in o.__all__ if name[0].isupper()} - NO_OPTIMIZERS
+    assert there == {name.split()[0] for name in OPTIMIZERS}
+
+
+def sparse_only(network: nn.Module) -> torch.optim.Optimizer:
+    return o.SparseAdam(network.get_submodule("embedding").parameters())
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_resumes(name: str) -> None:
+    if name == "SparseAdam":
+        assert_resumes(lambda seed: TinyJob(sparse_only, seed=seed, sparse=True))
+    else:
+        assert_resumes(lambda seed: TinyJob(OPTIMIZERS[name], seed=seed))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD nesterov", "Adafactor", "LBFGS"])
+def test_before_the_first_update_there_is_nothing_to_lose(name: str) -> None:
+    assert_resumes(lambda seed: TinyJob(OPTIMIZERS[name], seed=seed), before=0, after=3)
+
+
+class Float32Momentum(torch.optim.Optimizer):
+    """Keeps its moments in float32 beside bfloat16 parameters, as mixed-precision trainers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                state.setdefault("moment", torch.zeros_like(p, dtype=torch.float32)).lerp_(p.grad.float(), 0.3)
+                state.setdefault("count", torch.zeros((), dtype=torch.int64)).add_(1)
+                # A list, as Shampoo and SOAP have: torch casts inside those, too.
+                factors = state.setdefault("factors", [torch.zeros(2, dtype=torch.float64), {"n": torch.zeros(1)}])
+                factors[0].add_(state["moment"].sum().double() / 3)
+                factors[1]["n"].add_(factors[0].sum().float() / 7)
+                p.add_((state["moment"] + factors[1]["n"]).to(p.dtype), alpha=-group["lr"])
+        return loss
+
+
+def test_float32_state_beside_bfloat16_parameters_keeps_its_bits() -> None:
+    assert_resumes(lambda seed: TinyJob(on(Float32Momentum, lr=0.05), seed=seed, dtype=torch.bfloat16))
+
+
+def test_bfloat16_parameters_with_a_stock_optimizer() -> None:
+    assert_resumes(lambda seed: TinyJob(on(o.AdamW, lr=0.05), seed=seed, dtype=torch.bfloat16))
+
+
+def test_options_changed_after_the_boundary_are_not_saved() -> None:
+    """A scheduler that has stepped already, a warm-up in the next step: the boundary's options count."""
+    job = TinyJob(on(o.AdamW, lr=0.01))
+    job.train(3)
+    (group,) = job.optimizer.param_groups
+    group["lr"], group["betas"], group["new"] = 0.5, (0.1, 0.2), 1
+    (saved,) = job.collector.state()["optimizer"]["param_groups"]
+    assert (saved["lr"], saved["betas"]) == (0.01, (0.9, 0.999))
+    assert "new" not in saved
+    assert saved["params"] == [0, 1]
+
+
+def test_a_tensor_learning_rate_is_copied_at_the_boundary() -> None:
+    job = TinyJob(on(o.Adam, lr=torch.tensor(0.01), foreach=False))
+    job.train(2)
+    job.optimizer.param_groups[0]["lr"].fill_(0.5)
+    saved = job.collector.state()["optimizer"]["param_groups"][0]["lr"]
+    assert saved.item() == pytest.approx(0.01)
+
+
+def test_loading_does_not_tie_the_optimizer_to_the_checkpoint() -> None:
+    job = TinyJob(on(Float32Momentum, lr=0.05), dtype=torch.bfloat16)
+    job.train(3)
+    saved = through_format(job.collector.state())["optimizer"]
+    untouched = through_format(saved)
+    other = TinyJob(on(Float32Momentum, lr=0.05), dtype=torch.bfloat16)
+    other.collector.components["optimizer"].load(saved)
+    other.train(2)
+    assert_same(saved["param_groups"], untouched["param_groups"])
+
+
+@pytest.mark.parametrize(
+    ("make", "theirs"),
+    [(groups, r"\[1, 1\]"), (lambda network: o.SGD(list(network.parameters())[:1], lr=0.1), r"\[1\]")],
+)
+def test_other_parameter_groups_are_named(make: Callable[[nn.Module], Any], theirs: str) -> None:
+    saved = through_format(TinyJob(make).collector.state()["optimizer"])
+    job = TinyJob(on(o.SGD, lr=0.1))
+    with pytest.raises(MismatchError, match=f"optimizer: it has parameter groups of {theirs}.*this optimizer has"):
+        job.collector.components["optimizer"].load(saved)
+
+
+def test_frozen_and_unused_parameters_have_no_state() -> None:
+    def make(network: nn.Module) -> torch.optim.Optimizer:
+        network.get_submodule("hidden").requires_grad_(False)
+        return o.AdamW(network.parameters(), lr=0.01)
+
+    assert_resumes(lambda seed: TinyJob(make, seed=seed))
+
+
+def test_state_of_an_optimizer_over_two_networks() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = o.SGD([*first.parameters(), *second.parameters()], lr=0.1, momentum=0.9)
+    second(first(torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    component = OptimizerComponent("optimizer", optimizer)
+    other = o.SGD([*nn.Linear(2, 2).parameters(), *nn.Linear(2, 1).parameters()], lr=0.9)
+    OptimizerComponent("optimizer", other).load(through_format(component.state()))
+    assert_same(other.state_dict(), optimizer.state_dict())

@@ -1,0 +1,249 @@
+"""The update gate: what counts as the last boundary, and who waits for whom."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    return nn.Linear(3, 3)
+
+
+@pytest.fixture
+def gate(layer: nn.Linear) -> Iterator[UpdateGate]:
+    gate = UpdateGate()
+    gate.watch(list(layer.parameters()))
+    yield gate
+    gate.unwatch()
+
+
+def backward(layer: nn.Module) -> None:
+    layer(torch.ones(2, 3)).sum().backward()
+
+
+def problem(gate: UpdateGate) -> str | None:
+    with gate.hold(0.0) as found:
+        return found
+
+
+def start(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_forward_and_backward_leave_the_boundary_intact(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
+
+
+def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    backward(layer)
+    optimizer.step()
+    assert gate.state is GateState.DIRTY
+    assert problem(gate) == "an optimizer had stepped and the boundary was not reached"
+    copied: list[int] = []
+    assert gate.pass_boundary(lambda: copied.append(1))
+    assert copied == [1]
+    assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
+
+
+def test_an_optimizer_that_nobody_named_is_seen(gate: UpdateGate) -> None:
+    other = nn.Linear(3, 1)
+    backward(other)
+    torch.optim.AdamW(other.parameters()).step()
+    assert gate.state is GateState.DIRTY
+
+
+class Inspecting(torch.optim.SGD):
+    """Looks at the gate in the middle of its update."""
+
+    gate: UpdateGate
+    seen: list[GateState]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        self.seen.append(self.gate.state)
+        return super().step(closure)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer around another one, as lookahead and loss-scaling wrappers are."""
+
+    def __init__(self, inner: Inspecting) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+        self.after: list[GateState] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.inner.step()
+        self.after.append(self.inner.gate.state)
+
+
+def test_a_nested_optimizer_is_updating_until_the_outer_one_ends(gate: UpdateGate, layer: nn.Linear) -> None:
+    inner = Inspecting(layer.parameters(), lr=0.1)
+    inner.gate, inner.seen = gate, []
+    outer = Wrapper(inner)
+    backward(layer)
+    outer.step()
+    assert set(inner.seen) == set(outer.after) == {GateState.UPDATING}
+    assert gate.state is GateState.DIRTY
+    assert gate.pass_boundary(lambda: None)
+
+
+def test_an_optimizer_inside_backward_is_seen(gate: UpdateGate, layer: nn.Linear) -> None:
+    optimizers: dict[torch.Tensor, torch.optim.Optimizer] = {
+        p: torch.optim.SGD([p], lr=0.1) for p in layer.parameters()
+    }
+    states: list[GateState] = []
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        states.append(gate.state)
+
+    for parameter in layer.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    backward(layer)
+    assert states == [GateState.DIRTY] * 2
+    assert problem(gate)
+    gate.pass_boundary(lambda: None)
+    assert problem(gate) is None
+
+
+def test_updates_of_two_threads_overlap(gate: UpdateGate) -> None:
+    """Autograd runs hooks of several devices in several threads."""
+    gate.begin_update()
+    gate.begin_update()
+    gate.end_update()
+    assert problem(gate) == "an optimizer.step() was in progress or failed half-way"
+    gate.end_update()
+    assert problem(gate) == "an optimizer had stepped and the boundary was not reached"
+
+
+class Failing(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        raise RuntimeError("injected")
+
+
+def test_a_failed_update_is_torn_and_the_boundary_after_it_says_so(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    with pytest.raises(RuntimeError, match="injected"):
+        Failing(layer.parameters(), lr=0.1).step()
+    assert problem(gate) == "an optimizer.step() was in progress or failed half-way"
+    assert not gate.pass_boundary(lambda: None), "the program has swallowed it: the caller must be told"
+    assert problem(gate) is None
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    assert gate.pass_boundary(lambda: None), "told once"
+
+
+def test_an_update_by_hand_is_found_by_its_traces(gate: UpdateGate, layer: nn.Linear) -> None:
+    with torch.no_grad():
+        layer.weight -= 0.1
+    assert gate.state is GateState.CLEAN
+    assert problem(gate) == "1 parameters were changed in place since the boundary, outside any optimizer"
+    gate.pass_boundary(lambda: None)
+    assert problem(gate) is None
+
+
+def test_gradients_without_an_update_are_an_open_window(gate: UpdateGate, layer: nn.Linear) -> None:
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    assert not gate.window_open(), "no gradients at all"
+    backward(layer)
+    assert gate.window_open()
+    optimizer.step()
+    assert not gate.window_open(), "the update has come"
+    gate.pass_boundary(lambda: None)
+    optimizer.zero_grad()
+    assert not gate.window_open()
+    backward(layer)
+    with torch.no_grad():
+        layer.weight -= 0.1
+    assert not gate.window_open(), "updated by hand"
+
+
+def test_an_exception_in_the_copy_leaves_the_gate_usable_and_not_clean(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+
+    def fail() -> None:
+        raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        gate.pass_boundary(fail)
+    assert problem(gate)
+    assert gate.pass_boundary(lambda: None)
+
+
+def test_a_step_waits_for_whoever_holds_the_gate(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    before = layer.weight.clone()
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    started, entered = threading.Event(), threading.Event()
+    optimizer.register_step_pre_hook(lambda *_: entered.set())  # runs after the gate's global hook
+
+    def step() -> None:
+        started.set()
+        optimizer.step()
+
+    with gate.hold(WAIT_S) as found:
+        assert found is None
+        thread = start(step)
+        assert started.wait(WAIT_S)
+        assert not entered.wait(0.05)  # not for ordering: the longer, the surer
+        assert torch.equal(layer.weight, before)
+    thread.join(WAIT_S)
+    assert entered.is_set() and not torch.equal(layer.weight, before)
+
+
+def test_hold_waits_for_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    order: list[str] = []
+
+    def capture() -> None:
+        with gate.hold(WAIT_S) as found:
+            order.append(f"captured: {found}")
+
+    thread = start(capture)
+    while not gate._waiters:
+        assert thread.is_alive()
+    gate.pass_boundary(lambda: order.append("boundary"))
+    thread.join(WAIT_S)
+    assert order == ["boundary", "captured: None"]
+
+
+def test_a_second_capture_does_not_wait_for_ever(gate: UpdateGate) -> None:
+    with gate.hold(0.0):
+        results: list[str | None] = []
+        start(lambda: results.append(problem(gate))).join(WAIT_S)
+    assert results == ["another capture holds the update gate"]
+    assert problem(gate) is None
+
+
+def test_an_exception_while_holding_lets_go(gate: UpdateGate) -> None:
+    with pytest.raises(ValueError, match="injected"), gate.hold(0.0):
+        raise ValueError("injected")
+    assert problem(gate) is None
+
+
+def test_unwatch_removes_every_hook() -> None:
+    before = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
+    gate = UpdateGate()
+    gate.watch([])
+    gate.unwatch()
+    gate.unwatch()
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == before

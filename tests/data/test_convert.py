@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
+
+from mindx_elastic.data import ReplayLoader, ResumableLoader, from_loader
+from mindx_elastic.errors import UsageError
+from tests.data.datasets import Noisy, NoisyStream
+
+DATA = Noisy(22)
+
+
+def init(worker_id: int) -> None:
+    pass
+
+
+def indices(loader: Any) -> list[int]:
+    return [int(index) for batch in loader for index in batch[:, 0]]
+
+
+def test_settings_are_kept() -> None:
+    plain = DataLoader(
+        DATA,
+        5,
+        shuffle=True,
+        num_workers=1,
+        collate_fn=torch.stack,
+        pin_memory=True,
+        drop_last=True,
+        timeout=7,
+        worker_init_fn=init,
+        multiprocessing_context="spawn",
+        prefetch_factor=3,
+        persistent_workers=True,
+    )
+    made = from_loader(plain)
+    assert isinstance(made, ResumableLoader)
+    names = (
+        *("dataset", "batch_size", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout"),
+        *("worker_init_fn", "multiprocessing_context", "prefetch_factor", "persistent_workers"),
+    )
+    assert [getattr(made, name) for name in names] == [getattr(plain, name) for name in names]
+    assert len(made) == len(plain) == 4
+
+
+def test_a_stock_order_becomes_resumable() -> None:
+    ordered = from_loader(DataLoader(DATA, 5))
+    assert isinstance(ordered, ResumableLoader)
+    assert indices(ordered) == list(range(22))
+    shuffled = from_loader(DataLoader(DATA, 5, shuffle=True), seed=3)
+    assert isinstance(shuffled, ResumableLoader)
+    assert (shuffled.seed, len(shuffled)) == (3, 5)
+    assert sorted(indices(shuffled)) == list(range(22))
+    assert indices(from_loader(DataLoader(DATA, 22, sampler=RandomSampler(DATA)), seed=3)) != indices(ordered)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_distributed_sampler_is_kept(drop_last: bool) -> None:
+    samplers: list[DistributedSampler[Any]] = [
+        DistributedSampler(DATA, 4, rank, drop_last=drop_last) for rank in range(4)
+    ]
+    plain = [DataLoader(DATA, 3, sampler=sampler) for sampler in samplers]
+    made = [from_loader(loader) for loader in plain]
+    assert [len(loader) for loader in made] == [len(loader) for loader in plain]
+    seen = [indices(loader) for loader in made]
+    together = sorted(index for part in seen for index in part)
+    if drop_last:
+        assert [len(part) for part in seen] == [5] * 4
+        assert len(set(together)) == 20
+    else:
+        assert together == list(range(22))
+
+
+def test_seeds_that_the_user_chose_count() -> None:
+    def order(make: Callable[[], DataLoader[Any]], seed: int = 0) -> list[int]:
+        return indices(from_loader(make(), seed))
+
+    def sampled(seed: int) -> DataLoader[Any]:
+        return DataLoader(DATA, 5, sampler=DistributedSampler(DATA, 1, 0, seed=seed))
+
+    def generated(seed: int) -> DataLoader[Any]:
+        return DataLoader(DATA, 5, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+    for make in (sampled, generated):
+        first = order(lambda make=make: make(1))  # type: ignore[misc]
+        assert first == order(lambda make=make: make(1))  # type: ignore[misc]
+        assert first != order(lambda make=make: make(2))  # type: ignore[misc]
+        assert first != order(lambda make=make: make(1), 8)  # type: ignore[misc]
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize(
+    "loader",
+    [
+        DataLoader(DATA, 5, sampler=SubsetRandomSampler(range(9))),
+        DataLoader(DATA, 5, sampler=RandomSampler(DATA, replacement=True)),
+        DataLoader(DATA, 5, sampler=RandomSampler(DATA, num_samples=9)),
+        DataLoader(DATA, 5, sampler=RandomSampler(range(9))),
+        DataLoader(DATA, 5, sampler=SequentialSampler(range(9))),
+        DataLoader(DATA, None),
+        DataLoader(DATA, batch_sampler=OwnBatches(range(9), 3, False)),
+        DataLoader(DATA, batch_sampler=[[0, 1], [2, 3]]),
+        DataLoader(NoisyStream(9), 3),
+        Own(DATA, 5),
+        [[torch.zeros(2, 2)]],
+    ],
+    ids=lambda loader: type(loader).__name__,
+)
+def test_anything_else_is_replayed(loader: Any) -> None:
+    made = from_loader(loader)
+    assert isinstance(made, ReplayLoader)
+    assert made.loader is loader
+    assert len(list(made)) == len(list(loader))
+
+
+def test_a_batch_sampler_of_torchs_own_is_a_stock_order() -> None:
+    made = from_loader(DataLoader(DATA, batch_sampler=BatchSampler(SequentialSampler(DATA), 4, True)))
+    assert isinstance(made, ResumableLoader)
+    assert (made.batch_size, made.drop_last, len(made)) == (4, True, 5)
+
+
+def test_a_loader_that_resumes_comes_back_unchanged() -> None:
+    for loader in (ResumableLoader(DATA, 5), ReplayLoader([1, 2])):
+        assert from_loader(loader) is loader
+    assert isinstance(ResumableLoader.from_loader(DataLoader(DATA, 5), seed=4), ResumableLoader)
+
+
+def test_an_iterator_is_refused() -> None:
+    with pytest.raises(UsageError, match="only once"):
+        from_loader(iter(DataLoader(DATA, 5)))

@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
+
+from mindx_elastic.alarm.shield import WorkerShield
+from mindx_elastic.data import PositionedLoader, ReplayLoader
+from mindx_elastic.data.seeding import capture_streams, restore_streams, seed_streams
+from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.persist.format import flatten, unflatten
+from tests.data.datasets import Noisy, NoisyStream, draw, noisy_collate, same
+
+SIZE = 30
+
+
+class Shuffler(Sampler[int]):
+    """A user's sampler: shuffles with Python's global stream, and knows its epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SIZE))
+        random.shuffle(order)
+        return iter(order[self.epoch % 5 :])
+
+    def __len__(self) -> int:
+        return SIZE - self.epoch % 5
+
+
+class OwnGenerators(Sampler[list[int]]):
+    """A user's batch sampler that draws from generators of its own, which go on from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self.numpy = np.random.default_rng(3)
+        self.legacy = np.random.RandomState(4)
+        self.python = random.Random(5)
+        self.torch = torch.Generator().manual_seed(6)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for _ in range(len(self)):
+            yield [
+                int(self.numpy.integers(SIZE)),
+                int(self.legacy.randint(SIZE)),
+                self.python.randrange(SIZE),
+                int(torch.randint(SIZE, (), generator=self.torch)),
+            ]
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Counting(Sampler[int]):
+    """A user's sampler with a state of its own."""
+
+    def __init__(self) -> None:
+        self.passes = {"count": 0}
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes["count"] += 1
+        return iter([(index * 7 + self.passes["count"]) % SIZE for index in range(SIZE)])
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def state_dict(self) -> dict[str, int]:
+        return self.passes
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.passes = state
+
+
+class Doubling(DataLoader[Any]):
+    """A subclass that decides by itself what a batch is."""
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for batch in super().__iter__():
+            yield batch * 2
+
+
+def plain(kind: str, workers: int = 0, **options: Any) -> Any:
+    options = {"collate_fn": noisy_collate, "num_workers": workers, **options}
+    weights = [1.0 + index for index in range(SIZE)]
+    if kind == "python":
+        return DataLoader(Noisy(SIZE), 4, sampler=Shuffler(), **options)
+    if kind == "generators":
+        return DataLoader(Noisy(SIZE), batch_sampler=OwnGenerators(), **options)
+    if kind == "counting":
+        return DataLoader(Noisy(SIZE), 4, sampler=Counting(), drop_last=True, **options)
+    if kind == "weighted":
+        return DataLoader(Noisy(SIZE), 4, sampler=WeightedRandomSampler(weights, SIZE), **options)
+    if kind == "shared generator":
+        return DataLoader(Noisy(SIZE), 4, shuffle=True, generator=torch.Generator().manual_seed(9), **options)
+    if kind == "unbatched":
+        options["collate_fn"] = torch.clone
+        return DataLoader(Noisy(SIZE), None, sampler=RandomSampler(range(SIZE), replacement=True), **options)
+    if kind == "iterable":
+        return DataLoader(NoisyStream(SIZE), 4, **options)
+    assert kind == "subclass"
+    return Doubling(Noisy(SIZE), 4, shuffle=True, **options)
+
+
+MAP_STYLE = ["python", "generators", "counting", "weighted", "shared generator", "unbatched"]
+
+
+def run(source: ReplayLoader, epochs: int) -> list[list[torch.Tensor]]:
+    return [list(source) for _ in range(epochs)]
+
+
+@pytest.mark.parametrize("done", [1, 5, None])
+@pytest.mark.parametrize("kind", [*MAP_STYLE, "iterable", "subclass"])
+def test_a_resumed_run_goes_on_with_the_same_batches(kind: str, done: int | None) -> None:
+    """Epoch 2 is broken off after `done` batches (None: at its end); a new process finishes it and does epoch 3."""
+    seed_streams(7)
+    whole = run(ReplayLoader(plain(kind)), 3)
+
+    seed_streams(7)
+    source = ReplayLoader(plain(kind))
+    first = list(source)
+    iterator = iter(source)
+    done = len(whole[1]) if done is None else done
+    before = [next(iterator) for _ in range(done)]
+    state, streams = source.state_dict(), capture_streams()
+    assert same(first, whole[0])
+
+    seed_streams(12345)  # another process: other streams, new objects
+    resumed = ReplayLoader(plain(kind))
+    resumed.load_state_dict(state)
+    resumed.on_iterator_ready = lambda: restore_streams(streams)
+    rest = list(resumed)
+    assert same(before + rest, whole[1])
+    resumed.on_iterator_ready = None
+    assert resumed.epoch == 3
+    assert same(list(resumed), whole[2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "workers"), [("python", 2), ("shared generator", 1), ("iterable", 2), ("subclass", 1)]
+)
+def test_resuming_with_workers(kind: str, workers: int) -> None:
+    seed_streams(7)
+    whole = list(ReplayLoader(plain(kind, workers)))
+    seed_streams(7)
+    source = ReplayLoader(plain(kind, workers))
+    iterator = iter(source)
+    before = [next(iterator) for _ in range(3)]
+    state = source.state_dict()
+    del iterator
+    seed_streams(12345)
+    resumed = ReplayLoader(plain(kind, workers))
+    resumed.load_state_dict(state)
+    assert same(before + list(resumed), whole)
+
+
+def test_augmentation_of_map_style_data_does_not_depend_on_workers() -> None:
+    seed_streams(7)
+    whole = list(ReplayLoader(plain("weighted", 0)))
+    seed_streams(7)
+    source = ReplayLoader(plain("weighted", 1))
+    iterator = iter(source)
+    before = [next(iterator) for _ in range(2)]
+    resumed = ReplayLoader(plain("weighted", 0))
+    resumed.load_state_dict(source.state_dict())
+    assert same(before + list(resumed), whole)
+
+
+@pytest.mark.parametrize("kind", MAP_STYLE)
+def test_the_state_can_be_saved(kind: str) -> None:
+    source = ReplayLoader(plain(kind))
+    iterator = iter(source)
+    before = [next(iterator) for _ in range(2)]
+    resumed = ReplayLoader(plain(kind))
+    resumed.load_state_dict(unflatten(*flatten(source.state_dict())))
+    assert same(before + list(resumed), before + list(iterator))
+
+
+def test_skipping_loads_nothing() -> None:
+    loaded: list[int] = []
+
+    class Listening(Noisy):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            loaded.append(index)
+            return super().__getitem__(index)
+
+    def make() -> ReplayLoader:
+        return ReplayLoader(DataLoader(Listening(SIZE), batch_sampler=[[0, 1], [2, 3], [4, 5]]))
+
+    source = make()
+    iterator = iter(source)
+    next(iterator)
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(source.state_dict())
+    loaded.clear()
+    assert len(list(resumed)) == 1
+    assert loaded == [4, 5]
+
+
+@pytest.mark.parametrize("kind", ["shared generator", "iterable"])
+def test_persistent_workers(kind: str) -> None:
+    def make() -> ReplayLoader:
+        return ReplayLoader(plain(kind, 1, persistent_workers=True))
+
+    source = make()
+    whole = run(source, 3)
+    source.shutdown()
+    source = make()
+    list(source)
+    iterator = iter(source)
+    before = [next(iterator) for _ in range(3)]
+    state = source.state_dict()
+    source.shutdown()
+    resumed = make()
+    resumed.load_state_dict(state)
+    assert same(before + list(resumed), whole[1])
+    assert same(list(resumed), whole[2])
+    resumed.shutdown()
+
+
+def test_any_iterable_of_batches() -> None:
+    batches = [torch.tensor([number]) for number in range(5)]
+    source = ReplayLoader(batches)
+    assert len(source) == 5
+    iterator = iter(source)
+    next(iterator)
+    resumed = ReplayLoader(batches)
+    resumed.load_state_dict(source.state_dict())
+    assert same(list(resumed), batches[1:])
+    assert same(list(resumed), batches)
+
+
+def test_a_generator_function_object_without_length() -> None:
+    class Endless:
+        def __iter__(self) -> Iterator[float]:
+            while True:
+                yield random.random()
+
+    seed_streams(3)
+    expected = [random.random() for _ in range(4)]
+    seed_streams(3)
+    source = ReplayLoader(Endless())
+    iterator = iter(source)
+    assert [next(iterator) for _ in range(2)] == expected[:2]
+    resumed = ReplayLoader(Endless())
+    resumed.load_state_dict(source.state_dict())
+    streams = capture_streams()
+    resumed.on_iterator_ready = lambda: restore_streams(streams)
+    iterator = iter(resumed)
+    assert [next(iterator) for _ in range(2)] == expected[2:]
+    with pytest.raises(TypeError):
+        len(source)
+
+
+def test_break_and_epochs_follow_the_same_rules() -> None:
+    source = ReplayLoader(plain("python"))
+    for _ in source:
+        break
+    state = source.state_dict()
+    assert (state["epoch"], state["batch"], source.epoch) == (1, 1, 2)
+    source.set_epoch(1)
+    assert (source.state_dict()["batch"], source.state_dict()["start"]) == (0, None)
+    source.load_state_dict(state)
+    source.set_epoch(1)
+    assert source.state_dict() == state
+    assert len(list(source)) == 7
+    assert source.epoch == 2
+
+
+def test_set_epoch_reaches_the_sampler_and_the_users_own_choice_comes_back() -> None:
+    source = ReplayLoader(plain("python"))
+    source.set_epoch(3)
+    assert source.sampler.epoch == 3
+    source.sampler.set_epoch(2)  # the user counts from 0
+    iterator = iter(source)
+    next(iterator)
+    resumed = ReplayLoader(plain("python"))
+    resumed.load_state_dict(source.state_dict())
+    resumed.set_epoch(3)
+    list(resumed)
+    assert resumed.sampler.epoch == 2
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_hook_comes_before_the_first_fetch(workers: int) -> None:
+    calls: list[int] = []
+    source = ReplayLoader(plain("python", workers))
+    source.on_iterator_ready = lambda: calls.append(source.state_dict()["batch"])
+    iterator = iter(source)
+    next(iterator)
+    assert calls == [0]
+    state = source.state_dict()
+    source.load_state_dict({**state, "batch": 8, "finished": True})
+    assert list(source) == []
+    assert calls == [0, 8]
+
+
+def test_a_replay_does_not_touch_the_global_streams() -> None:
+    source = ReplayLoader(plain("python"))
+    iterator = iter(source)
+    next(iterator)
+    resumed = ReplayLoader(plain("python"))
+    resumed.load_state_dict(source.state_dict())
+    kept = capture_streams()
+    expected = draw()
+    restore_streams(kept)
+    list(resumed)
+    assert draw() == expected
+
+
+def test_the_wrapped_loader_is_left_as_it_is() -> None:
+    wrapped = plain("python", 1)
+    before = dict(vars(wrapped))
+    list(ReplayLoader(wrapped))
+    assert vars(wrapped) == before
+
+
+def test_a_subclass_is_shielded_too() -> None:
+    wrapped = plain("subclass", 1)
+    source = ReplayLoader(wrapped)
+    list(source)
+    list(source)
+    assert isinstance(wrapped.worker_init_fn, WorkerShield)
+    assert not isinstance(wrapped.worker_init_fn.user_init, WorkerShield)
+
+
+def test_persistent_workers_of_a_subclass_are_left_alone() -> None:
+    wrapped = plain("subclass", 1, persistent_workers=True)
+    source = ReplayLoader(wrapped)
+    list(source)
+    assert len(list(source)) == 8
+    wrapped._iterator._shutdown_workers()
+
+
+def test_without_per_sample_seed_the_running_streams_are_used() -> None:
+    source = ReplayLoader(plain("generators"), per_sample_seed=False)
+    seed_streams(1)
+    first = list(source)
+    seed_streams(2)
+    assert not same(list(ReplayLoader(plain("generators"), per_sample_seed=False)), first)
+
+
+def test_it_passes_on_what_it_does_not_have() -> None:
+    wrapped = plain("python")
+    source = ReplayLoader(wrapped)
+    assert isinstance(source, PositionedLoader)
+    assert (source.dataset, source.batch_size, len(source)) == (wrapped.dataset, 4, 8)
+    with pytest.raises(AttributeError):
+        _ = source.no_such_thing
+
+
+@pytest.mark.parametrize("source", [iter([1]), (number for number in range(3)), 7, None])
+def test_what_cannot_be_begun_again_is_refused(source: Any) -> None:
+    with pytest.raises(UsageError):
+        ReplayLoader(source)
+
+
+def position_after(source: ReplayLoader, count: int) -> dict[str, Any]:
+    iterator = iter(source)
+    for _ in range(count):
+        next(iterator)
+    return source.state_dict()
+
+
+def test_changes_are_named() -> None:
+    state = position_after(ReplayLoader(plain("iterable", 1)), 2)
+    with pytest.raises(MismatchError, match="num_workers was 1, is 0"):
+        ReplayLoader(plain("iterable")).load_state_dict(state)
+    with pytest.raises(MismatchError, match="seed was 0, is 5"):
+        ReplayLoader(plain("iterable", 1), seed=5).load_state_dict(state)
+    with pytest.raises(MismatchError, match="another kind"):
+        ReplayLoader(plain("iterable", 1)).load_state_dict({**state, "kind": "resumable"})
+    shorter = ReplayLoader([1, 2, 3])
+    shorter.load_state_dict(position_after(ReplayLoader([1, 2, 3, 4]), 2))
+    with pytest.raises(MismatchError, match="length was 4, is 3"):
+        iter(shorter)
+
+
+@pytest.mark.parametrize("wrapped", [plain("python"), plain("python", 1), NoisyStream(3)])
+def test_data_that_has_become_shorter_is_an_error_and_not_an_empty_epoch(wrapped: Any) -> None:
+    source = ReplayLoader(wrapped)
+    position = position_after(source, 2)
+    source.load_state_dict({**position, "batch": 90})
+    with pytest.raises(MismatchError, match="only"):
+        iter(source)
+    assert source.state_dict()["batch"] == 90

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+from mindx_elastic.alarm.shield import SHIELDED_SIGNALS
+from mindx_elastic.data import ResumableLoader
+from mindx_elastic.data.workers import WorkerSet
+from mindx_elastic.errors import UsageError
+from tests.data.datasets import Noisy
+from tests.data.loader_job import Stuck
+
+ROOT = Path(__file__).parents[2]
+QUICK_S = 20.0  # well under the 30 s after which a shielded worker ends by itself
+
+
+def run_job(*arguments: str, code: int = 0) -> list[list[str]]:
+    """The words of each line that the job printed; it must print nothing on stderr."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "error", str(Path(__file__).with_name("loader_job.py")), *arguments]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=QUICK_S, check=False, start_new_session=True
+    )
+    assert done.stderr == ""
+    assert done.returncode == code
+    return [line.split() for line in done.stdout.splitlines()]
+
+
+def worker_set(source: ResumableLoader) -> WorkerSet:
+    live = source._engine._live
+    iteration = None if live is None else live()
+    assert iteration is not None
+    assert iteration._workers is not None
+    return iteration._workers
+
+
+def test_a_signal_to_the_whole_group_does_not_end_the_epoch() -> None:
+    assert run_job("shielded", "fork") == [["batches", "6", "heard", "True"], ["wrapped", "6"]]
+
+
+def test_a_signal_does_not_end_a_worker_that_is_still_starting() -> None:
+    assert run_job("shielded", "spawn") == [["batches", "6", "heard", "True"]]
+
+
+def test_a_stuck_shielded_worker_does_not_hold_up_the_exit() -> None:
+    first, pids = run_job("stuck", code=3)
+    assert first == ["first", "0"]
+    for pid in pids[1:]:
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(pid), 0)
+
+
+def test_nothing_warns() -> None:
+    assert run_job("quiet") == [["rest", "5"]] * 3
+
+
+def test_shutdown_kills_a_stuck_worker() -> None:
+    source = ResumableLoader(Stuck(24), 1, num_workers=2)
+    iterator = iter(source)
+    next(iterator)
+    processes = worker_set(source).processes
+    for process in processes:
+        os.kill(process.pid, signal.SIGTERM)
+    began = time.monotonic()
+    source.shutdown()
+    source.shutdown()
+    assert time.monotonic() - began < 5
+    assert [process.is_alive() for process in processes] == [False, False]
+    assert source.state_dict()["batch"] == 1
+    with pytest.raises(UsageError, match="shut down"):
+        next(iterator)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_shutdown_asks_first(persistent: bool) -> None:
+    source = ResumableLoader(Noisy(24), 4, num_workers=2, persistent_workers=persistent)
+    iterator = iter(source)
+    next(iterator)
+    processes = (source._engine._workers or worker_set(source)).processes
+    source.shutdown()
+    assert [process.exitcode for process in processes] == [0, 0]
+    source.set_epoch(1)
+    assert len(list(source)) == 6
+    source.shutdown()
+
+
+def test_dropping_the_iterator_ends_the_workers() -> None:
+    source = ResumableLoader(Noisy(24), 4, num_workers=1)
+    iterator = iter(source)
+    next(iterator)
+    processes = worker_set(source).processes
+    del iterator
+    assert [process.exitcode for process in processes] == [0]
+
+
+def test_dropping_the_loader_ends_persistent_workers() -> None:
+    source = ResumableLoader(Noisy(24), 4, num_workers=1, persistent_workers=True)
+    list(source)
+    assert source._engine._workers is not None
+    processes = source._engine._workers.processes
+    del source
+    assert [process.exitcode for process in processes] == [0]
+
+
+def test_an_iterator_in_a_reference_cycle_ends_its_workers() -> None:
+    source = ResumableLoader(Noisy(24), 4, num_workers=1)
+    cycle: list[Any] = [iter(source)]
+    cycle.append(cycle)
+    processes = worker_set(source).processes
+    del cycle
+    gc.collect()
+    assert [process.exitcode for process in processes] == [0]
+
+
+class Inside(Noisy):
+    """What signals look like from inside a worker: (blocked, default action, wakeup fd)."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert get_worker_info() is not None
+        blocked = len(signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(SHIELDED_SIGNALS))
+        default = sum(signal.getsignal(number) in (signal.SIG_DFL, signal.SIG_IGN) for number in SHIELDED_SIGNALS)
+        return torch.tensor([blocked, default, signal.set_wakeup_fd(-1)])
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_signals_inside_and_outside(method: str) -> None:
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    try:
+        source = ResumableLoader(Inside(1), num_workers=1, multiprocessing_context=method)
+        assert next(iter(source)).tolist() == [[0, 0, -1]]
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(SHIELDED_SIGNALS)
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_the_grace_period_of_a_worker_can_be_set() -> None:
+    source = ResumableLoader(Stuck(6), 1, num_workers=1)
+    source.worker_grace_s = 0.1
+    iterator = iter(source)
+    process = worker_set(source).processes[0]
+    os.kill(process.pid, signal.SIGTERM)
+    with pytest.raises(RuntimeError, match=r"worker .* is killed by signal: Alarm clock|exited unexpectedly"):
+        list(iterator)
+    assert not process.is_alive()

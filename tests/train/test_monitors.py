@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import io
+import math
+import sys
+
+import pytest
+import torch
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.train import LossMonitor, TimeMonitor
+from mindx_elastic.train.callbacks import CallbackParams, RunContext
+from mindx_elastic.train.monitors import ProgressDisplay, loss_value
+from tests.train.small_job import make_loader, make_model
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_loss_monitor_and_time_monitor_print(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model().train(1, make_loader(), [LossMonitor(3), TimeMonitor()])
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert [line.partition(",")[0] for line in lines[:2]] == ["epoch: 1 step: 3", "epoch: 1 step: 6"]
+    assert lines[2].startswith("epoch time: ")
+    assert captured.err == ""
+
+
+def test_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    make_model().train(2, make_loader())
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" mean loss ")[0] for line in lines] == ["epoch 1/2 step 6/6", "epoch 2/2 step 6/6"]
+    make_model().train(1, make_loader(), progress=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    make_model().train(2, make_loader())
+    text = terminal.getvalue()
+    assert "epoch 2/2" in text
+    assert "6/6" in text
+    assert "mean loss" in text
+    assert text.endswith("\x1b[?25h")  # the cursor is shown again
+
+
+def test_the_terminal_is_given_back_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    with pytest.raises(UsageError):
+        make_model(loss_fn=lambda outputs, targets: torch.ones(())).train(1, make_loader())
+    assert terminal.getvalue().endswith("\x1b[?25h")
+
+
+def test_the_display_does_not_wait_for_the_device_every_step() -> None:
+    reads = 0
+
+    def mean_loss() -> torch.Tensor:
+        nonlocal reads
+        reads += 1
+        return torch.ones(())
+
+    display = ProgressDisplay(mean_loss)
+    params = CallbackParams(cur_epoch_num=1, epoch_num=1, batch_num=0, cur_step_num=0, cur_step_in_epoch=0)
+    context = RunContext(params)
+    display.on_train_begin(context)
+    for _ in range(1000):
+        display.on_train_step_end(context)
+    assert reads == 0
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    context = RunContext(CallbackParams(rank=1, cur_step_num=1, cur_epoch_num=1, net_outputs=torch.ones(())))
+    LossMonitor().on_train_step_end(context)
+    monitor = TimeMonitor()
+    monitor.on_train_epoch_begin(context)
+    monitor.on_train_step_end(context)
+    monitor.on_train_epoch_end(context)
+    assert capsys.readouterr().out == ""
+
+
+def test_loss_value() -> None:
+    assert loss_value(torch.tensor(2.5)) == 2.5
+    assert loss_value((torch.tensor([1.0, 2.0]), "x")) == 1.5
+    assert loss_value(3) == 3.0
+    assert math.isnan(loss_value(None))
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 1.5, "3", None])
+def test_wrong_arguments(value: object) -> None:
+    with pytest.raises(UsageError, match="per_print_times"):
+        LossMonitor(value)  # type: ignore[arg-type]
+    if value is not None:
+        with pytest.raises(UsageError, match="data_size"):
+            TimeMonitor(value)  # type: ignore[arg-type]
