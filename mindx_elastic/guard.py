@@ -27,11 +27,12 @@ from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import prepare_directory, remove_stale_temps
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy
 from mindx_elastic.resuming import GradientOrders, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
@@ -39,7 +40,6 @@ from mindx_elastic.stopping import Stopper
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_ALL_ALARMS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 _entered: list[Guard] = []
 
 
@@ -64,9 +64,8 @@ class Guard:
     Arguments (all by keyword):
 
     * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
-      Whatever has
-      ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader` also carries
-      the position inside the epoch and the randomness of its workers.
+      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader`
+      also carries the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
@@ -104,21 +103,15 @@ class Guard:
         self._resume, self._grace_s = resume, grace_s
         self._allow_shared = allow_shared_directory
         self.loader = loader
+        self._positioned = isinstance(loader, PositionedLoader)
         self._periodic = tuple(periodic)
         self._targets = name_targets(
             model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
         )
         if policies is None:
-            alarms = _ALL_ALARMS if save_on_exception else _ALL_ALARMS - {"exception"}
             policies = [
-                ExitPolicy(
-                    kind="breakpoint",
-                    alarms=alarms,
-                    name=breakpoint_name(prefix),
-                    directory=self._directory,
-                    signals=tuple(signals),
-                    flag_file=None if flag_file is None else Path(flag_file),
-                    append_info=tuple(append_info),
+                breakpoint_policy(
+                    prefix, self._directory, signals, flag_file, append_info, exceptions=save_on_exception
                 )
             ]
         self._policies = tuple(policies)
@@ -360,7 +353,13 @@ class Guard:
                 self.save_periodic(policy)
 
     def loader_epoch(self) -> int:
-        """The loader's own epoch, 0 when it has none."""
+        """Epoch of the loader's newest batch, 0 when it does not say.
+
+        Not its attribute `epoch`, which is the next epoch's as soon as the last batch is out: batches may be fetched
+        ahead of their use.
+        """
+        if self._positioned:
+            return int(self.loader.state_dict()["epoch"])
         return int(getattr(self.loader, "epoch", 0) or 0)
 
     def poll(self) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from mindx_elastic.capture.position import Position
 from mindx_elastic.errors import UsageError
 
-__all__ = ["ALARM_KINDS", "EXIT_TEMPORARY", "ExitPolicy", "PeriodicPolicy", "breakpoint_name"]
+__all__ = ["ALARM_KINDS", "EXIT_TEMPORARY", "ExitPolicy", "PeriodicPolicy", "breakpoint_name", "breakpoint_policy"]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
@@ -59,6 +59,27 @@ class ExitPolicy:
         unknown = self.alarms - ALARM_KINDS
         if unknown or not self.alarms:
             raise UsageError(f"unknown or no alarm kinds {sorted(unknown)}; choose from {sorted(ALARM_KINDS)}")
+
+
+def breakpoint_policy(
+    prefix: str,
+    directory: Path,
+    signals: Sequence[int],
+    flag_file: str | Path | None = None,
+    append_info: Sequence[object] = (),
+    *,
+    exceptions: bool = True,
+) -> ExitPolicy:
+    """The policy of a guard without callbacks: a breakpoint checkpoint for every alarm, `exceptions` or not."""
+    return ExitPolicy(
+        kind="breakpoint",
+        alarms=ALARM_KINDS if exceptions else ALARM_KINDS - {"exception"},
+        name=breakpoint_name(prefix),
+        directory=directory,
+        signals=tuple(signals),
+        flag_file=None if flag_file is None else Path(flag_file),
+        append_info=tuple(append_info),
+    )
 
 
 class PeriodicPolicy(Protocol):

@@ -130,10 +130,9 @@ class SignalHandlers:
             _active = None
         for number, before in self._previous.items():
             default = before in (None, signal.SIG_DFL, signal.default_int_handler)
-            if default and self._linger_until is not None:
-                before = self._late
+            lingers = default and self._linger_until is not None
             # None: the predecessor was installed by C code and cannot be named; the default is all that is left.
-            signal.signal(number, signal.SIG_DFL if before is None else before)
+            signal.signal(number, self._late if lingers else signal.SIG_DFL if before is None else before)
         self._previous.clear()
         if self._listening:
             signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)

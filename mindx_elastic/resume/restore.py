@@ -9,6 +9,7 @@ steps, and never silently from nothing while checkpoints lie there.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +43,8 @@ class Resumed:
 class _View:
     """What one rank sees in the directory."""
 
-    mine: dict[_Key, Path] = field(default_factory=dict)
+    mine: dict[_Key, list[Path]] = field(default_factory=dict)
+    """This rank's files of a step, the one to try first in front."""
     created: dict[_Key, float] = field(default_factory=dict)
     other_worlds: dict[str, int] = field(default_factory=dict)
     rejected: list[str] = field(default_factory=list)
@@ -74,8 +76,7 @@ def find_and_read(
     exchange.publish("view", view.encode())
     views = [json.loads(text) for text in exchange.collect("view", _START_TIMEOUT_S)]
     for round_, key in enumerate(_common(views)):
-        path = view.mine[key]
-        checkpoint, problem = _read(path, directories)
+        path, checkpoint, problem = _read_one_of(view.mine[key], directories)
         exchange.publish(f"read{round_}", problem or "")
         problems = [(r, text) for r, text in enumerate(exchange.collect(f"read{round_}", _START_TIMEOUT_S)) if text]
         if checkpoint is not None and not problems:
@@ -90,6 +91,8 @@ def find_and_read(
 def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[Path], _Key | None]:
     if resume == "auto":
         return directories, None
+    if not isinstance(resume, (str, os.PathLike)):
+        raise UsageError(f'resume={resume!r}: give "auto", "never" or a path')
     path = Path(resume)
     if path.is_dir():
         return [path], None
@@ -110,7 +113,7 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
     if not directory.is_dir():
         return
     catalog = scan(directory)
-    best: dict[_Key, CatalogEntry] = {}
+    found: dict[_Key, list[CatalogEntry]] = {}
     for entry in catalog.entries:
         # Somebody else's file under a name of its own (pretrained weights) is none of our business.
         view.anything |= entry.header is not None or entry.looks_ours or not entry.foreign
@@ -124,13 +127,13 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
         if info.world_size != ranks.world_size:
             view.other_worlds[str(info.step)] = info.world_size
             continue
-        if info.rank == ranks.rank and (key not in best or _preferred(entry) > _preferred(best[key])):
-            best[key] = entry
-    for key, entry in best.items():
-        view.mine.setdefault(key, entry.path)
+        if info.rank == ranks.rank:
+            found.setdefault(key, []).append(entry)
+    for key, entries in found.items():
+        view.mine.setdefault(key, []).extend(e.path for e in sorted(entries, key=_preferred, reverse=True))
     # The age of a run is that of its newest file on any rank that we can see, the order is the same everywhere after
     # the exchange has taken the maximum.
-    for key in best:
+    for key in found:
         newest = max(e.header.info.created for e in catalog.entries if e.header and _key(e) == key)
         view.created[key] = max(newest, view.created.get(key, 0.0))
 
@@ -189,6 +192,17 @@ def _common(views: Sequence[dict[str, Any]]) -> list[_Key]:
 def _newer_of_other_worlds(views: Sequence[dict[str, Any]], key: _Key) -> list[str]:
     newer = {int(step): size for view in views for step, size in view["worlds"].items() if int(step) > key[1]}
     return [f"step {step} is not used: written by {size} ranks" for step, size in sorted(newer.items())]
+
+
+def _read_one_of(paths: Sequence[Path], directories: Sequence[Path]) -> tuple[Path, Checkpoint | None, str | None]:
+    """The first sound file of several with the same step, or why there is none."""
+    problems = []
+    for path in paths:
+        checkpoint, problem = _read(path, directories)
+        if checkpoint is not None:
+            return path, checkpoint, None
+        problems.append(str(problem))
+    return paths[0], None, "; ".join(problems)
 
 
 def _read(path: Path, directories: Sequence[Path]) -> tuple[Checkpoint | None, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,5 +16,11 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Itera
         monkeypatch.delenv(name, raising=False)
     torch.set_num_threads(1)  # a network this small only loses by more
     monkeypatch.chdir(tmp_path)  # a checkpoint without a directory goes to the working directory
+    # After a graceful exit the guard leaves handlers behind, because a process that stops must not be killed by a late
+    # signal. Here the process goes on.
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+    handlers = {number: signal.getsignal(number) for number in numbers}
     with torch.random.fork_rng(devices=[]):
         yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

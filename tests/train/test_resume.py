@@ -322,7 +322,8 @@ def test_callbacks_may_come_and_go(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-def test_epoch_begin_runs_once_and_epoch_end_once_per_epoch() -> None:
+@pytest.mark.parametrize(("grad_accum", "step"), [(1, 8), (1, 6), (4, 3), (4, 2)])
+def test_epoch_begin_runs_once_and_epoch_end_once_per_epoch(grad_accum: int, step: int) -> None:
     calls: list[str] = []
 
     class Note(Callback):
@@ -333,8 +334,9 @@ def test_epoch_begin_runs_once_and_epoch_end_once_per_epoch() -> None:
             calls.append(f"end {run_context.original_args().cur_epoch_num}")
 
     with pytest.raises(GracefulExit):
-        train([ExceptionCheckpoint(directory="out"), Note(), At(8, sigterm)])
-    train([ExceptionCheckpoint(directory="out"), Note()])
+        train([ExceptionCheckpoint(directory="out"), Note(), At(step, sigterm)], grad_accum=grad_accum)
+    model, _ = train([ExceptionCheckpoint(directory="out"), Note()], grad_accum=grad_accum)
+    assert (model.position.epoch, model.position.step_in_epoch) == (3, 6 if grad_accum == 1 else 2)
     assert calls == ["begin 1", "end 1", "begin 2", "end 2", "begin 3", "end 3"]
 
 
@@ -487,7 +489,6 @@ class TestOnRequestExit:
         assert (header.info.kind, header.info.resumable) == ("eval", False)
         assert [name for name in header.entries if name.startswith("model.")]
         assert not [name for name in header.entries if name.startswith("optimizer")]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
     def test_the_environment_switches_the_flag_file(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert OnRequestExit().flag_file() is None
