@@ -245,9 +245,10 @@ class Guard:
     def _conclude(self, error: BaseException | None) -> None:
         """The block is over: finished, stopped gracefully, or failed."""
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
-            self._exchange.leave()
-            self.stopper.wait_while_saving()
             self._saver.drain()
+            if self.stopper.at_end():
+                raise self._leave()
+            self._exchange.leave()
             for policy in self._periodic:
                 self._saver.prune(policy)
             self._events.emit("end", step=self._step, outcome="finished")
@@ -255,25 +256,24 @@ class Guard:
         if hasattr(self.loader, "shutdown"):
             self.loader.shutdown()  # a stuck loader worker would hold up the way out
         if isinstance(error, GracefulExit):
-            self._linger()
-            self.stopper.after_save()
-            self._events.emit("exit", step=error.step, reason=error.reason, outcome=str(error.code))
+            self._leave()
             return
         self.stopper.on_exception(error)
         alarm = self.stopper.alarm
         if alarm is not None and alarm.kind != "exception":
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)
-            self._linger()
-            leaving = self.stopper.exit()
-            self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
-            raise leaving from error
+            raise self._leave() from error
         self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
 
-    def _linger(self) -> None:
-        """The process is leaving as it was told to; the launcher's next SIGTERM must not change its exit code."""
-        if self.stopper.alarm is not None:
-            self._handlers.linger(self.stopper.alarm.deadline.at)
+    def _leave(self) -> GracefulExit:
+        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
+        assert self.stopper.alarm is not None
+        self._handlers.linger(self.stopper.alarm.deadline.at)
+        self.stopper.after_save()
+        leaving = self.stopper.exit()
+        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
+        return leaving
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
@@ -353,14 +353,9 @@ class Guard:
                 self.save_periodic(policy)
 
     def loader_epoch(self) -> int:
-        """Epoch of the loader's newest batch, 0 when it does not say.
-
-        Not its attribute `epoch`, which is the next epoch's as soon as the last batch is out: batches may be fetched
-        ahead of their use.
-        """
-        if self._positioned:
-            return int(self.loader.state_dict()["epoch"])
-        return int(getattr(self.loader, "epoch", 0) or 0)
+        """Epoch of the loader's newest batch, else 0. (Its `epoch` is the next one after the last batch.)"""
+        epoch = self.loader.state_dict()["epoch"] if self._positioned else getattr(self.loader, "epoch", 0)
+        return int(epoch or 0)
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""

@@ -16,14 +16,9 @@ FAILED                  nothing could be saved, and the reason is recorded
 
 from __future__ import annotations
 
-import logging
-import multiprocessing
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -38,6 +33,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.leaving import end_process
 from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
 from mindx_elastic.saving import Saver
 
@@ -188,6 +184,24 @@ class Stopper:
         assert self.alarm is not None
         self._salvage(self.alarm, can_wait=False)
 
+    def at_end(self) -> bool:
+        """Training thread: the block has ended by itself. Whether an alarm is pending; the last boundary is durable
+        then.
+
+        What the program does next (a last evaluation, an export) may take longer than the grace period, so the
+        boundary is saved and the process leaves as after any stop; the next start finds every epoch done and only
+        does what is left.
+        """
+        done = threading.Event()
+        self.watcher.post(done.set)  # behind every signal that has arrived
+        done.wait(self.settings.agreement_s + 1.0)
+        if self._phase is StopPhase.TRAINING:
+            return False
+        assert self.alarm is not None
+        if self._phase not in _FINAL:
+            self._save_at_boundary(self.alarm)
+        return True
+
     def exit(self) -> GracefulExit:
         """What the training thread raises once the phase is final."""
         assert self.alarm is not None
@@ -269,12 +283,15 @@ class Stopper:
     def _write(self, alarm: Alarm) -> None:
         """The claim is ours: write the files of every policy that answers this alarm."""
         step = self.saver.collector.position.step
-        wanted = [p for p in self._answering(alarm) if p.save]
+        # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
+        wanted = [p for p in self._answering(alarm) if p.save and (step > 0 or p.kind == "eval")]
         durable = self._already_durable()
         if not wanted or durable is not None:
             self.path, self.saved_step = durable, step if durable is not None else None
             if durable is not None:
                 logger.info("step %d is already durable in %s", step, durable)
+            elif step == 0:
+                logger.info("no step has been done yet: nothing to save")
             self._move(StopPhase.SAVED)
             return
         self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
@@ -300,11 +317,8 @@ class Stopper:
     def _refuse(self, problem: str) -> None:
         self.failure = problem
         step = self.saver.collector.position.step
-        logger.error(
-            "the boundary after step %d cannot be saved: %s. The newest complete checkpoint on disk stands in",
-            step,
-            problem,
-        )
+        remedy = "the newest complete checkpoint on disk stands in"
+        logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary")
         self._move(StopPhase.FAILED)
 
@@ -321,13 +335,7 @@ class Stopper:
         assert self.alarm is not None
         logger.warning("the training thread does not come back; leaving with exit code %d", self.alarm.exit_code)
         self.events.emit("exit", step=self.saved_step, reason=self.alarm.reason, outcome=str(self.alarm.exit_code))
-        for child in multiprocessing.active_children():
-            child.kill()
-        for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError, ValueError):  # a closed pipe must not keep a dying process
-                stream.flush()
-        logging.shutdown()
-        os._exit(self.alarm.exit_code)
+        end_process(self.alarm.exit_code)
 
     # --- small parts --------------------------------------------------------------------------------------------------
 
@@ -348,7 +356,7 @@ class Stopper:
             logger.error("%s; saving the last boundary", alarm.reason)
         else:
             logger.warning("%s heard; the process must be gone in %.1f s", alarm.reason, alarm.deadline.remaining_s())
-            logger.info("Graceful exit is triggered, stop training.")
+            logger.warning("Graceful exit is triggered, stop training.")
         return True
 
     def _tell_others(self, alarm: Alarm) -> None:

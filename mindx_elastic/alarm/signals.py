@@ -47,6 +47,7 @@ class SignalHandlers:
         self._heard = 0
         self._closed = False
         self._linger_until: float | None = None
+        self._lingering: dict[int, Any] = {}
 
     def __enter__(self) -> SignalHandlers:
         global _active
@@ -60,8 +61,9 @@ class SignalHandlers:
             self._listening = True
             for number in self.signals:
                 before = signal.getsignal(number)
-                if isinstance(getattr(before, "__self__", None), SignalHandlers):
-                    before = signal.SIG_DFL  # an earlier guard's `linger`
+                earlier = getattr(before, "__self__", None)
+                if isinstance(earlier, SignalHandlers):
+                    before = earlier._lingering.get(number, signal.SIG_DFL)
                 if before is signal.SIG_IGN:
                     continue
                 self._previous[number] = before
@@ -121,7 +123,8 @@ class SignalHandlers:
 
     def _late(self, signum: int, frame: FrameType | None) -> None:
         if self._linger_until is None or time.monotonic() > self._linger_until:
-            signal.signal(signum, signal.SIG_DFL)
+            before = self._lingering.get(signum)
+            signal.signal(signum, signal.SIG_DFL if before is None else before)
             signal.raise_signal(signum)
 
     def _restore(self) -> None:
@@ -131,6 +134,8 @@ class SignalHandlers:
         for number, before in self._previous.items():
             default = before in (None, signal.SIG_DFL, signal.default_int_handler)
             lingers = default and self._linger_until is not None
+            if lingers:
+                self._lingering[number] = before
             # None: the predecessor was installed by C code and cannot be named; the default is all that is left.
             signal.signal(number, self._late if lingers else signal.SIG_DFL if before is None else before)
         self._previous.clear()

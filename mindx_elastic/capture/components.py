@@ -188,6 +188,9 @@ class OptimizerComponent:
         state = self._with_layouts(state)
         self.optimizer.load_state_dict(state)
         self._undo_casts(state)
+        # The process before has stepped it. A scheduler that steps before the first update here (at an epoch's end)
+        # would make torch warn of a wrong order.
+        vars(self.optimizer)["_opt_called"] = True
         self.copy()
 
     def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:

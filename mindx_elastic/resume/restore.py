@@ -91,7 +91,7 @@ def find_and_read(
 def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[Path], _Key | None]:
     if resume == "auto":
         return directories, None
-    if not isinstance(resume, (str, os.PathLike)):
+    if not isinstance(resume, (str, os.PathLike)) or resume == "":
         raise UsageError(f'resume={resume!r}: give "auto", "never" or a path')
     path = Path(resume)
     if path.is_dir():

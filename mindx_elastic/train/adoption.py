@@ -61,9 +61,8 @@ def gather_policies(callbacks: Sequence[Callback]) -> Policies:
         if isinstance(prefix, str):
             if (policy.directory, prefix) in seen:
                 raise UsageError(
-                    f"two ModelCheckpoint callbacks write {prefix!r} files into {policy.directory}; "
-                    "give them different "
-                    "prefixes or directories"
+                    f"two ModelCheckpoint callbacks write {prefix!r} files into {policy.directory}; give "
+                    "them different prefixes or directories"
                 )
             seen.add((policy.directory, prefix))
     return policies
@@ -87,9 +86,9 @@ def adopt(callbacks: Sequence[Callback], exchange: Exchange, rank: int) -> list[
             added += [_build(kind, spec) for spec in _specs(everybody[holders[0]], kind)]
         elif rank == holders[0]:
             logger.warning(
-                "%s was given to %s only; the other ranks save in the same way. Weaker than giving it to every rank: "
-                "append_info and the callback's own state come from rank %d, and its directory must be reachable "
-                "under the same path on every node",
+                "%s was given to %s only; the other ranks save in the same way. Weaker than giving it to "
+                "every rank: append_info and the callback's own state come from rank %d, and its directory "
+                "must be reachable under the same path on every node",
                 kind.__name__,
                 "rank 0" if holders == [0] else f"ranks {', '.join(map(str, holders))}",
                 rank,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +22,7 @@ from mindx_elastic.train.unguarded import GuardPort, Unguarded
 if TYPE_CHECKING:
     from mindx_elastic.train.model import Model
 
-__all__ = ["evaluate", "open_eval_guard"]
+__all__ = ["evaluate", "kept_position", "open_eval_guard"]
 
 
 def evaluate(
@@ -72,18 +72,15 @@ def open_eval_guard(
 @contextmanager
 def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
     """Evaluate on the very loader that is being trained from: only between two epochs, and without moving it."""
-    if not in_use:
-        with nullcontext():
-            yield
-        return
-    state = loader.state_dict()
+    state = loader.state_dict() if in_use else {}
     if not state.get("finished") and state.get("batch"):
         raise UsageError(
-            "eval() in mid-epoch was given the loader that train() is reading; give it a loader of "
-            "its own over that data"
+            "eval() in mid-epoch was given the loader that train() is reading; give it a loader of its own over "
+            "that data"
         )
     yield
-    loader.load_state_dict(state)
+    if in_use:
+        loader.load_state_dict(state)
 
 
 @contextmanager

@@ -110,11 +110,6 @@ class TrainLoop:
     def run(self, epochs: int) -> None:
         """Train until epoch `epochs` is done, a callback asks for the end, or the guard raises GracefulExit."""
         self._fill_params(epochs)
-        if self.guard.position.step:
-            for optimizer in self.model.optimizers:
-                # The process before has stepped it. Resuming at an epoch's end steps the scheduler first, and torch
-                # warns of a wrong order unless it knows.
-                vars(optimizer)["_opt_called"] = True
         self._call("on_train_begin")
         with OptimizerWatch(self.model.optimizers) as watch:
             try:

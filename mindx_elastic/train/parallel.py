@@ -34,8 +34,7 @@ def choose_device(device: str | torch.device | None, network: nn.Module, ranks: 
         if ranks.local_rank >= torch.cuda.device_count():
             raise UsageError(
                 f"LOCAL_RANK={ranks.local_rank}, but this node shows {torch.cuda.device_count()} CUDA "
-                "devices; start fewer "
-                "processes per node, or pass device='cpu'"
+                "devices; start fewer processes per node, or pass device='cpu'"
             )
         return torch.device("cuda", ranks.local_rank)
     return torch.device("cpu")

@@ -141,9 +141,8 @@ def loss_of_output(output: Any) -> Tensor:
         found = output[0]
     if not isinstance(found, Tensor):
         raise UsageError(
-            f"loss_fn is None and the network returned a {type(output).__name__} without a loss; give "
-            "Model a loss_fn, let "
-            "the network return its loss, or write a train_step"
+            f"loss_fn is None and the network returned a {type(output).__name__} without a loss; give Model "
+            "a loss_fn, let the network return its loss, or write a train_step"
         )
     return found
 

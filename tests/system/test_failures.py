@@ -12,6 +12,8 @@ from tests.harness import events, run_job, start_job
 from tests.system.conftest import Reference
 from tests.system.test_stop_resume import resume, saved_steps
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("ranks", "fail_rank", "where"),
@@ -29,6 +31,12 @@ def test_an_exception_saves_the_last_boundary_and_is_raised(
     assert set(steps.values()) == {7 if where == "forward" else 8}
     resumed = resume(tmp_path, ranks, *args)
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+
+
+def test_a_crash_in_the_first_step_leaves_no_file(tmp_path: Path, reference: Reference) -> None:
+    run_job("loop.py", tmp_path, "--fail-at", 1, code=1)
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert run_job("loop.py", tmp_path).hashes() == reference(1).hashes()
 
 
 @pytest.mark.parametrize("where", ["optimizer", "between"])

@@ -12,6 +12,7 @@ from tests import harness
 from tests.harness import Job, events, run_job, start_job
 from tests.system.conftest import Reference
 
+pytestmark = pytest.mark.slow
 SIZE = 90  # samples of loop.py
 
 
@@ -86,6 +87,19 @@ def test_stop_at_the_last_boundary_of_an_epoch(tmp_path: Path, reference: Refere
         job.expect(143 if ranks == 1 else 1)
     assert set(saved_steps(tmp_path).values()) == {steps_per_epoch}
     assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_in_the_very_last_step_is_not_lost(tmp_path: Path, reference: Reference, ranks: int) -> None:
+    last = 3 * SIZE // 5 // ranks
+    with start_job("loop.py", tmp_path, "--hold-at", last, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(0)
+        job.expect(143 if ranks == 1 else 1)
+    assert set(saved_steps(tmp_path).values()) == {last}
+    resumed = resume(tmp_path, ranks)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+    assert not resumed.seen(), "nothing is trained twice"
 
 
 @pytest.mark.parametrize("ranks", [1, 3])

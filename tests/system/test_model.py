@@ -1,0 +1,119 @@
+"""`Model` and the documented callbacks in real processes: stop, run the same command again, equal weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from tests.harness import Job, events, run_job, start_job
+
+pytestmark = pytest.mark.slow
+Reference = Callable[..., Job]
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """``reference(ranks, *args)``: the finished uninterrupted run of ``train_model.py``."""
+    done: dict[tuple[object, ...], Job] = {}
+
+    def run(ranks: int, *args: object) -> Job:
+        if (ranks, *args) not in done:
+            directory = tmp_path_factory.mktemp("reference")
+            done[ranks, *args] = run_job("train_model.py", directory, *args, ranks=ranks)
+        return done[ranks, *args]
+
+    return run
+
+
+def assert_same_end(reference: Job, resumed: Job) -> None:
+    """Weights, the callback's counter and the last epoch's evaluation are those of the uninterrupted run."""
+    assert resumed.hashes() == reference.hashes(), resumed.report()
+    for pattern in (r"(STEPS \d+ \d+)", r"(EVAL 3 \d+ [\d.]+)"):
+        expected = sorted(m[1] for m in reference.matches(pattern))
+        assert sorted(m[1] for m in resumed.matches(pattern)) == expected, resumed.report()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "args"),
+    [
+        (1, ("--num-workers", 2)),
+        (1, ("--plain-loader",)),
+        (1, ("--gan",)),
+        (3, ("--grad-accum", 2)),
+        (2, ("--rank0-only", "--save-steps", 2, "--async-save")),
+    ],
+)
+def test_sigterm(tmp_path: Path, reference: Reference, ranks: int, args: tuple[object, ...]) -> None:
+    with start_job("train_model.py", tmp_path, "--hold-at", 4, *args, ranks=ranks) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(ranks - 1)
+        job.expect(143 if ranks == 1 else 1)
+    steps = {event["rank"]: event["step"] for event in events(tmp_path, "durable")}
+    assert sorted(steps) == list(range(ranks)), job.report()
+    assert len(set(steps.values())) == 1, job.report()
+    assert len(list(tmp_path.rglob("net-*_breakpoint.safetensors"))) == ranks
+    if "--rank0-only" in args:
+        assert job.matches("WARNING .* was given to rank 0 only")
+    assert_same_end(reference(ranks, *args), run_job("train_model.py", tmp_path, *args, ranks=ranks))
+
+
+def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: Reference) -> None:
+    with start_job("train_model.py", tmp_path, "--hold-in-eval", 1, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(0)
+        job.expect(1)
+    assert {event["step"] for event in events(tmp_path, "durable")} == {9}, job.report()
+    resumed = run_job("train_model.py", tmp_path, ranks=2)
+    assert resumed.matches("EVAL 1 0"), "the evaluation that was cut off is done after the resume"
+    assert_same_end(reference(2), resumed)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, asynchronous: bool) -> None:
+    args = ("--save-steps", 4, *(["--async-save"] if asynchronous else []))
+    with start_job("train_model.py", tmp_path, *args, env={"MODEL_SLOW_PERIODIC": "1"}) as job:
+        job.wait_for("PERIODIC")
+        job.signal_rank(0)
+        job.expect(143)
+    kinds = sorted(event["kind"] for event in events(tmp_path, "save"))
+    assert kinds == ["breakpoint", "periodic"], job.report()
+    assert_same_end(reference(1, *args), run_job("train_model.py", tmp_path, *args))
+
+
+@pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), (3, 1)])
+def test_an_exception_in_a_callback_keeps_the_step(
+    tmp_path: Path, reference: Reference, ranks: int, fail_rank: int
+) -> None:
+    job = run_job("train_model.py", tmp_path, "--fail-at", 5, "--fail-rank", fail_rank, ranks=ranks, code=1)
+    assert job.matches("RuntimeError: injected in a callback")
+    steps = {event["rank"]: event["step"] for event in events(tmp_path, "durable")}
+    assert steps == dict.fromkeys(range(ranks), 5), job.report()
+    resumed = run_job("train_model.py", tmp_path, ranks=ranks)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
+
+
+def test_periodic_saves_alone_resume_after_a_kill(tmp_path: Path, reference: Reference) -> None:
+    args = ("--save-steps", 3)
+    with start_job("train_model.py", tmp_path, "--hold-at", 7, *args, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+    # Leaving the block kills every process of the job at once: nobody had time for a breakpoint.
+    assert not list(tmp_path.rglob("*_breakpoint*"))
+    resumed = run_job("train_model.py", tmp_path, *args, ranks=2)
+    assert {m[1] for m in resumed.matches(r"READY \d \d+ (\d+)")} == {"6"}
+    assert_same_end(reference(2, *args), resumed)
+
+
+def test_append_info_stands_in_the_header(tmp_path: Path) -> None:
+    with start_job("train_model.py", tmp_path, "--hold-at", 4) as job:
+        job.wait_for("HOLD")
+        job.signal_rank(0)
+        job.expect(143)
+    (path,) = tmp_path.glob("*_breakpoint.safetensors")
+    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+        info = json.loads(file.metadata()["mindx.checkpoint"])
+    assert info["append_info"] == [{"epoch_num": 1}]
+    assert (info["step"], info["epoch"], info["step_in_epoch"]) == (4, 1, 4)
