@@ -12,6 +12,7 @@ PYTHON ?= python3
 TORCH_INDEX_URL ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+DRILL_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ INSTALL := $(PIP) install --quiet $(PIP_ARGS)
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: help venv wheel demo test lint types pytest fast format bench clean
+.PHONY: help venv wheel demo test lint types pytest fast drill format bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +32,7 @@ help:
 	@echo "make lint     ruff and shellcheck;  make format  lets ruff rewrite what it can"
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test;  make fast  without those marked slow"
+	@echo "make drill    stops at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"
 
@@ -96,6 +98,9 @@ pytest: $(DONE)/dev
 
 fast: $(DONE)/dev
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
+
+drill: $(DONE)/dev
+	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 
 bench: $(DONE)/dev
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

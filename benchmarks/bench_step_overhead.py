@@ -81,7 +81,7 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
     flag = directory / f"flag{os.environ.get('RANK', '0')}.json"
     flag.write_text('{"GracefulExit": 0}')
     tensor = torch.zeros(1, dtype=torch.int32)
-    buffers = [b for b in parts.network.buffers()]
+    buffers = list(parts.network.buffers())
     copies = [b.clone() for b in buffers]
     rows: dict[str, list[float]] = {}
 
@@ -116,7 +116,8 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
 def report(rows: dict[str, float], ranks: int) -> None:
     """One line a row, then the ratios and targets."""
     cores = os.cpu_count()
-    print(f"{ranks} ranks, {cores} cores, {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    print(f"{ranks} ranks, {cores} cores, {platform.machine()}, {versions}")
     for row, value in rows.items():
         print(f"{row:40s} {value:10.1f} us")
     alarm = rows["guard: alarm + agreement"]

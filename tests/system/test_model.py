@@ -23,8 +23,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     def run(ranks: int, *args: object) -> Job:
         if (ranks, *args) not in done:
             directory = tmp_path_factory.mktemp("reference")
-            done[ranks, *args] = run_job("train_model.py", directory, *args, ranks=ranks)
-        return done[ranks, *args]
+            done[(ranks, *args)] = run_job("train_model.py", directory, *args, ranks=ranks)
+        return done[(ranks, *args)]
 
     return run
 
@@ -113,7 +113,7 @@ def test_append_info_stands_in_the_header(tmp_path: Path) -> None:
         job.signal_rank(0)
         job.expect(143)
     (path,) = tmp_path.glob("*_breakpoint.safetensors")
-    with safe_open(path, "pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, "pt") as file:
         info = json.loads(file.metadata()["mindx.checkpoint"])
     assert info["append_info"] == [{"epoch_num": 1}]
     assert (info["step"], info["epoch"], info["step_in_epoch"]) == (4, 1, 4)
