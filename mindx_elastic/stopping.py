@@ -196,6 +196,11 @@ class Stopper:
         self.watcher.post(done.set)  # behind every signal that has arrived
         done.wait(self.settings.agreement_s + 1.0)
         if self._phase is StopPhase.TRAINING:
+            decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
+            if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
+                with self._changed:
+                    self._changed.wait_for(lambda: self._phase is not StopPhase.TRAINING, self.settings.agreement_s)
+        if self._phase is StopPhase.TRAINING:
             return False
         assert self.alarm is not None
         if self._phase not in _FINAL:

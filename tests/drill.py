@@ -2,9 +2,9 @@
 
     python -m tests.drill [--rounds 20] [--seed 0]
 
-A round is one job: its number of ranks, loader workers and accumulation, and for each interruption the signal, its target,
-the step and a delay of some milliseconds inside the step are drawn from the seed. Every round is printed; the first one
-that ends with other weights, or trains a sample twice or never, stops the drill with both outputs.
+A round is one job: its number of ranks, loader workers and accumulation, and for each interruption the signal, its
+target, the step and a delay of some milliseconds inside the step are drawn from the seed. Every round is printed; the
+first one that ends with other weights, or trains a sample twice or never, stops the drill with both outputs.
 """
 
 from __future__ import annotations

@@ -24,11 +24,21 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
-from mindx_elastic.agreement.stop_step import LEFT, Decision, Offer, StopRound, parse_decision, parse_offer
+from mindx_elastic.agreement.stop_step import (
+    FINISHED,
+    LEFT,
+    Decision,
+    End,
+    Offer,
+    StopRound,
+    parse_decision,
+    parse_offer,
+)
 from mindx_elastic.events import logger
 
 __all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
 
+_NOTHING = Decision(None)
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 
 
@@ -61,6 +71,9 @@ class Exchange(Protocol):
 
     def announce(self, name: str, offer: Offer) -> None:
         """Make an offer for round `name` without waiting for its decision, unless one was made already. Any thread."""
+
+    def finish(self, step: int, timeout_s: float) -> Decision:
+        """Training thread: this rank has reached its end, boundary `step`. `FINISHED`, or what an alarm has led to."""
 
     def leave(self) -> None:
         """This rank has finished training; later rounds need not wait for it."""
@@ -98,6 +111,9 @@ class LocalExchange:
     def announce(self, name: str, offer: Offer) -> None:
         pass
 
+    def finish(self, step: int, timeout_s: float) -> Decision:
+        return FINISHED
+
     def leave(self) -> None:
         pass
 
@@ -124,6 +140,7 @@ class StoreExchange:
         self._store = connect()
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
         self._bell = connect()
+        self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
         self._closed = False
         self._listener: threading.Thread | None = None
         self._offered: set[str] = set()
@@ -160,16 +177,19 @@ class StoreExchange:
         round_ = StopRound(self.rank, self.world_size)
         try:
             with self._lock:
-                full = self._offer(name, offer)
+                # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
+                full = name not in self._offered and self._offer(name, offer)
                 round_.offer()
                 if full:
                     return round_.decide(self._settle(name, round_.propose(self._all_offers(name))))
-                try:
-                    self._store.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
-                    decision = parse_decision(self._store.get(f"{name}/decision").decode())
-                except Exception:
-                    decision = self._settle(name, round_.time_out())
-                return round_.decide(decision)
+            try:
+                self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
+            except Exception:
+                proposal = round_.time_out()
+            else:
+                proposal = _NOTHING  # the cell is set: whatever is proposed now loses
+            with self._lock:
+                return round_.decide(self._settle(name, proposal))
         except Exception as error:
             return Decision(None, f"the store of the process group is gone ({type(error).__name__})")
 
@@ -180,6 +200,9 @@ class StoreExchange:
                     self._settle(name, StopRound(self.rank, self.world_size).propose(self._all_offers(name)))
         except Exception as error:
             logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
+
+    def finish(self, step: int, timeout_s: float) -> Decision:
+        return self.decide("stop", End(step), timeout_s)
 
     def leave(self) -> None:
         self.announce("stop", LEFT)

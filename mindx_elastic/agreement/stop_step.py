@@ -7,6 +7,10 @@ holds, so two ranks never commit to different steps. A rank that waits too long 
 it wins, everybody acts alone (each saves its own last boundary, the planner decides at the next start); if it loses,
 it obeys the agreed step.
 
+A rank that reaches the end of its training makes an `End` offer for the same round and waits for the others a moment:
+if all have reached it, the job is finished; if an alarm was heard on any of them before, they all save that boundary.
+So no rank leaves with nothing saved while another one stops at the very last step.
+
 The first round is over *coming* boundaries (each rank holds back at the boundary it offered). The second, taken when
 the deadline is near or a rank has failed, is over *held* boundaries: the last one each rank can still reproduce.
 """
@@ -18,12 +22,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["CANNOT", "LEFT", "Decision", "Offer", "Phase", "StopRound", "conclude", "parse_decision", "parse_offer"]
+__all__ = [
+    "CANNOT",
+    "FINISHED",
+    "LEFT",
+    "Decision",
+    "End",
+    "Offer",
+    "Phase",
+    "StopRound",
+    "conclude",
+    "parse_decision",
+    "parse_offer",
+]
 
 CANNOT = "cannot"
 LEFT = "left"
-Offer = int | str
-"""A step (>= 0), `CANNOT` or `LEFT`."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """An offer made without an alarm: this rank has reached its last boundary, `step`, and would like to finish."""
+
+    step: int
+
+    def __str__(self) -> str:
+        return f"end:{self.step}"
+
+
+Offer = int | str | End
+"""A step (>= 0), `End`, `CANNOT` or `LEFT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +69,10 @@ class Decision:
         return json.dumps({"step": self.step, "reason": self.reason})
 
 
+FINISHED = Decision(None, "every rank has finished training")
+"""All ranks have reached their end and no alarm was heard before: nothing is to be saved."""
+
+
 def parse_decision(text: str) -> Decision:
     """Inverse of `Decision.encode`. Raises ValueError for anything else."""
     content = json.loads(text)
@@ -54,10 +86,10 @@ def parse_offer(text: str) -> Offer:
     """Read an offer from the exchange. Raises ValueError for anything that is none."""
     if text in (CANNOT, LEFT):
         return text
-    step = int(text)
+    step = int(text.removeprefix("end:"))
     if step < 0:
         raise ValueError(f"not an offer: {text!r}")
-    return step
+    return End(step) if text.startswith("end:") else step
 
 
 def conclude(offers: Sequence[Offer]) -> Decision:
@@ -65,10 +97,9 @@ def conclude(offers: Sequence[Offer]) -> Decision:
     torn = [rank for rank, offer in enumerate(offers) if offer == CANNOT]
     if torn:
         return Decision(None, f"rank {torn[0]} has no boundary to offer (its update was cut off)")
-    steps = [offer for offer in offers if isinstance(offer, int)]
-    if not steps:
-        return Decision(None, "every rank has finished training")
-    return Decision(max(steps))
+    if all(offer == LEFT or isinstance(offer, End) for offer in offers):
+        return FINISHED
+    return Decision(max(offer.step if isinstance(offer, End) else int(offer) for offer in offers if offer != LEFT))
 
 
 class Phase(Enum):

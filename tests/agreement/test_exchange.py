@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement.exchange import LocalExchange, StoreExchange
-from mindx_elastic.agreement.stop_step import CANNOT, Decision, Offer
+from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 
 
 @pytest.fixture
@@ -61,6 +61,16 @@ def test_a_dead_rank_costs_the_bound_and_no_more(ranks: list[StoreExchange]) -> 
 def test_a_rank_that_has_left_is_not_waited_for(ranks: list[StoreExchange]) -> None:
     ranks[1].leave()
     assert {d.step for d in decide(ranks, {0: 5, 2: 6}, 30).values()} == {6}
+
+
+def test_ranks_that_reach_their_end_together_are_finished(ranks: list[StoreExchange]) -> None:
+    assert set(decide(ranks, {0: End(9), 1: End(9), 2: End(9)}, 30).values()) == {FINISHED}
+
+
+def test_one_alarm_in_the_last_step_stops_all_of_them(ranks: list[StoreExchange]) -> None:
+    assert {d.step for d in decide(ranks, {0: End(9), 1: 9, 2: End(9)}, 30).values()} == {9}
+    # The watcher of a rank whose training thread has made the offer learns the same.
+    assert ranks[0].decide("stop", 10, 30).step == 9
 
 
 def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExchange]) -> None:

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from mindx_elastic.agreement.stop_step import (
     CANNOT,
+    FINISHED,
     LEFT,
     Decision,
+    End,
     Offer,
     Phase,
     StopRound,
@@ -54,7 +56,11 @@ def one_rank(rank: int, world: int, offer: Offer, cells: Cells, patience: int) -
     return round_.decide(cells.compare_and_set(proposal))
 
 
-offers = st.one_of(st.integers(0, 40), st.sampled_from([CANNOT, LEFT]))
+offers = st.one_of(st.integers(0, 40), st.builds(End, st.integers(0, 40)), st.sampled_from([CANNOT, LEFT]))
+
+
+def step_of(offer: Offer) -> int | None:
+    return offer.step if isinstance(offer, End) else offer if isinstance(offer, int) else None
 
 
 @given(data=st.data())
@@ -84,19 +90,22 @@ def test_whoever_commits_commits_to_one_step_under_any_interleaving(data: st.Dat
     for decision in decided.values():
         if decision.step is not None:
             assert CANNOT not in made
-            steps = [offer for offer in made if isinstance(offer, int)]
+            steps = [step for offer in made if (step := step_of(offer)) is not None]
             assert decision.step == max(steps), "some rank would have to go back"
+        if decision == FINISHED:
+            assert not any(isinstance(offer, int) for offer in made), "an alarm was heard: nobody may leave unsaved"
 
 
 @given(made=st.lists(offers, min_size=1, max_size=8))
 def test_all_offers_give_the_largest_step_unless_one_rank_is_torn(made: list[Offer]) -> None:
     decision = conclude(made)
-    steps = [offer for offer in made if isinstance(offer, int)]
-    if CANNOT in made or not steps:
+    if CANNOT in made:
         assert decision.step is None
         assert decision.reason
+    elif not any(isinstance(offer, int) for offer in made):
+        assert decision == FINISHED
     else:
-        assert decision.step == max(steps)
+        assert decision.step == max(step for offer in made if (step := step_of(offer)) is not None)
 
 
 @given(step=st.one_of(st.none(), st.integers(0, 10**12)), reason=st.text())
@@ -104,7 +113,12 @@ def test_a_decision_survives_the_exchange(step: int | None, reason: str) -> None
     assert parse_decision(Decision(step, reason).encode()) == Decision(step, reason)
 
 
-@pytest.mark.parametrize("text", ["", "-1", "3.5", "soon", "null"])
+@given(offer=offers)
+def test_an_offer_survives_the_exchange(offer: Offer) -> None:
+    assert parse_offer(str(offer)) == offer
+
+
+@pytest.mark.parametrize("text", ["", "-1", "end:", "end:-1", "3.5", "soon", "null"])
 def test_a_bad_offer_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"offer|invalid literal"):
         parse_offer(text)

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, SimpleQueue
@@ -276,6 +277,39 @@ def test_a_signal_given_twice_is_restored_to_what_was_there(ears: Ears) -> None:
     with ears.handle(ONE, ONE):
         pass
     assert signal.getsignal(ONE) is signal.SIG_DFL
+
+
+def test_after_a_graceful_stop_a_late_signal_does_nothing_until_the_deadline(ears: Ears) -> None:
+    """A launcher signals the rest of the job once the first process is gone; the exit code must stay."""
+    with ears.handle(ONE, signal.SIGINT) as handlers:
+        handlers.linger(time.monotonic() + 1000)
+    send(ONE)
+    send(signal.SIGINT)
+    with ears.handle(ONE, signal.SIGINT):  # another guard in the same process
+        send(ONE)
+        assert ears.next() == ONE
+    assert signal.getsignal(ONE) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_after_the_deadline_the_old_action_is_back(ears: Ears) -> None:
+    with ears.handle(signal.SIGINT) as handlers:
+        handlers.linger(time.monotonic() - 1)
+    with pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_python_predecessor_is_put_back_at_once(ears: Ears) -> None:
+    called: list[int] = []
+    original = signal.signal(ONE, lambda signum, frame: called.append(signum))
+    try:
+        with ears.handle(ONE) as handlers:
+            handlers.linger(time.monotonic() + 1000)
+        send(ONE)
+        assert called == [ONE]
+    finally:
+        signal.signal(ONE, original)
 
 
 FORK = """

@@ -1,0 +1,97 @@
+"""Environment variables: defaults, values, and refusals that name the variable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindx_elastic.config import DEFAULT_GRACE_S, RankInfo, Settings
+from mindx_elastic.errors import UsageError
+
+
+def test_an_empty_environment_gives_the_defaults() -> None:
+    assert Settings.from_env({}) == Settings()
+    assert Settings().grace_s == DEFAULT_GRACE_S == 30.0
+    assert RankInfo.from_env({}) == RankInfo(rank=0, world_size=1, local_rank=0, attempt=0)
+
+
+def test_every_variable_is_read() -> None:
+    env = {
+        "MINDX_GRACE_S": "12.5",
+        "MINDX_AGREEMENT_S": "3",
+        "MINDX_FLAG_POLL_S": "0.5",
+        "MS_ENABLE_GRACEFUL_EXIT": "1",
+        "MINDX_LOG_LEVEL": "debug",
+    }
+    assert Settings.from_env(env) == Settings(
+        grace_s=12.5, agreement_s=3.0, flag_poll_s=0.5, graceful_exit=True, log_level="DEBUG"
+    )
+    env = {"RANK": "2", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "TORCHELASTIC_RESTART_COUNT": "3"}
+    assert RankInfo.from_env(env) == RankInfo(rank=2, world_size=4, local_rank=1, attempt=3)
+
+
+@pytest.mark.parametrize("name", ["MINDX_GRACE_S", "MS_ENABLE_GRACEFUL_EXIT", "MINDX_LOG_LEVEL"])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_an_empty_value_is_the_default(name: str, text: str) -> None:
+    assert Settings.from_env({name: text}) == Settings()
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("", None), (" 1 ", True)])
+def test_the_graceful_exit_switch(text: str, value: bool | None) -> None:
+    assert Settings.from_env({"MS_ENABLE_GRACEFUL_EXIT": text}).graceful_exit is value
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("MINDX_GRACE_S", "soon"),
+        ("MINDX_GRACE_S", "0.4"),
+        ("MINDX_GRACE_S", "-30"),
+        ("MINDX_GRACE_S", "nan"),
+        ("MINDX_GRACE_S", "inf"),
+        ("MINDX_AGREEMENT_S", "0"),
+        ("MINDX_FLAG_POLL_S", "0.001"),
+        ("MS_ENABLE_GRACEFUL_EXIT", "yes"),
+        ("MINDX_LOG_LEVEL", "LOUD"),
+    ],
+)
+def test_a_bad_value_is_refused_by_name(name: str, text: str) -> None:
+    with pytest.raises(UsageError, match=name):
+        Settings.from_env({name: text})
+
+
+@pytest.mark.parametrize(
+    ("env", "named"),
+    [
+        ({"RANK": "x"}, "RANK"),
+        ({"RANK": "1.5"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0"),
+        ({"TORCHELASTIC_RESTART_COUNT": "many"}, "TORCHELASTIC_RESTART_COUNT"),
+    ],
+)
+def test_impossible_ranks_are_refused(env: dict[str, str], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        RankInfo.from_env(env)
+
+
+def test_the_process_environment_is_the_default_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDX_GRACE_S", "7")
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert Settings.from_env().grace_s == 7
+    assert RankInfo.from_env().rank == 1
+
+
+@pytest.mark.parametrize("grace_s", [0.5, 30, 86400])
+def test_another_grace_period(grace_s: float) -> None:
+    settings = Settings(agreement_s=2.0).with_grace(grace_s)
+    assert (settings.grace_s, settings.agreement_s) == (grace_s, 2.0)
+
+
+@pytest.mark.parametrize("grace_s", [0.4, 86401, True, None, "30", float("nan")])
+def test_a_grace_period_of_the_wrong_kind_is_refused(grace_s: Any) -> None:
+    with pytest.raises(UsageError, match="grace_s="):
+        Settings().with_grace(grace_s)

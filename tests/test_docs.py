@@ -1,0 +1,167 @@
+"""The pages under docs/ say what the code does: variables and defaults, events, metadata keys, tree nodes, links."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.persist import unflatten
+from mindx_elastic.stopping import StopPhase
+
+ROOT = Path(__file__).parents[1]
+SOURCES = sorted((ROOT / "mindx_elastic").rglob("*.py"))
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")])
+
+
+def section(page: str, title: str) -> str:
+    """The text under one heading of docs/`page`, up to the next heading of the same or a higher level."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,2}} |\Z)", text, re.DOTALL | re.MULTILINE)
+    assert found, f"docs/{page} has no section {title!r}"
+    return found[2]
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """Table rows by the name in backquotes that their first cell begins with."""
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:3] == "| `"]
+    return {row[0].split("`")[1]: row[1:] for row in cells}
+
+
+class Recorder(dict[str, str]):
+    """An empty environment that notes what is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: set[str] = set()
+
+    def get(self, key: str, default: str | None = None) -> str | None:  # type: ignore[override]
+        self.asked.add(key)
+        return default
+
+
+def variables_in_source() -> set[str]:
+    """Names of variables that any module of the package reads, from `os.environ` or through `config`."""
+    pattern = re.compile(r"""environ(?:\.get\(|\[|\.setdefault\()\s*["'](\w+)["']|getenv\(\s*["'](\w+)["']""")
+    return {a or b for path in SOURCES for a, b in pattern.findall(path.read_text(encoding="utf-8"))}
+
+
+def test_every_variable_that_the_package_reads_is_on_the_page() -> None:
+    recorder = Recorder()
+    RankInfo.from_env(recorder)
+    Settings.from_env(recorder)
+    page = section("environment.md", "Read by the package")
+    assert set(rows(page)) == recorder.asked
+    for name in variables_in_source() - recorder.asked:
+        assert f"`{name}`" in page, f"{name} is read and not on the page"
+
+
+def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
+    recorder = Recorder()
+    settings, ranks = Settings.from_env(recorder), RankInfo.from_env(recorder)
+    defaults = {
+        "MINDX_GRACE_S": settings.grace_s,
+        "MINDX_AGREEMENT_S": settings.agreement_s,
+        "MINDX_FLAG_POLL_S": settings.flag_poll_s,
+        "MINDX_LOG_LEVEL": settings.log_level,
+        "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,
+        "RANK": ranks.rank,
+        "WORLD_SIZE": ranks.world_size,
+        "LOCAL_RANK": ranks.local_rank,
+        "TORCHELASTIC_RESTART_COUNT": ranks.attempt,
+    }
+    assert len(defaults) == len(fields(Settings)) + len(fields(RankInfo))
+    shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}
+    as_text = {
+        name: "not set" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for name, v in defaults.items()
+    }
+    assert shown == as_text
+
+
+def test_the_variables_of_the_start_script_are_on_the_page() -> None:
+    script = (ROOT / "ma_pre_start.sh").read_text(encoding="utf-8")
+    header = script.split("\n\n")[0]
+    read, exported = header.split("# Reads\n")[1].split("# Exports\n")
+    ours = set(rows(section("environment.md", "Read by `ma_pre_start.sh`")))
+    assert set(re.findall(r"^#   ([A-Z_]+)", read, re.MULTILINE)) <= ours
+    assert all(name in script for name in ours)
+    page = section("environment.md", "Set by `ma_pre_start.sh`")
+    assert all(f"`{name}`" in page for name in re.findall(r"^#   ([A-Z_]{3,})", exported, re.MULTILINE))
+
+
+def emitted_events() -> Iterator[tuple[str, set[str]]]:
+    """(event, keyword arguments) of every call of `EventLog.emit` in the package."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "emit":
+                name = node.args[0]
+                assert isinstance(name, ast.Constant), f"{path}:{node.lineno}: the event's name is no literal"
+                yield str(name.value), {keyword.arg or "**" for keyword in node.keywords}
+
+
+def test_every_event_and_its_fields_are_on_the_page() -> None:
+    page = section("format.md", "`events.jsonl`")
+    table = rows(page)
+    common = {"step", "reason", "duration_s", "nbytes", "outcome"}
+    found = list(emitted_events())
+    assert {event for event, _ in found} == set(table)
+    for event, keywords in found:
+        for extra in keywords - common:
+            assert f"`{extra}`" in " ".join(table[event]), f"field {extra} of event {event}"
+
+
+def test_metadata_keys_and_tree_nodes_are_on_the_page() -> None:
+    source = (ROOT / "mindx_elastic" / "persist" / "format.py").read_text(encoding="utf-8")
+    keys = set(re.findall(r'metadata\[?"(mindx\.\w+)"|"(mindx\.\w+)":', source))
+    assert {a or b for a, b in keys} <= set(rows(section("format.md", "The checkpoint file")))
+    page = section("format.md", "The tree")
+    tags = {*unflatten._PLAIN, *unflatten._CONTAINERS, "$tensor", "$ndarray", "$blob"}
+    assert set(re.findall(r"\$[a-z]+", page)) - {"$"} == tags
+
+
+def test_the_states_of_a_stop_are_on_the_page() -> None:
+    page = section("architecture.md", "States of a stop")
+    assert re.findall(r"^\| ([A-Z]+) \|", page, re.MULTILINE) == [phase.name for phase in StopPhase]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_to_files_that_exist(page: Path) -> None:
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_files_that_the_architecture_page_names_exist() -> None:
+    for line in section("architecture.md", "Stages and folders").splitlines():
+        if line.startswith("| `"):
+            first, rest = line.strip("| ").split(" | ", 1)
+            folder = ROOT / "mindx_elastic" / first.strip("`")
+            assert folder.exists(), folder
+            if folder.is_dir():
+                missing = [name for name in re.findall(r"`(\w+\.py)`", rest) if not (folder / name).exists()]
+                assert not missing, (first, missing)
+
+
+def readme_programs() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_programs_of_the_readme_run(tmp_path: Path, number: int) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(readme_programs()[number].replace("time.sleep(0.1)", "pass"), encoding="utf-8")
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    for arguments in (["out"], ["out"]):
+        command = [sys.executable, "-W", "error", str(program), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        assert "resumed from step None" in done.stdout

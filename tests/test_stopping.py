@@ -1,0 +1,285 @@
+"""The state machine of a stop: one alarm, one claim, one outcome."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.events import EventLog
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.policy import ExitPolicy, breakpoint_name
+from mindx_elastic.saving import Saver
+from mindx_elastic.stopping import _MOVES, Stopper, StopPhase
+from tests.harness import events
+
+
+class Parts:
+    """A stopper with everything around it, and no guard: the test plays watcher and training thread."""
+
+    def __init__(self, directory: Path, *, grace_s: float = 30.0, **policy: Any) -> None:
+        self.directory = directory
+        self.gate, self.steps = UpdateGate(), StepGate(5)
+        self.collector = Collector({"model": nn.Linear(2, 2)})
+        self.collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
+        self.events = EventLog(directory / "events.jsonl")
+        self.watcher = Watcher(lambda signum: None)
+        self.durable: Path | None = None
+        fields: dict[str, Any] = {
+            "kind": "breakpoint",
+            "alarms": frozenset({"signal", "exception", "request", "flag", "peer"}),
+            "name": breakpoint_name("net"),
+            "directory": directory,
+        }
+        self.policy = ExitPolicy(**{**fields, **policy})
+        self.saver = Saver(self.collector, self.gate, RankInfo(), self.events, run_id="run")
+        self.stopper = Stopper(
+            step_gate=self.steps,
+            update_gate=self.gate,
+            exchange=LocalExchange(),
+            watcher=self.watcher,
+            saver=self.saver,
+            ranks=RankInfo(),
+            settings=Settings(grace_s=grace_s),
+            policies=[self.policy],
+            events=self.events,
+            state_bytes=lambda: 0,
+            already_durable=lambda: self.durable,
+        )
+
+    def reach(self, step: int) -> bool:
+        """The training thread passes boundary `step`; whether it is held there."""
+        self.gate.pass_boundary(lambda: self.collector.copy(Position(step=step, epoch=1, step_in_epoch=step)))
+        return self.steps.arrive(step)
+
+    def files(self) -> list[int]:
+        return [read_header(path).info.step for path in self.directory.glob("*.safetensors")]
+
+
+Make = Callable[..., Parts]
+
+
+@pytest.fixture
+def make_parts(tmp_path: Path) -> Iterator[Make]:
+    made: list[Parts] = []
+
+    def make(**options: Any) -> Parts:
+        directory = tmp_path / str(len(made))
+        directory.mkdir()
+        made.append(Parts(directory, **options))
+        return made[-1]
+
+    yield make
+    for parts in made:
+        parts.watcher.stop()
+
+
+@pytest.fixture
+def parts(make_parts: Make) -> Parts:
+    return make_parts()
+
+
+def test_a_signal_lets_the_training_thread_run_to_the_coming_boundary(parts: Parts) -> None:
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
+    assert parts.reach(6)
+    with pytest.raises(GracefulExit) as caught:
+        parts.stopper.at_limit(is_cut=True)
+    leaving = caught.value
+    assert (leaving.code, leaving.reason, leaving.step) == (143, "SIGTERM", 6)
+    assert leaving.path == parts.directory / "net-1_6_breakpoint.safetensors"
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [6])
+    (durable,) = events(parts.directory, "durable")
+    assert (durable["step"], durable["path"], durable["reason"]) == (6, str(leaving.path), "SIGTERM")
+
+
+def test_between_two_steps_the_watcher_saves_the_boundary_that_is_there(parts: Parts) -> None:
+    parts.steps.leave_step()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert parts.stopper.phase is StopPhase.SAVED and parts.files() == [5]
+    assert parts.steps.at_limit()
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)
+
+
+def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
+    parts.stopper.hear_signal(signal.SIGTERM)
+    first = parts.stopper.alarm
+    parts.stopper.hear_signal(signal.SIGINT)
+    parts.stopper.hear_flag(Path("flag.json"))
+    parts.stopper.hear_user("enough", 0)
+    parts.stopper.hear_peer({"kind": "signal", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 1})
+    assert parts.stopper.alarm is first
+    assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
+
+
+def test_an_open_window_is_passed_over_until_its_end(parts: Parts) -> None:
+    parts.stopper.hear_signal(signal.SIGTERM)
+    for step in (6, 7):
+        assert parts.steps.arrive(step)
+        parts.stopper.at_limit(is_cut=False)
+    assert parts.files() == []
+    assert parts.reach(8)
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)
+    assert parts.files() == [8]
+
+
+def test_an_exception_saves_the_boundary_before_it(parts: Parts) -> None:
+    parts.stopper.on_exception(ValueError("broken"))
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [5])
+    alarm = parts.stopper.alarm
+    assert alarm is not None
+    assert (alarm.kind, alarm.reason, alarm.exit_code) == ("exception", "exception: ValueError: broken", 1)
+
+
+def test_a_very_long_exception_text_is_cut(parts: Parts) -> None:
+    parts.stopper.on_exception(ValueError("x" * 100_000))
+    assert parts.stopper.alarm is not None and len(parts.stopper.alarm.reason) <= 300
+
+
+def test_an_exception_that_no_policy_wants_is_left_alone(make_parts: Make) -> None:
+    parts = make_parts(alarms=frozenset({"signal"}))
+    parts.stopper.on_exception(ValueError("broken"))
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.TRAINING, [])
+
+
+@pytest.mark.parametrize("state", ["updating", "dirty"])
+def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
+    parts.gate.begin_update()
+    if state == "dirty":
+        parts.gate.end_update()
+    parts.stopper.on_exception(ValueError("broken"))
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
+    assert parts.stopper.failure
+    (save,) = events(parts.directory, "save")
+    assert save["outcome"] == "refused: state is not at a boundary"
+
+
+def raise_save_error(*args: Any) -> Any:
+    raise SaveError("injected")
+
+
+def raise_anything(*args: Any) -> Any:
+    raise ZeroDivisionError("injected")
+
+
+@pytest.mark.parametrize("error", [raise_save_error, raise_anything])
+def test_a_save_that_fails_still_leaves(parts: Parts, monkeypatch: pytest.MonkeyPatch, error: Any) -> None:
+    monkeypatch.setattr(parts.saver, "save_dying", error)
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert parts.reach(6)
+    with pytest.raises(GracefulExit) as caught:
+        parts.stopper.at_limit(is_cut=True)
+    assert (caught.value.code, caught.value.step, caught.value.path) == (143, None, None)
+    assert parts.stopper.phase is StopPhase.FAILED
+    assert parts.stopper.failure is not None and "injected" in parts.stopper.failure
+
+
+def test_the_training_thread_waits_for_a_save_in_progress(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, go_on, order = threading.Event(), threading.Event(), []
+    save = parts.saver.save_dying
+
+    def slow(*args: Any) -> Any:
+        started.set()
+        assert go_on.wait(30)
+        order.append("saved")
+        return save(*args)
+
+    monkeypatch.setattr(parts.saver, "save_dying", slow)
+    parts.steps.leave_step()
+    watcher = threading.Thread(target=parts.stopper.hear_signal, args=(signal.SIGTERM,))
+    watcher.start()
+    assert started.wait(30)
+
+    def arrive() -> None:
+        with pytest.raises(GracefulExit):
+            parts.stopper.at_limit(is_cut=True)
+        order.append("left")
+
+    training = threading.Thread(target=arrive)
+    training.start()
+    go_on.set()
+    watcher.join(30)
+    training.join(30)
+    assert order == ["saved", "left"] and parts.files() == [5]
+
+
+def test_a_step_that_is_durable_already_is_not_written_again(parts: Parts) -> None:
+    parts.durable = parts.directory / "old.safetensors"
+    parts.steps.leave_step()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert (parts.stopper.path, parts.stopper.saved_step, parts.files()) == (parts.durable, 5, [])
+
+
+@pytest.mark.parametrize(
+    ("content", "code"), [({"kind": "signal", "exit_code": 143}, 143), ({"kind": "exception", "exit_code": 1}, 75)]
+)
+def test_a_peers_alarm_keeps_its_deadline_and_says_where_it_came_from(
+    parts: Parts, content: dict[str, Any], code: int
+) -> None:
+    request = {"reason": "SIGTERM", "origin": 3, "signum": 15, "grace_left_s": 4.0, **content}
+    parts.stopper.hear_peer(request)
+    alarm = parts.stopper.alarm
+    assert alarm is not None
+    assert (alarm.reason, alarm.origin, alarm.exit_code) == ("SIGTERM on rank 3", 3, code)
+    assert 3 < alarm.deadline.remaining_s() <= 4
+
+
+def test_a_peer_never_gives_more_time_than_this_rank_has(make_parts: Make) -> None:
+    parts = make_parts(grace_s=2.0)
+    parts.stopper.hear_peer({"kind": "flag", "reason": "x", "exit_code": 75, "origin": 1, "grace_left_s": 900.0})
+    assert parts.stopper.alarm is not None and parts.stopper.alarm.deadline.remaining_s() <= 2
+
+
+def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
+    make_parts: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    deadlines: list[float] = []
+
+    def export(at: float) -> None:
+        deadlines.append(at)
+        raise RuntimeError("injected")
+
+    parts = make_parts(after_save=export)
+    parts.stopper.after_save()
+    assert deadlines == [], "nothing was saved yet"
+    parts.steps.leave_step()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    parts.stopper.after_save()
+    assert parts.stopper.alarm is not None and deadlines == [parts.stopper.alarm.deadline.at]
+    assert "after the checkpoint: RuntimeError: injected" in caplog.text
+
+
+def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
+    heard = make_parts(exit_codes={"signal": 9})
+    heard.stopper.hear_signal(signal.SIGTERM)
+    assert heard.stopper.exit().code == 9
+    flagged = make_parts(exit_codes={"signal": 9})
+    flagged.stopper.hear_flag(Path("flag"))
+    assert flagged.stopper.exit().code == 75
+
+
+@pytest.mark.parametrize(("before", "after"), list(itertools.product(StopPhase, StopPhase)))
+def test_only_the_moves_of_the_table_are_possible(parts: Parts, before: StopPhase, after: StopPhase) -> None:
+    parts.stopper._phase = before
+    if after in _MOVES[before]:
+        parts.stopper._move(after)
+        assert parts.stopper.phase is after
+    else:
+        with pytest.raises(RuntimeError, match=f"cannot go from {before.name} to {after.name}"):
+            parts.stopper._move(after)
