@@ -32,7 +32,7 @@ from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import prepare_directory, remove_stale_temps
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.resuming import GradientOrders, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
@@ -115,6 +115,7 @@ class Guard:
                 )
             ]
         self._policies = tuple(policies)
+        check_policies([*self._policies, *self._periodic])
         self.resumed_from_step: int | None = None
         """Step of the checkpoint that this run went on from; None on a fresh start."""
         self.resumed_path: Path | None = None
@@ -179,10 +180,10 @@ class Guard:
             resume=self._resume,
         )
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        if start.resumed is not None:
-            position = self._collector.position
-            self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-            self.resumed_from_step, self.resumed_path = position.step, start.resumed.path
+        position = self._collector.position
+        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
+        self.resumed_from_step = None if start.resumed is None else position.step
+        self.resumed_path = None if start.resumed is None else start.resumed.path
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
         self._start_stages(stack, settings)
@@ -203,7 +204,7 @@ class Guard:
         stack.callback(self._update_gate.unwatch)
         self._orders = GradientOrders(self._targets, self._collector)
         self._step_gate = StepGate(self._step)
-        self._saver = Saver(self._collector, self._update_gate, self.ranks, self._events, run_id=self.run_id)
+        self._saver = Saver(self._collector, self.ranks, self._events)
         stack.callback(self._saver.close)
         watcher = Watcher(self._hear_signal)
         self._watcher = watcher
@@ -344,7 +345,7 @@ class Guard:
         `amend` names parts to copy again (callbacks' counters).
         """
         if amend:
-            self._collector.copy_components(tuple(amend))
+            self._update_gate.amend(lambda: self._collector.copy_components(tuple(amend)))
         self._log_filter.step = self._step
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)

@@ -6,6 +6,7 @@ the same signal and there is one save path.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,15 @@ from typing import Protocol
 from mindx_elastic.capture.position import Position
 from mindx_elastic.errors import UsageError
 
-__all__ = ["ALARM_KINDS", "EXIT_TEMPORARY", "ExitPolicy", "PeriodicPolicy", "breakpoint_name", "breakpoint_policy"]
+__all__ = [
+    "ALARM_KINDS",
+    "EXIT_TEMPORARY",
+    "ExitPolicy",
+    "PeriodicPolicy",
+    "breakpoint_name",
+    "breakpoint_policy",
+    "check_policies",
+]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
@@ -61,6 +70,21 @@ class ExitPolicy:
             raise UsageError(f"unknown or no alarm kinds {sorted(unknown)}; choose from {sorted(ALARM_KINDS)}")
 
 
+def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
+    """Find now what would ruin a save later. Raises UsageError: a name with a folder, `append_info` that is no JSON."""
+    for policy in policies:
+        name = policy.name(Position())
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"the checkpoint name {name!r} (from prefix or file_name) must be a plain file name without a folder; "
+                "put the folder into directory"
+            )
+        try:
+            json.dumps(list(policy.append_info))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"append_info={policy.append_info!r} cannot be written as JSON: {error}") from None
+
+
 def breakpoint_policy(
     prefix: str,
     directory: Path,
@@ -71,6 +95,8 @@ def breakpoint_policy(
     exceptions: bool = True,
 ) -> ExitPolicy:
     """The policy of a guard without callbacks: a breakpoint checkpoint for every alarm, `exceptions` or not."""
+    if isinstance(signals, (int, str)) or not all(isinstance(number, int) for number in signals):
+        raise UsageError(f"signals={signals!r}: give a list of signal numbers, for example [signal.SIGTERM]")
     return ExitPolicy(
         kind="breakpoint",
         alarms=ALARM_KINDS if exceptions else ALARM_KINDS - {"exception"},

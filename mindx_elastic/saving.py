@@ -15,9 +15,8 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.snapshot import to_host
-from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import SaveError
+from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo
@@ -31,10 +30,8 @@ __all__ = ["Saver"]
 class Saver:
     """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
 
-    def __init__(
-        self, collector: Collector, gate: UpdateGate, ranks: RankInfo, events: EventLog, *, run_id: str
-    ) -> None:
-        self.collector, self.gate, self.ranks, self.events, self.run_id = collector, gate, ranks, events, run_id
+    def __init__(self, collector: Collector, ranks: RankInfo, events: EventLog) -> None:
+        self.collector, self.ranks, self.events = collector, ranks, events
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self._background = _Background()
@@ -64,23 +61,33 @@ class Saver:
         position = self.collector.position
         path = self.folder(policy.directory) / policy.name(position)
         info = self._info(position, kind="periodic", reason="periodic", append_info=policy.append_info)
-        copy = policy.asynchronous
-        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=copy)
 
-        def work() -> bool:
+        def work(state: Any) -> bool:
             try:
                 self._write(path, state, info)
-            except SaveError as error:
-                logger.error("%s; training goes on, older checkpoints are untouched", error)
-                self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}")
-                return False
-            self._prune(policy, path)
+                self._prune(policy, path)
+            except Exception as error:
+                return self._report(error, info)
             return True
 
-        if not copy:
-            return work()
-        self._background.submit(work)
+        try:
+            state = to_host(
+                self.collector.state(), boundary_event=self.collector.boundary_event, copy=policy.asynchronous
+            )
+        except Exception as error:
+            return self._report(error, info)
+        if not policy.asynchronous:
+            return work(state)
+        self._background.submit(lambda: work(state))
         return True
+
+    def _report(self, error: Exception, info: CheckpointInfo) -> bool:
+        """A periodic save failed, for whatever reason: no cause to end a training."""
+        expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
+        remedy = "training goes on, older checkpoints are untouched"
+        logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
+        self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
+        return False
 
     def save_to(self, path: Path | None, directory: Path, prefix: str, reason: str) -> SaveResult:
         """Write the boundary because the user asked. Raises SaveError."""
@@ -100,7 +107,7 @@ class Saver:
 
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
         return CheckpointInfo(
-            run_id=self.run_id,
+            run_id=self.events.run_id,
             world_size=self.ranks.world_size,
             rank=self.ranks.rank,
             step=position.step,
@@ -111,7 +118,7 @@ class Saver:
             kind=kind,
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
-            attempt=self.ranks.attempt,
+            attempt=self.events.attempt,
             append_info=tuple(append_info),
             torch_version=torch.__version__,
         )
@@ -149,12 +156,12 @@ class Saver:
             entry
             for entry in catalog.entries
             if entry.header is not None
-            and entry.header.info.run_id == self.run_id
+            and entry.header.info.run_id == self.events.run_id
             and entry.header.info.rank == self.ranks.rank
             and entry.header.info.kind == "periodic"
             and entry.path.parent == newest.parent
         ]
-        whole = [s.step for s in catalog.steps if s.run_id == self.run_id and s.complete]
+        whole = [s.step for s in catalog.steps if s.run_id == self.events.run_id and s.complete]
         own = sorted({e.header.info.step for e in mine if e.header is not None})
         protect = set(own[-1:]) | ({max(whole)} if whole else set(own[-2:]))
         facts = [

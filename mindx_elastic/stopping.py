@@ -3,15 +3,7 @@
 One `Stopper` a guard. Alarms come in on the watcher thread (signals, flag file, other ranks) or on the training thread
 (exceptions). Whoever gets there first *claims* the save; the other one waits for it.
 
-======================  =====================================================================================
-phase                   what is true
-======================  =====================================================================================
-TRAINING                nothing was heard
-STOPPING                an alarm was heard; the training thread runs to the agreed boundary
-SAVING                  one thread has claimed the save and writes
-SAVED                   this rank's state is durable (or no policy wanted a file)
-FAILED                  nothing could be saved, and the reason is recorded
-======================  =====================================================================================
+The phases and what is true in each: see `stop_phase`.
 """
 
 from __future__ import annotations
@@ -19,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -36,32 +27,12 @@ from mindx_elastic.events import EventLog, logger
 from mindx_elastic.leaving import end_process
 from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
 from mindx_elastic.saving import Saver
+from mindx_elastic.stop_phase import FINAL, MOVES, StopPhase
 
-__all__ = ["StopPhase", "Stopper"]
+__all__ = ["Stopper"]
 
 _PATIENCE_S = 3.0  # how long a saved rank waits for its training thread to come out by itself
 _LAST_MOMENT_S = 0.3  # before the deadline: leave, or be killed with nothing said
-
-
-class StopPhase(Enum):
-    """See the module's table."""
-
-    TRAINING = 0
-    STOPPING = 1
-    SAVING = 2
-    SAVED = 3
-    FAILED = 4
-
-
-_MOVES = {
-    StopPhase.TRAINING: {StopPhase.STOPPING},
-    # back to STOPPING: the claim was given up because another rank is one boundary ahead, or the gate was not clean
-    StopPhase.STOPPING: {StopPhase.SAVING},
-    StopPhase.SAVING: {StopPhase.SAVED, StopPhase.FAILED, StopPhase.STOPPING},
-    StopPhase.SAVED: set(),
-    StopPhase.FAILED: set(),
-}
-_FINAL = (StopPhase.SAVED, StopPhase.FAILED)
 
 
 class Stopper:
@@ -164,7 +135,7 @@ class Stopper:
         """Training thread, at the step gate's limit: save here and raise GracefulExit, or go on to the agreed step."""
         alarm = self.alarm
         assert alarm is not None, "the step gate has a limit only after an alarm"
-        if self._phase not in _FINAL:
+        if self._phase not in FINAL:
             if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
                 return
             if not is_cut:
@@ -203,7 +174,7 @@ class Stopper:
         if self._phase is StopPhase.TRAINING:
             return False
         assert self.alarm is not None
-        if self._phase not in _FINAL:
+        if self._phase not in FINAL:
             self._save_at_boundary(self.alarm)
         return True
 
@@ -233,7 +204,7 @@ class Stopper:
 
     def _save_at_boundary(self, alarm: Alarm) -> None:
         while not self._claim():
-            if self.wait_while_saving() in _FINAL:
+            if self.wait_while_saving() in FINAL:
                 return
         self._write(alarm)
         if self.saved_step is not None:
@@ -245,7 +216,7 @@ class Stopper:
         `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
         """
         while not self._claim():
-            if can_wait or self.wait_while_saving() in _FINAL:
+            if can_wait or self.wait_while_saving() in FINAL:
                 return
         try:
             self._salvage_claimed(alarm, can_wait=can_wait)
@@ -399,7 +370,7 @@ class Stopper:
 
     def _move(self, phase: StopPhase) -> None:
         with self._changed:
-            if phase not in _MOVES[self._phase]:
+            if phase not in MOVES[self._phase]:
                 raise RuntimeError(f"a stop cannot go from {self._phase.name} to {phase.name}")
             self._phase = phase
             self._changed.notify_all()

@@ -143,23 +143,18 @@ def test_signals_that_cannot_be_caught_are_refused(tmp_path: Path) -> None:
         Job(tmp_path, signals=[signal.SIGKILL]).run()
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: a prefix with a folder is saved where no resume looks: silent fresh start")
 @pytest.mark.parametrize("prefix", ["sub/job", "../job", "/job"])
 def test_a_prefix_with_a_folder_is_refused(tmp_path: Path, prefix: str) -> None:
     with pytest.raises(UsageError, match="prefix"):
         Guard(directory=tmp_path, prefix=prefix)
 
 
-@pytest.mark.xfail(strict=True, reason="BUG: the header's attempt is the launcher's; it stays 0 over restarts by hand")
 def test_attempts_count_up(tmp_path: Path) -> None:
     for number in (2, 4, 6):
         stopped(Job(tmp_path), middle=stop_at(number))
     assert [e["attempt"] for e in events(tmp_path, "durable")] == [0, 1, 2]
 
 
-@pytest.mark.xfail(
-    strict=True, reason="BUG: bad append_info is first found by the dying save, and ruins it"
-)
 def test_append_info_that_is_no_json_is_refused_before_training(tmp_path: Path) -> None:
     job = Job(tmp_path, append_info=[{"epoch_num": 3}, {"net": object()}])
     with pytest.raises((UsageError, UnsupportedStateError), match="append_info"):

@@ -24,7 +24,8 @@ from mindx_elastic.events import EventLog
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.saving import Saver
-from mindx_elastic.stopping import _MOVES, Stopper, StopPhase
+from mindx_elastic.stop_phase import MOVES, StopPhase
+from mindx_elastic.stopping import Stopper
 from tests.harness import events
 
 
@@ -46,7 +47,7 @@ class Parts:
             "directory": directory,
         }
         self.policy = ExitPolicy(**{**fields, **policy})
-        self.saver = Saver(self.collector, self.gate, RankInfo(), self.events, run_id="run")
+        self.saver = Saver(self.collector, RankInfo(), self.events)
         self.stopper = Stopper(
             step_gate=self.steps,
             update_gate=self.gate,
@@ -277,7 +278,7 @@ def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
 @pytest.mark.parametrize(("before", "after"), list(itertools.product(StopPhase, StopPhase)))
 def test_only_the_moves_of_the_table_are_possible(parts: Parts, before: StopPhase, after: StopPhase) -> None:
     parts.stopper._phase = before
-    if after in _MOVES[before]:
+    if after in MOVES[before]:
         parts.stopper._move(after)
         assert parts.stopper.phase is after
     else:

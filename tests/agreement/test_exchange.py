@@ -113,12 +113,12 @@ def test_a_missing_rank_at_the_start_is_an_error_that_says_so(ranks: list[StoreE
 
 
 def test_a_lost_store_makes_a_rank_act_alone() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
     port = server.port
 
     def connect() -> Any:
-        return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=5))
+        return dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30))
 
     exchange = StoreExchange(connect, rank=0, world_size=2)
     del server

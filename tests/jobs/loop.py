@@ -28,7 +28,7 @@ import mindx_elastic as mx
 from mindx_elastic import guard as guard_module
 from mindx_elastic import resuming as resuming_module
 from mindx_elastic import saving as saving_module
-from mindx_elastic.stopping import StopPhase
+from mindx_elastic.stop_phase import StopPhase
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
