@@ -30,10 +30,9 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
-from mindx_elastic.persist.format import flatten
-from mindx_elastic.persist.storage import prepare_directory, remove_stale_temps
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
-from mindx_elastic.resuming import GradientOrders, start_or_resume
+from mindx_elastic.preparing import check_state_and_space, prepare_directories
+from mindx_elastic.resuming import GradientOrders, is_replicated, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
 
@@ -99,6 +98,8 @@ class Guard:
         append_info: Sequence[object] = (),
         allow_shared_directory: bool = False,
     ) -> None:
+        if not isinstance(directory, (str, Path)) or not str(directory):
+            raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
         self._allow_shared = allow_shared_directory
@@ -155,18 +156,19 @@ class Guard:
         settings = Settings.from_env()
         if self._grace_s is not None:
             settings = settings.with_grace(self._grace_s)
-        env = RankInfo.from_env()
-        self.ranks = current_ranks(env)
+        self.ranks = current_ranks(RankInfo.from_env())
         self._log_filter = RankFilter(
             rank=self.ranks.rank, world_size=self.ranks.world_size, attempt=self.ranks.attempt
         )
         console = attach_console(self._log_filter, settings.log_level)
         if console is not None:
             stack.callback(logger.removeHandler, console)
-        directories = self._prepare_directories()
+        wanted = [self._directory, *(p.directory for p in (*self._policies, *self._periodic))]
+        self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
+        directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._collector = Collector(self._targets)
-        flatten(self._collector.state())  # names what a checkpoint cannot hold now, not at death
+        check_state_and_space(self._collector, directories)
         self._exchange = open_exchange(self.ranks)
         stack.callback(self._exchange.close)
         start = start_or_resume(
@@ -188,23 +190,14 @@ class Guard:
             self.loader.worker_grace_s = settings.grace_s
         self._start_stages(stack, settings)
 
-    def _prepare_directories(self) -> list[Path]:
-        wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        ready = {path: prepare_directory(path, allow_shared=self._allow_shared) for path in wanted}
-        directories = list(dict.fromkeys(ready.values()))
-        for directory in directories:
-            folder = directory / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else directory
-            if folder.is_dir():
-                remove_stale_temps(folder)
-        return directories
-
     def _start_stages(self, stack: ExitStack, settings: Settings) -> None:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
         self._orders = GradientOrders(self._targets, self._collector)
         self._step_gate = StepGate(self._step)
-        self._saver = Saver(self._collector, self.ranks, self._events)
+        replicated = is_replicated(self._targets, self._collector)
+        self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
         stack.callback(self._saver.close)
         watcher = Watcher(self._hear_signal)
         self._watcher = watcher
@@ -302,8 +295,8 @@ class Guard:
         so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
         the stop.
         """
-        if num_epochs < 0:
-            raise UsageError(f"epochs({num_epochs}): the number of epochs cannot be negative")
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
         for epoch in range(max(1, self._epoch), num_epochs + 1):
             if epoch != self._epoch:
                 self._epoch, self._step_in_epoch = epoch, 0
@@ -324,6 +317,7 @@ class Guard:
 
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
+        self._require_entered("step_end()")
         if self._epoch == 0 or self.loader_epoch() not in (0, self._epoch):
             self._epoch, self._step_in_epoch = max(1, self.loader_epoch(), self._epoch), 0
         self._step += 1
@@ -378,10 +372,12 @@ class Guard:
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
+        self._require_entered("request_stop()")
         self._watcher.post(lambda: self.stopper.hear_user(reason, exit_code))
 
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
+        self._require_entered("save()")
         with self._update_gate.hold(0.0) as problem:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
@@ -392,6 +388,10 @@ class Guard:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
         with self.outside_step():
             return self._saver.save_periodic(policy)
+
+    def _require_entered(self, what: str) -> None:
+        if self not in _entered:
+            raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
 
     def _batches_per_epoch(self) -> int:
         try:

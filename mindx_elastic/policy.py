@@ -26,6 +26,7 @@ __all__ = [
 ]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+_LONGEST_NAME = 180  # file systems take 255 bytes; epoch, step and the temporary suffix come on top
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
 
 
@@ -74,6 +75,10 @@ def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
     """Find now what would ruin a save later. Raises UsageError: a name with a folder, `append_info` that is no JSON."""
     for policy in policies:
         name = policy.name(Position())
+        if len(name.encode()) > _LONGEST_NAME:
+            raise UsageError(
+                f"the checkpoint name {name[:40]}... is {len(name)} characters long; give a shorter prefix"
+            )
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UsageError(
                 f"the checkpoint name {name!r} (from prefix or file_name) must be a plain file name without a folder; "

@@ -1,6 +1,6 @@
 """The start of a guard: find what to resume from, put it into the live objects, in the right order.
 
-DDP's bucket layout first (it runs a backward), then the state, the random generators last; and those once more when the
+The state, then DDP's bucket layout (a synthetic backward), the random generators last; and those once more when the
 loader's iterator exists, because creating it, and the program's own code before the first batch, may draw numbers.
 """
 
@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
-from mindx_elastic.capture.rng import restore_rng
+from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed, find_and_read
 
-__all__ = ["GradientOrders", "Start", "start_or_resume"]
+__all__ = ["GradientOrders", "Start", "is_replicated", "start_or_resume"]
 
 _RUN_ID_TIMEOUT_S = 600.0
 
@@ -63,9 +64,7 @@ def start_or_resume(
         return Start(run_id, ranks.attempt, None)
     info = found.checkpoint.info
     events.attempt = max(ranks.attempt, info.attempt + 1)
-    for line in found.rejected:
-        logger.warning("%s", line)
-    _load(found, collector, targets, loader)
+    _load(found, collector, targets, loader, ranks)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     events.emit(
@@ -80,7 +79,7 @@ def start_or_resume(
     return Start(run_id, events.attempt, found)
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any) -> None:
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
     state = found.checkpoint.state
     for note in collector.load(state):
         logger.warning("%s", note)
@@ -88,24 +87,48 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         problem = replay_gradient_order(module, collector.gradient_order.get(name, []))
         if problem is not None:
             logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
-    restore_rng(state["rng"])
-    _restore_rng_when_ready(loader, state["rng"])
+    restore = _how_to_restore_rng(found, ranks)
+    restore()
+    _call_when_ready(loader, restore)
     collector.copy(collector.position)
 
 
-def _restore_rng_when_ready(loader: Any, rng: dict[str, Any]) -> None:
+def _how_to_restore_rng(found: Resumed, ranks: RankInfo) -> Callable[[], None]:
+    rng, info = found.checkpoint.state["rng"], found.checkpoint.info
+    if found.donor is None:
+        return lambda: restore_rng(rng)
+    logger.warning(
+        "rank %d has no file of step %d and takes rank %d's: weights, optimizer and position are the same; its random "
+        "numbers begin anew, so from here the run is not bit for bit the uninterrupted one",
+        ranks.rank,
+        info.step,
+        found.donor,
+    )
+    # Not the donor's: two ranks would draw the same dropout masks.
+    seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
+    return lambda: seed_rng(seed)
+
+
+def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
     if not hasattr(loader, "on_iterator_ready"):
         return
 
     def once() -> None:
         loader.on_iterator_ready = None
-        restore_rng(rng)
+        restore()
 
     loader.on_iterator_ready = once
 
 
 def _ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
-    return [(name, target) for name, target in targets.items() if isinstance(target, DistributedDataParallel)]
+    """By name; also inside `torch.compile`."""
+    found = ((name, getattr(target, "_orig_mod", target)) for name, target in targets.items())
+    return [(name, target) for name, target in found if isinstance(target, DistributedDataParallel)]
+
+
+def is_replicated(targets: Mapping[str, Any], collector: Collector) -> bool:
+    """Whether every rank holds the same weights, so that one rank's file can stand in for another's."""
+    return bool(_ddp_modules(targets)) and not collector.layout()
 
 
 class GradientOrders:

@@ -6,7 +6,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,18 @@ __all__ = ["Saver"]
 class Saver:
     """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
 
-    def __init__(self, collector: Collector, ranks: RankInfo, events: EventLog) -> None:
+    def __init__(
+        self,
+        collector: Collector,
+        ranks: RankInfo,
+        events: EventLog,
+        *,
+        resolved: Mapping[Path, Path] | None = None,
+        replicated: bool = False,
+    ) -> None:
         self.collector, self.ranks, self.events = collector, ranks, events
+        self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
+        self._coordinates = {"replicas": ranks.world_size} if replicated else {}
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self._background = _Background()
@@ -39,7 +49,8 @@ class Saver:
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
-        return directory / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else directory
+        root = self._resolved.get(directory, directory)
+        return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
     def save_dying(self, policies: Sequence[ExitPolicy], reason: str) -> SaveResult:
         """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
@@ -119,6 +130,7 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
+            coordinates=self._coordinates,
             append_info=tuple(append_info),
             torch_version=torch.__version__,
         )
@@ -151,7 +163,8 @@ class Saver:
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
-        catalog = self._catalogs[policy.directory] = scan(policy.directory, known=self._catalogs.get(policy.directory))
+        root = self._resolved.get(policy.directory, policy.directory)
+        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root))
         mine = [
             entry
             for entry in catalog.entries

@@ -16,7 +16,7 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.agreement.stop_step import CANNOT, Decision
+from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
 from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.deadline import Deadline, reserve_s
 from mindx_elastic.alarm.watcher import Watcher
@@ -64,6 +64,7 @@ class Stopper:
         self._phase = StopPhase.TRAINING
         self._changed = threading.Condition()
         self._salvage_decision: Decision | None = None
+        self._finished = False
         self._heard_at = 0.0
 
     @property
@@ -120,6 +121,10 @@ class Stopper:
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
         decision = self.exchange.decide("stop", offer, bound)
         self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
+        if decision == FINISHED:  # the alarm came after the end of the training, on every rank
+            self._finished = True
+            self.step_gate.open_until(None)
+            return
         if decision.step is None:
             logger.warning("no common stop step: %s; saving the last boundary here", decision.reason)
             self.step_gate.open_until(0)
@@ -168,10 +173,11 @@ class Stopper:
         done.wait(self.settings.agreement_s + 1.0)
         if self._phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
+            self._finished = decision == FINISHED
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
                 with self._changed:
                     self._changed.wait_for(lambda: self._phase is not StopPhase.TRAINING, self.settings.agreement_s)
-        if self._phase is StopPhase.TRAINING:
+        if self._finished or self._phase is StopPhase.TRAINING:
             return False
         assert self.alarm is not None
         if self._phase not in FINAL:
@@ -215,6 +221,8 @@ class Stopper:
 
         `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
         """
+        if self._finished:
+            return
         while not self._claim():
             if can_wait or self.wait_while_saving() in FINAL:
                 return

@@ -171,6 +171,7 @@ class OptimizerComponent:
 
     def state(self) -> dict[str, Any]:
         state = dict(map_tensors(self.optimizer.state_dict(), local_part))
+        state["class"] = type(self.optimizer).__name__
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
@@ -178,6 +179,10 @@ class OptimizerComponent:
         return state
 
     def load(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        there, here = state.pop("class", None), type(self.optimizer).__name__
+        if there not in (None, here):
+            raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
         ours = [len(group["params"]) for group in self.optimizer.param_groups]
         theirs = [len(group["params"]) for group in state["param_groups"]]
         if ours != theirs:

@@ -15,7 +15,7 @@ import torch
 
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["capture_rng", "pack_rng", "restore_rng"]
+__all__ = ["capture_rng", "pack_rng", "restore_rng", "seed_rng"]
 
 _MT19937_BYTES = 624 * 4 + 4  # struct s_mt19937_state: uint32_t key[624]; int pos
 
@@ -66,6 +66,16 @@ def pack_rng(state: dict[str, Any]) -> dict[str, Any]:
         packed["numpy"] = dict(packed["numpy"])
     packed["python"] = {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss}
     return packed
+
+
+def seed_rng(seed: int) -> None:
+    """Start every generator anew from `seed` (0 to 2**63 - 1)."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        import numpy
+
+        numpy.random.seed(seed % 2**32)
 
 
 def restore_rng(state: dict[str, Any]) -> None:

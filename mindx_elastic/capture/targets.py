@@ -19,6 +19,8 @@ def name_targets(
 
     Raises UsageError for a name given twice.
     """
+    if stateful is not None and not isinstance(stateful, Mapping):
+        raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
     named: dict[str, Any] = {}
     for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
         if isinstance(value, (list, tuple)):

@@ -26,7 +26,7 @@ from mindx_elastic.persist.storage import QUARANTINE, quarantine
 __all__ = ["Resumed", "find_and_read"]
 
 _START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
-_Key = tuple[str, int]  # run_id, step
+_Key = tuple[str, int, int]  # run_id, step, attempt: files of two attempts at one step are never put together
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Resumed:
     checkpoint: Checkpoint
     rejected: Sequence[str] = ()
     """One line for each newer step that could not be used, with the reason."""
+    donor: int | None = None
+    """The rank whose file this is, where this rank has none of its own."""
 
 
 @dataclass
@@ -45,16 +47,22 @@ class _View:
 
     mine: dict[_Key, list[Path]] = field(default_factory=dict)
     """This rank's files of a step, the one to try first in front."""
+    donors: dict[_Key, list[Path]] = field(default_factory=dict)
+    """Other ranks' files of a step that could stand in: the same model, replicated by DDP."""
     created: dict[_Key, float] = field(default_factory=dict)
     other_worlds: dict[str, int] = field(default_factory=dict)
     rejected: list[str] = field(default_factory=list)
     anything: bool = False
 
     def encode(self) -> str:
-        keys = [[run, step, self.created[run, step]] for run, step in self.mine]
-        return json.dumps(
-            {"keys": keys, "worlds": self.other_worlds, "rejected": self.rejected, "anything": self.anything}
-        )
+        view = {
+            "mine": [[*key, self.created[key]] for key in self.mine],
+            "donors": [[*key, self.created[key]] for key in self.donors],
+            "worlds": self.other_worlds,
+            "rejected": self.rejected,
+            "anything": self.anything,
+        }
+        return json.dumps(view)
 
 
 def find_and_read(
@@ -75,12 +83,19 @@ def find_and_read(
     rejected = list(view.rejected)
     exchange.publish("view", view.encode())
     views = [json.loads(text) for text in exchange.collect("view", _START_TIMEOUT_S)]
-    for round_, key in enumerate(_common(views)):
-        path, checkpoint, problem = _read_one_of(view.mine[key], directories)
+    exact = _common(views, "mine")
+    # Only where no step is whole (a rank died, or failed in a step that the others finished): better a replica's
+    # state than none. A whole older step is exact and goes first.
+    inexact = [key for key in _common(views, "mine", "donors") if key not in exact]
+    for round_, key in enumerate([*exact, *inexact]):
+        path, checkpoint, problem = _read_one_of(view.mine.get(key) or view.donors[key], directories)
         exchange.publish(f"read{round_}", problem or "")
         problems = [(r, text) for r, text in enumerate(exchange.collect(f"read{round_}", _START_TIMEOUT_S)) if text]
         if checkpoint is not None and not problems:
-            return Resumed(path, checkpoint, [*rejected, *_newer_of_other_worlds(views, key)])
+            for line in (newer := _newer_of_other_worlds(views, key)):
+                logger.warning("%s", line)
+            donor = None if key in view.mine else checkpoint.info.rank
+            return Resumed(path, checkpoint, [*rejected, *newer], donor)
         line = f"step {key[1]} is not used: " + "; ".join(f"rank {r}: {text}" for r, text in problems)
         logger.warning("%s", line)
         rejected.append(line)
@@ -104,7 +119,8 @@ def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[
 
     info = read_header(path).info
     parent = path.parent
-    return [parent.parent if parent.name == f"rank_{info.rank}" else parent], (info.run_id, info.step)
+    key = (info.run_id, info.step, info.attempt)
+    return [parent.parent if parent.name == f"rank_{info.rank}" else parent], key
 
 
 def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> None:
@@ -114,6 +130,7 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
         return
     catalog = scan(directory)
     found: dict[_Key, list[CatalogEntry]] = {}
+    donors: dict[_Key, list[CatalogEntry]] = {}
     for entry in catalog.entries:
         # Somebody else's file under a name of its own (pretrained weights) is none of our business.
         view.anything |= entry.header is not None or entry.looks_ours or not entry.foreign
@@ -121,7 +138,7 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
             _report_bad(entry, directory, ranks, view)
             continue
         info = entry.header.info
-        key = (info.run_id, info.step)
+        key = (info.run_id, info.step, info.attempt)
         if not info.resumable or (only is not None and key != only):
             continue
         if info.world_size != ranks.world_size:
@@ -129,17 +146,29 @@ def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> N
             continue
         if info.rank == ranks.rank:
             found.setdefault(key, []).append(entry)
+        elif info.coordinates.get("replicas") == info.world_size:
+            donors.setdefault(key, []).append(entry)
     for key, entries in found.items():
         view.mine.setdefault(key, []).extend(e.path for e in sorted(entries, key=_preferred, reverse=True))
+    for key, entries in donors.items():
+        view.donors.setdefault(key, []).extend(e.path for e in sorted(entries, key=_rank))
     # The age of a run is that of its newest file on any rank that we can see, the order is the same everywhere after
     # the exchange has taken the maximum.
-    for key in found:
+    for key in {**found, **donors}:
         newest = max(e.header.info.created for e in catalog.entries if e.header and _key(e) == key)
         view.created[key] = max(newest, view.created.get(key, 0.0))
 
 
 def _key(entry: CatalogEntry) -> _Key | None:
-    return None if entry.header is None else (entry.header.info.run_id, entry.header.info.step)
+    if entry.header is None:
+        return None
+    info = entry.header.info
+    return info.run_id, info.step, info.attempt
+
+
+def _rank(entry: CatalogEntry) -> int:
+    assert entry.header is not None
+    return entry.header.info.rank
 
 
 def _preferred(entry: CatalogEntry) -> tuple[int, float]:
@@ -177,16 +206,17 @@ def _owner(path: Path, directory: Path) -> int | None:
     return None
 
 
-def _common(views: Sequence[dict[str, Any]]) -> list[_Key]:
-    """The steps that every rank holds: the most recently active run first, its newest step first."""
+def _common(views: Sequence[dict[str, Any]], *sources: str) -> list[_Key]:
+    """The steps that every rank holds in `sources`: the most recently active run first, its newest step first."""
     newest_of_run: dict[str, float] = {}
     common: set[_Key] | None = None
     for view in views:
-        keys = {(run, step) for run, step, _ in view["keys"]}
+        held = [entry for source in sources for entry in view[source]]
+        keys = {(run, step, attempt) for run, step, attempt, _ in held}
         common = keys if common is None else common & keys
-        for run, _, created in view["keys"]:
+        for run, _, _, created in held:
             newest_of_run[run] = max(created, newest_of_run.get(run, 0.0))
-    return sorted(common or (), key=lambda key: (newest_of_run[key[0]], key[0], key[1]), reverse=True)
+    return sorted(common or (), key=lambda key: (newest_of_run[key[0]], *key), reverse=True)
 
 
 def _newer_of_other_worlds(views: Sequence[dict[str, Any]], key: _Key) -> list[str]:
@@ -257,7 +287,7 @@ def _refuse_if_anything_was_there(
 def _incomplete(views: Sequence[dict[str, Any]]) -> str:
     held: dict[int, list[int]] = {}
     for rank, view in enumerate(views):
-        for _, step, _ in view["keys"]:
+        for _, step, _, _ in view["mine"]:
             held.setdefault(step, []).append(rank)
     if not held:
         return "they are in quarantine, or not meant for resuming"

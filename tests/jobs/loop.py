@@ -103,7 +103,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
-    parser.add_argument("--fail-where", choices=("forward", "optimizer", "between", "after"), default="forward")
+    parser.add_argument(
+        "--fail-where", choices=("forward", "backward", "optimizer", "between", "after"), default="forward"
+    )
     parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
     parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
@@ -174,6 +176,8 @@ class Trainer:
         if failing and args.fail_where == "forward":
             raise RuntimeError("injected in forward")
         (loss / args.accumulate).backward()
+        if failing and args.fail_where == "backward":
+            raise RuntimeError("injected after backward")
         if number % args.accumulate == 0:
             self.update(failing)
         say(self.seen)

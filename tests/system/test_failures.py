@@ -85,8 +85,20 @@ def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
         job.signal_rank(1, signal.SIGKILL)
         job.expect(1)
     assert saved_steps(tmp_path) == {0: 7, 2: 7}, job.report()
-    again = run_job("loop.py", tmp_path, ranks=3, code=1)
-    assert again.matches("step 7 lacks the file of rank 1"), again.report()
+    # Nobody can restore rank 1's random numbers, but a replica's weights and optimizer are the same as its own were.
+    again = run_job("loop.py", tmp_path, ranks=3)
+    assert again.matches("rank 1 has no file of step 7 and takes rank 0's"), again.report()
+    assert {m[1] for m in again.matches(r"READY \d \d+ (\d+)")} == {"7"}
+
+
+@pytest.mark.parametrize("fail_rank", [0, 1])
+def test_a_rank_that_fails_when_the_others_can_finish_the_step(tmp_path: Path, fail_rank: int) -> None:
+    """After the all-reduce the others reach the boundary and the failing rank cannot: a replica stands in for it."""
+    args = ("--fail-at", 8, "--fail-rank", fail_rank, "--fail-where", "backward")
+    run_job("loop.py", tmp_path, *args, ranks=2, code=1)
+    again = run_job("loop.py", tmp_path, *args, ranks=2)
+    assert len(again.matches("INFO resumed from")) == 2, again.report()
+    assert len(again.hashes()) == 2
 
 
 def test_a_full_disk_at_the_stop_keeps_the_older_file(tmp_path: Path) -> None:
