@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindx_elastic.agreement.connect import current_ranks, open_exchange
 from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.alarm.flag_file import FlagFile
+from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
@@ -163,7 +163,7 @@ class Guard:
         console = attach_console(self._log_filter, settings.log_level)
         if console is not None:
             stack.callback(logger.removeHandler, console)
-        wanted = [self._directory, *(p.directory for p in (*self._policies, *self._periodic))]
+        wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
         self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
         directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
@@ -194,14 +194,14 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
-        self._orders = GradientOrders(self._targets, self._collector)
+        self._orders = GradientOrders(self._targets, self._collector, world_size=self.ranks.world_size)
+        # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
+        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
         self._step_gate = StepGate(self._step)
         replicated = is_replicated(self._targets, self._collector)
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
-        stack.callback(self._saver.close)
         watcher = Watcher(self._hear_signal)
         self._watcher = watcher
-        parameter_bytes = sum(p.numel() * p.element_size() for p in self._collector.parameters)
         self.stopper = Stopper(
             step_gate=self._step_gate,
             update_gate=self._update_gate,
@@ -212,29 +212,25 @@ class Guard:
             settings=settings,
             policies=self._policies,
             events=self._events,
-            state_bytes=lambda: 3 * parameter_bytes,  # with the two moments of Adam
             already_durable=self._already_durable,
         )
         watcher.start()
         stack.callback(watcher.stop)
+        stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
         self._exchange.listen(lambda content: watcher.post(lambda: self.stopper.hear_peer(content)))
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and settings.graceful_exit is not False:
-                self._poll_flag(FlagFile(policy.flag_file), settings.flag_poll_s)
+                watch_flag_file(watcher, FlagFile(policy.flag_file), settings.flag_poll_s, self.stopper.hear_flag)
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
         self._handlers = stack.enter_context(SignalHandlers(signals, watcher))
 
     def _hear_signal(self, signum: int) -> None:
-        if self._handlers.hear(signum):
+        if not self.stopper.finished and self._handlers.hear(signum):
             self.stopper.hear_signal(signum)
 
-    def _poll_flag(self, flag: FlagFile, period_s: float) -> None:
-        def look() -> None:
-            if flag.poll():
-                self.stopper.hear_flag(flag.path)
-            self._watcher.call_at(time.monotonic() + period_s, look)
-
-        self._watcher.post(look)
+    def _close_saver(self) -> None:
+        alarm = None if self.stopper.finished else self.stopper.alarm
+        self._saver.close(None if alarm is None else max(0.0, alarm.deadline.remaining_s()))
 
     def _conclude(self, error: BaseException | None) -> None:
         """The block is over: finished, stopped gracefully, or failed."""
@@ -322,10 +318,13 @@ class Guard:
             self._epoch, self._step_in_epoch = max(1, self.loader_epoch(), self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
-        self._cut = not self._update_gate.window_open()
+        self._cut = not (self._accumulates and self._update_gate.window_open())
         if not self._cut:
             return
         self._orders.at_boundary()
+        self._pass_boundary()
+
+    def _pass_boundary(self) -> None:
         position = self.position
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
@@ -333,13 +332,14 @@ class Guard:
                 self._step,
             )
 
-    def finish_step(self, amend: Sequence[str] = ()) -> None:
+    def finish_step(self, *, retake: bool = False) -> None:
         """Second half of `step_end`: periodic saves and the stop.
 
-        `amend` names parts to copy again (callbacks' counters).
+        `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
+        keep averages), so the boundary is taken again.
         """
-        if amend:
-            self._update_gate.amend(lambda: self._collector.copy_components(tuple(amend)))
+        if retake and self._cut:
+            self._pass_boundary()
         self._log_filter.step = self._step
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)
@@ -386,8 +386,17 @@ class Guard:
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        if problem is not None:
+            logger.error("step %d is not saved: %s", self._step, problem)
+            return False
         with self.outside_step():
             return self._saver.save_periodic(policy)
+
+    def dismiss_stop(self) -> None:
+        """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""
+        self.stopper.dismiss()
 
     def _require_entered(self, what: str) -> None:
         if self not in _entered:

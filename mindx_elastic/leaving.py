@@ -1,4 +1,4 @@
-"""The last resort: end a process whose training thread does not come back."""
+"""The way out: a process whose state is settled is gone by its deadline, whatever its training thread does."""
 
 from __future__ import annotations
 
@@ -6,9 +6,58 @@ import logging
 import multiprocessing
 import os
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
 
-__all__ = ["end_process"]
+from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.stop_phase import FINAL, StopPhase
+
+__all__ = ["LAST_MOMENT_S", "WayOut", "end_process"]
+
+LAST_MOMENT_S = 0.3  # before the deadline: leave, or be killed with nothing said
+_PATIENCE_S = 3.0  # how long a settled rank waits for its training thread to come out by itself
+_RECHECK_S = 1.0
+
+
+class WayOut:
+    """One per stopper. The training thread sets `coming_out` and `dismissed`, the rest runs in the watcher thread."""
+
+    def __init__(self, watcher: Watcher, events: EventLog, phase: Callable[[], StopPhase]) -> None:
+        self._watcher, self._events, self._phase = watcher, events, phase
+        self.coming_out = False
+        """The training thread is leaving by itself, perhaps exporting the network on its way."""
+        self.dismissed = False
+        """The job has finished; nobody has to leave."""
+
+    def guard_deadline(self, alarm: Alarm) -> None:
+        """From now on: gone shortly before the alarm's deadline."""
+        self._watcher.call_at(alarm.deadline.at - LAST_MOMENT_S, lambda: self._at_deadline(alarm))
+
+    def leave_soon(self, alarm: Alarm) -> None:
+        """The state is settled beside the training thread: give it a moment to come out by itself."""
+        latest = alarm.deadline.at - LAST_MOMENT_S
+        self._watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
+
+    def _at_deadline(self, alarm: Alarm) -> None:
+        if self._phase() in FINAL:
+            self._leave(alarm)
+        elif self._phase() is StopPhase.SAVING:
+            # Whoever set the grace period may wait a little longer; a file that is cut off helps nobody.
+            self._watcher.call_at(time.monotonic() + _RECHECK_S, lambda: self._at_deadline(alarm))
+
+    def _lose_patience(self, alarm: Alarm) -> None:
+        if not self.coming_out:
+            self._leave(alarm)
+
+    def _leave(self, alarm: Alarm) -> None:
+        if self.dismissed:
+            return
+        logger.warning("the training thread does not come back; leaving with exit code %d", alarm.exit_code)
+        self._events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
+        end_process(alarm.exit_code)
 
 
 def end_process(exit_code: int) -> None:

@@ -28,7 +28,8 @@ def prepare_directories(wanted: Iterable[Path], ranks: RankInfo, *, allow_shared
 
 
 def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:
-    """Raise UnsupportedStateError for what a checkpoint cannot hold, SaveError for a disk that cannot hold a checkpoint.
+    """Raise UnsupportedStateError for what a checkpoint cannot hold, SaveError for a disk that cannot hold a
+    checkpoint.
 
     The optimizer's state does not exist yet in a fresh start, so what is asked for is the least that a save will need.
     """

@@ -1,6 +1,6 @@
 """The start of a guard: find what to resume from, put it into the live objects, in the right order.
 
-The state, then DDP's bucket layout (a synthetic backward), the random generators last; and those once more when the
+DDP's bucket layout (a synthetic backward), the state, the random generators last; and those once more when the
 loader's iterator exists, because creating it, and the program's own code before the first batch, may draw numbers.
 """
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -81,12 +82,12 @@ def start_or_resume(
 
 def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
     state = found.checkpoint.state
-    for note in collector.load(state):
-        logger.warning("%s", note)
     for name, module in _ddp_modules(targets):
-        problem = replay_gradient_order(module, collector.gradient_order.get(name, []))
+        problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
         if problem is not None:
             logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+    for note in collector.load(state):
+        logger.warning("%s", note)
     restore = _how_to_restore_rng(found, ranks)
     restore()
     _call_when_ready(loader, restore)
@@ -121,21 +122,37 @@ def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
 
 
 def _ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
-    """By name; also inside `torch.compile`."""
-    found = ((name, getattr(target, "_orig_mod", target)) for name, target in targets.items())
-    return [(name, target) for name, target in found if isinstance(target, DistributedDataParallel)]
+    """Every DDP module by its place, also below the top level (a `ModuleDict`, `torch.compile`)."""
+    return [
+        (f"{name}.{place}" if place else name, module)
+        for name, target in targets.items()
+        if isinstance(target, nn.Module)
+        for place, module in target.named_modules()
+        if isinstance(module, DistributedDataParallel)
+    ]
 
 
 def is_replicated(targets: Mapping[str, Any], collector: Collector) -> bool:
     """Whether every rank holds the same weights, so that one rank's file can stand in for another's."""
-    return bool(_ddp_modules(targets)) and not collector.layout()
+    trained = {
+        name
+        for name, target in targets.items()
+        if isinstance(target, nn.Module) and any(p.requires_grad for p in target.parameters())
+    }
+    wrapped = {name.split(".")[0] for name, _ in _ddp_modules(targets)}
+    return bool(trained) and trained <= wrapped and not collector.layout()
 
 
 class GradientOrders:
     """Records the gradient order of every DDP module that does not have one yet, during the first backward."""
 
-    def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
+    def __init__(self, targets: Mapping[str, Any], collector: Collector, *, world_size: int) -> None:
         self._collector = collector
+        if world_size > 1 and not _ddp_modules(targets) and not collector.layout():
+            logger.warning(
+                "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
+                "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"
+            )
         self._recording: dict[str, GradientOrder] = {}
         for name, module in _ddp_modules(targets):
             if not collector.gradient_order.get(name):

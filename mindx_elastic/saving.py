@@ -44,6 +44,8 @@ class Saver:
         self._coordinates = {"replicas": ranks.world_size} if replicated else {}
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
+        self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
+        """About the size of a save: parameters and the two moments of Adam."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -112,9 +114,9 @@ class Saver:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
         return self._background.drain(timeout_s)
 
-    def close(self) -> None:
-        """Wait for the background saves and end their thread."""
-        self._background.close()
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the background saves, `timeout_s` seconds at most, and end their thread."""
+        self._background.close(timeout_s)
 
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
         return CheckpointInfo(
@@ -223,8 +225,8 @@ class _Background:
         with self._idle:
             return self._idle.wait_for(lambda: self._open == 0, timeout_s)
 
-    def close(self) -> None:
-        if self._thread is not None:
+    def close(self, timeout_s: float | None) -> None:
+        if self._thread is not None and self.drain(timeout_s):
             self._jobs.put(None)
             self._thread.join()
             self._thread = None

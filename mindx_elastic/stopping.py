@@ -20,19 +20,16 @@ from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
 from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.deadline import Deadline, reserve_s
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
-from mindx_elastic.leaving import end_process
+from mindx_elastic.leaving import LAST_MOMENT_S, WayOut
 from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
 from mindx_elastic.saving import Saver
 from mindx_elastic.stop_phase import FINAL, MOVES, StopPhase
 
 __all__ = ["Stopper"]
-
-_PATIENCE_S = 3.0  # how long a saved rank waits for its training thread to come out by itself
-_LAST_MOMENT_S = 0.3  # before the deadline: leave, or be killed with nothing said
 
 
 class Stopper:
@@ -50,7 +47,6 @@ class Stopper:
         settings: Settings,
         policies: Sequence[ExitPolicy],
         events: EventLog,
-        state_bytes: Callable[[], int],
         already_durable: Callable[[], Path | None],
     ) -> None:
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
@@ -60,11 +56,11 @@ class Stopper:
         self.path: Path | None = None
         self.saved_step: int | None = None
         self.failure: str | None = None
-        self._state_bytes, self._already_durable = state_bytes, already_durable
+        self._already_durable = already_durable
         self._phase = StopPhase.TRAINING
         self._changed = threading.Condition()
         self._salvage_decision: Decision | None = None
-        self._finished = False
+        self.way_out = WayOut(watcher, events, lambda: self._phase)
         self._heard_at = 0.0
 
     @property
@@ -115,14 +111,15 @@ class Stopper:
         if alarm.kind == "exception":  # a rank has failed: no coming boundary is sure to be reached
             self._salvage(alarm)
             return
-        reserve = reserve_s(self._state_bytes(), alarm.deadline.grace_s, bytes_per_s=self.saver.bytes_per_s)
+        self.way_out.guard_deadline(alarm)
+        reserve = reserve_s(self.saver.expected_bytes, alarm.deadline.grace_s, bytes_per_s=self.saver.bytes_per_s)
         self.watcher.call_at(alarm.deadline.salvage_at(reserve), lambda: self._salvage(alarm))
         offer = self.step_gate.close()
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
         decision = self.exchange.decide("stop", offer, bound)
         self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
         if decision == FINISHED:  # the alarm came after the end of the training, on every rank
-            self._finished = True
+            self.way_out.dismissed = True
             self.step_gate.open_until(None)
             return
         if decision.step is None:
@@ -131,7 +128,7 @@ class Stopper:
             self._salvage(alarm)
             return
         self.step_gate.open_until(decision.step)
-        if decision.step <= self.step_gate.step:
+        if decision.step <= self.saver.collector.position.step:
             self._salvage(alarm)  # between two steps: the boundary is already here, and an evaluation may take long
 
     # --- the training thread ------------------------------------------------------------------------------------------
@@ -173,20 +170,37 @@ class Stopper:
         done.wait(self.settings.agreement_s + 1.0)
         if self._phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
-            self._finished = decision == FINISHED
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
                 with self._changed:
                     self._changed.wait_for(lambda: self._phase is not StopPhase.TRAINING, self.settings.agreement_s)
-        if self._finished or self._phase is StopPhase.TRAINING:
+        with self._changed:
+            self.way_out.dismissed |= self._phase is StopPhase.TRAINING
+        if not self.way_out.dismissed and self._phase not in FINAL:
+            with self.update_gate.hold(0.05) as problem:
+                pass
+            if problem:  # code after the last step has changed the weights: that is no boundary, and the end is near
+                logger.warning("the alarm came after the last step (%s); finishing", problem)
+                self.way_out.dismissed = True
+        if self.way_out.dismissed:
             return False
         assert self.alarm is not None
-        if self._phase not in FINAL:
-            self._save_at_boundary(self.alarm)
+        self._save_at_boundary(self.alarm)
         return True
+
+    @property
+    def finished(self) -> bool:
+        """The training has ended and no stop will follow; alarms are for whoever comes after."""
+        return self.way_out.dismissed
+
+    def dismiss(self) -> None:
+        """Training thread: the stop that was reached is the normal end of the training after all."""
+        self.way_out.dismissed = True
+        self.step_gate.open_until(None)
 
     def exit(self) -> GracefulExit:
         """What the training thread raises once the phase is final."""
         assert self.alarm is not None
+        self.way_out.coming_out = True
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path)
 
     def after_save(self) -> None:
@@ -212,16 +226,20 @@ class Stopper:
         while not self._claim():
             if self.wait_while_saving() in FINAL:
                 return
-        self._write(alarm)
-        if self.saved_step is not None:
-            self.exchange.announce("salvage", self.saved_step)
+        with self.update_gate.hold(0.05) as problem:
+            # Before the file is written: another rank that is about to salvage must not wait for this one's disk.
+            self.exchange.announce("salvage", CANNOT if problem else self.saver.collector.position.step)
+            if problem:
+                self._refuse(problem)
+            else:
+                self._write(alarm)
 
     def _salvage(self, alarm: Alarm, *, can_wait: bool = True) -> None:
         """Save the last boundary from beside the training thread, or from its failing end. Either thread.
 
         `can_wait`: the training thread still runs, so it can reach a boundary that another rank is already at.
         """
-        if self._finished:
+        if self.way_out.dismissed:
             return
         while not self._claim():
             if can_wait or self.wait_while_saving() in FINAL:
@@ -238,9 +256,11 @@ class Stopper:
         # A failed step never ends: its update is torn for good, and waiting for it would only cost time.
         with self.update_gate.hold(max(0.05, left / 4) if can_wait else 0.05) as problem:
             offer: int | str = CANNOT if problem else self.saver.collector.position.step
+            if problem and can_wait and self.update_gate.state is not GateState.CLEAN:
+                offer = self.step_gate.step + 1  # an update is on its way: this rank will be there in a moment
             decision = self._decide_salvage(offer, min(self.settings.agreement_s, max(0.1, left / 4)))
             behind = decision.step is not None and isinstance(offer, int) and decision.step > offer
-            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * _LAST_MOMENT_S:
+            if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * LAST_MOMENT_S:
                 self._give_up_claim(alarm, decision)
                 return
             if problem:
@@ -248,13 +268,14 @@ class Stopper:
             else:
                 self._write(alarm)
         if can_wait:
-            self._leave_later(alarm)
+            self.step_gate.open_until(0)
+            self.way_out.leave_soon(alarm)
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
         self._move(StopPhase.STOPPING)
         self.step_gate.open_until(decision.step or 0)
-        self.watcher.call_at(alarm.deadline.at - 2 * _LAST_MOMENT_S, lambda: self._salvage(alarm))
+        self.watcher.call_at(alarm.deadline.at - 2 * LAST_MOMENT_S, lambda: self._salvage(alarm))
 
     def _decide_salvage(self, offer: int | str, timeout_s: float) -> Decision:
         if self._salvage_decision is None:
@@ -306,21 +327,6 @@ class Stopper:
         self.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary")
         self._move(StopPhase.FAILED)
 
-    # --- leaving ------------------------------------------------------------------------------------------------------
-
-    def _leave_later(self, alarm: Alarm) -> None:
-        """Watcher thread: the state is settled. The training thread leaves by itself, else the process is ended."""
-        self.step_gate.open_until(0)
-        latest = alarm.deadline.at - _LAST_MOMENT_S
-        self.watcher.call_at(max(time.monotonic(), min(time.monotonic() + _PATIENCE_S, latest)), self.leave_now)
-
-    def leave_now(self) -> None:
-        """Watcher thread: end the process although the training thread is stuck. Loader workers go first."""
-        assert self.alarm is not None
-        logger.warning("the training thread does not come back; leaving with exit code %d", self.alarm.exit_code)
-        self.events.emit("exit", step=self.saved_step, reason=self.alarm.reason, outcome=str(self.alarm.exit_code))
-        end_process(self.alarm.exit_code)
-
     # --- small parts --------------------------------------------------------------------------------------------------
 
     def _alarm(self, kind: str, reason: str, exit_code: int, *, signum: int | None = None) -> Alarm:
@@ -329,7 +335,7 @@ class Stopper:
 
     def _accept(self, alarm: Alarm) -> bool:
         with self._changed:
-            if self._phase is not StopPhase.TRAINING:
+            if self._phase is not StopPhase.TRAINING or self.way_out.dismissed:
                 return False
             self.alarm = alarm
             self._heard_at = time.monotonic()

@@ -22,7 +22,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
@@ -38,7 +38,9 @@ from mindx_elastic.events import logger
 
 __all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
 
+_T = TypeVar("_T")
 _NOTHING = Decision(None)
+_ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 
 
@@ -141,7 +143,7 @@ class StoreExchange:
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
         self._bell = connect()
         self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
-        self._closed = False
+        self._closed = self._lost = False
         self._listener: threading.Thread | None = None
         self._offered: set[str] = set()
 
@@ -163,41 +165,51 @@ class StoreExchange:
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         mine = dict(content)
-        try:
+
+        def ask() -> dict[str, Any]:
             with self._lock:
                 won = json.loads(self._store.compare_set("request", "", json.dumps(mine)))
                 ranks = range(self.world_size)
                 self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
             return dict(won)
+
+        try:
+            return self._bounded(ask, _ANSWER_S)
         except Exception as error:
             logger.warning("the stop request could not be told to the other ranks (%s); this rank acts alone", error)
             return mine
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
-        round_ = StopRound(self.rank, self.world_size)
         try:
-            with self._lock:
-                # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
-                full = name not in self._offered and self._offer(name, offer)
-                round_.offer()
-                if full:
-                    return round_.decide(self._settle(name, round_.propose(self._all_offers(name))))
-            try:
-                self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
-            except Exception:
-                proposal = round_.time_out()
-            else:
-                proposal = _NOTHING  # the cell is set: whatever is proposed now loses
-            with self._lock:
-                return round_.decide(self._settle(name, proposal))
+            return self._bounded(lambda: self._decide(name, offer, timeout_s), timeout_s + _ANSWER_S)
         except Exception as error:
-            return Decision(None, f"the store of the process group is gone ({type(error).__name__})")
+            return Decision(None, f"the store of the process group does not answer ({type(error).__name__})")
+
+    def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        round_ = StopRound(self.rank, self.world_size)
+        with self._lock:
+            # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
+            full = name not in self._offered and self._offer(name, offer)
+            round_.offer()
+            if full:
+                return round_.decide(self._settle(name, round_.propose(self._all_offers(name))))
+        try:
+            self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
+        except Exception:
+            proposal = round_.time_out()
+        else:
+            proposal = _NOTHING  # the cell is set: whatever is proposed now loses
+        with self._lock:
+            return round_.decide(self._settle(name, proposal))
 
     def announce(self, name: str, offer: Offer) -> None:
-        try:
+        def tell() -> None:
             with self._lock:
                 if name not in self._offered and self._offer(name, offer):
                     self._settle(name, StopRound(self.rank, self.world_size).propose(self._all_offers(name)))
+
+        try:
+            self._bounded(tell, _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
 
@@ -227,12 +239,39 @@ class StoreExchange:
     def close(self) -> None:
         self._closed = True
         try:
-            with self._lock:
-                self._store.set(f"bell/{self.rank}", "1")
+            self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
         if self._listener is not None:
             self._listener.join(timeout=2.0)
+
+    def _bounded(self, work: Callable[[], _T], timeout_s: float) -> _T:
+        """Run a store call in a thread of its own, for `timeout_s` seconds at most.
+
+        Store calls other than `wait` have no time-out: with the store's host frozen or cut off they would hold the
+        watcher past the deadline. A store that has not answered once is not asked again. Raises TimeoutError or the
+        call's error.
+        """
+        if self._lost:
+            raise TimeoutError("the store did not answer before")
+        box: list[_T] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                box.append(work())
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="mindx-store", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            self._lost = True
+            raise TimeoutError(f"the store did not answer in {timeout_s:g} s")
+        if errors:
+            raise errors[0]
+        return box[0]
 
     def _offer(self, name: str, offer: Offer) -> bool:
         """Publish an offer; True when it was the last one missing."""

@@ -24,16 +24,11 @@ class StepGate:
         self._step = step
         self._limit = _NEVER
         self._decided = True
-        self._between = False
+        self._between = 0  # how many blocks between two steps are open: an evaluation may save periodically inside
 
     @property
     def step(self) -> int:
         return self._step
-
-    def reset(self, step: int) -> None:
-        """Set the counter after a resume, before the first step."""
-        with self._lock:
-            self._step = step
 
     def arrive(self, step: int) -> bool:
         """Boundary `step` is reached. True: this is the limit, call `wait` before going on."""
@@ -48,12 +43,12 @@ class StepGate:
     def leave_step(self) -> None:
         """The training thread is between two steps (an evaluation): it can stop at the boundary it already has."""
         with self._lock:
-            self._between = True
+            self._between += 1
 
     def enter_step(self) -> bool:
         """Back in the step. True: the limit has been set to this very boundary meanwhile, call `wait`."""
         with self._lock:
-            self._between = False
+            self._between -= 1
             return self._step >= self._limit
 
     def close(self) -> int:

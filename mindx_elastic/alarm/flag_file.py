@@ -10,14 +10,27 @@ import json
 import os
 import stat
 import time
+from collections.abc import Callable
 from pathlib import Path
 
+from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.events import logger
 
-__all__ = ["FlagFile", "process_started_at"]
+__all__ = ["FlagFile", "process_started_at", "watch_flag_file"]
 
 _MAX_BYTES = 1 << 20
 _COARSEST_MTIME_S = 2.0
+
+
+def watch_flag_file(watcher: Watcher, flag: FlagFile, period_s: float, on_set: Callable[[Path], None]) -> None:
+    """Look at `flag` every `period_s` seconds in the watcher thread and call ``on_set(path)`` there when it is set."""
+
+    def look() -> None:
+        if flag.poll():
+            on_set(flag.path)
+        watcher.call_at(time.monotonic() + period_s, look)
+
+    watcher.post(look)
 
 
 def process_started_at() -> float:

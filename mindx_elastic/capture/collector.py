@@ -45,11 +45,6 @@ class Collector:
         self.position = position
         self._mark_devices()
 
-    def copy_components(self, names: tuple[str, ...]) -> None:
-        """Take some components' volatile state again, for callbacks that count a step after its boundary."""
-        for name in names:
-            self.components[name].copy()
-
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}

@@ -98,11 +98,6 @@ class UpdateGate:
                 self._clean.notify_all()
             return not torn
 
-    def amend(self, copy_volatile: Callable[[], None]) -> None:
-        """Training thread: copy some volatile state again; whoever reads the boundary does so before or after it."""
-        with self._lock:
-            copy_volatile()
-
     @contextmanager
     def hold(self, timeout_s: float) -> Iterator[str | None]:
         """Hold the gate while it is clean. Yields None, or why the live state is not the last boundary.

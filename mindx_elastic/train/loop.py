@@ -118,7 +118,8 @@ class TrainLoop:
                         break
             except GracefulExit as leaving:
                 if leaving.code != 0 or not leaving.reason.startswith(_STOP_REASON):
-                    raise  # else request_stop() of some rank, agreed on by all: a normal end
+                    raise
+                self.guard.dismiss_stop()  # request_stop() of some rank, agreed on by all: a normal end
         self._call("on_train_end")
         self._save_last()
 
@@ -163,7 +164,7 @@ class TrainLoop:
         self.losses.add(outputs)
         self.guard.boundary()
         self._call("on_train_step_end")
-        self.guard.finish_step((CALLBACKS, PROGRESS))
+        self.guard.finish_step(retake=True)
 
     def _step_schedulers(self, interval: str) -> None:
         if self.model.lr_scheduler_interval != interval:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -37,10 +37,11 @@ class GuardPort(Protocol):
     def world_size(self) -> int: ...
     def epochs(self, num_epochs: int) -> Iterator[int]: ...
     def boundary(self) -> None: ...
-    def finish_step(self, amend: Sequence[str] = ()) -> None: ...
+    def finish_step(self, *, retake: bool = False) -> None: ...
     def poll(self) -> None: ...
     def outside_step(self) -> Any: ...
     def request_stop(self, reason: str, exit_code: int = 0) -> None: ...
+    def dismiss_stop(self) -> None: ...
     def save_periodic(self, policy: PeriodicPolicy) -> bool: ...
 
 
@@ -80,10 +81,13 @@ class Unguarded:
         self._step += 1
         self._step_in_epoch += 1
 
-    def finish_step(self, amend: Sequence[str] = ()) -> None:
+    def finish_step(self, *, retake: bool = False) -> None:
         pass
 
     def poll(self) -> None:
+        pass
+
+    def dismiss_stop(self) -> None:
         pass
 
     @contextmanager
