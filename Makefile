@@ -94,7 +94,7 @@ types: $(DONE)/dev
 	$(BIN)/mypy
 
 pytest: $(DONE)/dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 fast: $(DONE)/dev
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)

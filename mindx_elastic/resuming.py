@@ -64,7 +64,7 @@ def start_or_resume(
         events.emit("start", step=0, outcome="fresh")
         return Start(run_id, ranks.attempt, None)
     info = found.checkpoint.info
-    events.attempt = max(ranks.attempt, info.attempt + 1)
+    events.attempt = max(ranks.attempt, found.last_attempt + 1)
     _load(found, collector, targets, loader, ranks)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)

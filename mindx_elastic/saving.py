@@ -19,9 +19,9 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.catalog import Catalog, scan
-from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
-from mindx_elastic.persist.writer import SaveResult, write_checkpoint
+from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = ["Saver"]
@@ -103,10 +103,10 @@ class Saver:
         return False
 
     def save_to(self, path: Path | None, directory: Path, prefix: str, reason: str) -> SaveResult:
-        """Write the boundary because the user asked. Raises SaveError."""
+        """Write the boundary because the user asked; retention never deletes it. Raises SaveError."""
         position = self.collector.position
         name = f"{prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
-        info = self._info(position, kind="periodic", reason=reason, append_info=())
+        info = self._info(position, kind="manual", reason=reason, append_info=())
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
         return self._write(self.folder(directory) / name if path is None else path, state, info)
 
@@ -156,42 +156,36 @@ class Saver:
         return result
 
     def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
-        """Delete what the policy no longer keeps: only periodic files of this run and rank, never of the newest whole
-        step.
+        """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.
 
-        A step is whole when every rank's file is there. Where the other ranks' folders cannot be seen (node-local
-        disks) no step ever looks whole; the two newest own steps are kept then, because the other ranks may not have
-        finished the last.
+        Two policies may share a directory, and neither may count or delete the other's files, let alone those of
+        `guard.save`.
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
         root = self._resolved.get(policy.directory, policy.directory)
         catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root))
-        mine = [
-            entry
-            for entry in catalog.entries
-            if entry.header is not None
-            and entry.header.info.run_id == self.events.run_id
-            and entry.header.info.rank == self.ranks.rank
-            and entry.header.info.kind == "periodic"
-            and entry.path.parent == newest.parent
-        ]
-        whole = [s.step for s in catalog.steps if s.run_id == self.events.run_id and s.complete]
-        own = sorted({e.header.info.step for e in mine if e.header is not None})
-        protect = set(own[-1:]) | ({max(whole)} if whole else set(own[-2:]))
         facts = [
             CheckpointFact(
-                path=e.path,
-                step=e.header.info.step,
-                kind=e.header.info.kind,
-                created=e.header.info.created,
-                epoch=e.header.info.epoch,
+                path=entry.path,
+                step=info.step,
+                kind=info.kind,
+                created=info.created,
+                epoch=info.epoch,
+                run_id=info.run_id,
+                attempt=info.attempt,
             )
-            for e in mine
-            if e.header is not None
+            for entry in catalog.entries
+            if (info := entry.info) is not None
+            and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
+            and entry.path.parent == newest.parent
+            and _is_of(policy, entry.path, info)
         ]
         doomed = choose_deletions(
-            facts, keep_max=policy.keep_max, keep_per_n_minutes=policy.keep_per_n_minutes, protect_steps=protect
+            facts,
+            keep_max=policy.keep_max,
+            keep_per_n_minutes=policy.keep_per_n_minutes,
+            protect=self._protected(policy, catalog, sorted({fact.moment for fact in facts})),
         )
         for path in doomed:
             try:
@@ -199,9 +193,27 @@ class Saver:
             except OSError as error:
                 logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
 
+    def _protected(self, policy: PeriodicPolicy, catalog: Catalog, own: Sequence[Moment]) -> set[Moment]:
+        """The newest whole step, the step just written, and those that may become whole yet.
+
+        A step is whole when every rank's file is there. The other ranks may be behind: by one save, or with background
+        saves by three (one being written, one waiting, one being handed over); so many of the newest own steps stay as
+        long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
+        """
+        whole = catalog.newest_complete(self.events.run_id)
+        behind = [moment for moment in own if whole is None or moment > whole.moment]
+        kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
+        return kept if whole is None else {*kept, whole.moment}
+
     def prune(self, policy: PeriodicPolicy) -> None:
         """Apply the policy's retention once more, when the other ranks have had time to finish."""
         self._prune(policy, self.folder(policy.directory) / "_")
+
+
+def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
+    """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
+    name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
+    return info.kind == "periodic" and path.name in (name, previous_path(name).name)
 
 
 class _Background:

@@ -128,7 +128,7 @@ class Stopper:
             self._salvage(alarm)
             return
         self.step_gate.open_until(decision.step)
-        if decision.step <= self.saver.collector.position.step:
+        if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
             self._salvage(alarm)  # between two steps: the boundary is already here, and an evaluation may take long
 
     # --- the training thread ------------------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def test_epochs_of_a_finished_run_have_nothing_left(tmp_path: Path) -> None:
 
 def test_no_epochs_and_negative_epochs(tmp_path: Path) -> None:
     assert Job(tmp_path).run(epochs=0)
-    with pytest.raises(UsageError, match="cannot be negative"):
+    with pytest.raises(UsageError, match="whole number from 0"):
         Job(tmp_path).run(epochs=-1)
 
 

@@ -47,12 +47,13 @@ class Every:
     keep_max: int | None = None
     keep_per_n_minutes: float | None = None
     append_info: Sequence[object] = ()
+    prefix: str = "every"
 
     def due(self, position: Position) -> bool:
         return position.step % self.steps == 0
 
     def name(self, position: Position) -> str:
-        return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"
+        return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -125,6 +126,7 @@ def remove_directory(job: Job, step: int) -> None:
     """Somebody deletes the directory and something else takes its place."""
     directory = job.guard._periodic[0].directory
     if step == 2:
+        assert job.guard._saver.drain(30)  # a save in progress would create the directory anew
         shutil.rmtree(directory)
         directory.write_text("in the way")
 
@@ -190,6 +192,62 @@ def test_retention_leaves_everything_else_alone(tmp_path: Path) -> None:
         "notes.txt",
         "events.jsonl",
     }
+
+
+def test_two_policies_of_one_directory_leave_each_others_files_alone(tmp_path: Path) -> None:
+    policies = [Every(tmp_path, 1, keep_max=2), Every(tmp_path, 4, keep_max=3, prefix="every-4")]
+    Job(tmp_path, periodic=policies).run()
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
+        "every-3_4.safetensors",
+        "every-3_5.safetensors",
+        "every-4-1_4.safetensors",
+        "every-4-2_3.safetensors",
+        "every-4-3_2.safetensors",
+    ]
+
+
+def test_files_saved_by_hand_are_never_deleted(tmp_path: Path) -> None:
+    def save(job: Job, step: int) -> None:
+        if step == 3:
+            job.guard.save("best", tmp_path / "best.safetensors")
+            job.guard.save()
+
+    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=1)]).run(epochs=1, after=save)
+    assert {p.name: read_header(p).info.kind for p in tmp_path.glob("*.safetensors")} == {
+        "best.safetensors": "manual",
+        "job-1_3.safetensors": "manual",
+        "every-1_5.safetensors": "periodic",
+    }
+
+
+def test_the_policys_older_files_of_another_attempt_are_counted(tmp_path: Path) -> None:
+    """Attempt 0 saved steps 1 to 5, attempt 1 starts from 2: what it replaces is kept beside, then goes too."""
+    Job(tmp_path, periodic=[Every(tmp_path)]).run(epochs=1)
+    Job(tmp_path, periodic=[Every(tmp_path, keep_max=2)], resume=tmp_path / "every-1_2.safetensors").run(epochs=1)
+    left = {p.name: read_header(p).info.attempt for p in tmp_path.glob("*.safetensors")}
+    assert left == {"every-1_4.safetensors": 1, "every-1_5.safetensors": 1}
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "others", "left"),
+    [
+        (False, [], [4, 5]),  # node-local disks: the other ranks' files cannot be seen
+        (True, [], [2, 3, 4, 5]),  # they may be three saves behind
+        (False, [1, 2], [2, 4, 5]),
+        (True, [1, 2], [2, 3, 4, 5]),
+        (True, [1, 2, 3], [3, 4, 5]),
+        (True, [1, 2, 3, 4, 5], [5]),
+    ],
+)
+def test_what_may_become_whole_is_kept(tmp_path: Path, asynchronous: bool, others: list[int], left: list[int]) -> None:
+    saver = make_saver(tmp_path, rank=1, world_size=2)
+    for rank, steps in ((0, others), (1, [1, 2, 3, 4, 5])):
+        for step in steps:
+            path = tmp_path / f"rank_{rank}" / f"every-1_{step}.safetensors"
+            checkpoint_files.write(path, step=step, rank=rank, world_size=2, run_id="run")
+    saver.prune(Every(tmp_path, asynchronous=asynchronous, keep_max=1))
+    assert steps_in(tmp_path / "rank_1") == left
+    assert steps_in(tmp_path / "rank_0") == others
 
 
 def test_a_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +323,7 @@ def test_several_ranks_have_folders_of_their_own(tmp_path: Path) -> None:
     saver = make_saver(tmp_path, rank=3, world_size=4)
     result = saver.save_to(None, tmp_path, "net", "manual")
     assert result.path == tmp_path / "rank_3" / "net-1_5.safetensors"
-    assert (result.info.rank, result.info.world_size) == (3, 4)
+    assert (result.info.rank, result.info.world_size, result.info.kind) == (3, 4, "manual")
 
 
 def test_the_slowest_save_sets_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

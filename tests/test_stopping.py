@@ -14,6 +14,7 @@ from torch import nn
 
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.agreement.stop_step import Decision, Offer
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
@@ -58,7 +59,6 @@ class Parts:
             settings=Settings(grace_s=grace_s),
             policies=[self.policy],
             events=self.events,
-            state_bytes=lambda: 0,
             already_durable=lambda: self.durable,
         )
 
@@ -169,6 +169,53 @@ def test_a_torn_state_is_refused(parts: Parts, state: str) -> None:
     assert parts.stopper.failure
     (save,) = events(parts.directory, "save")
     assert save["outcome"] == "refused: state is not at a boundary"
+
+
+class Recording(LocalExchange):
+    """Keeps what was offered in each round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offers: list[tuple[str, Offer]] = []
+
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        self.offers.append((name, offer))
+        return super().decide(name, offer, timeout_s)
+
+
+def test_a_salvage_in_the_middle_of_an_update_offers_the_boundary_it_leads_to(make_parts: Make) -> None:
+    """Not CANNOT, which would make every rank act alone for the sake of a step that takes milliseconds more."""
+    parts = make_parts(grace_s=2.0)
+    exchange = parts.stopper.exchange = Recording()
+    parts.gate.begin_update()
+    parts.stopper.hear_peer({"kind": "exception", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 2.0})
+    assert exchange.offers == [("salvage", 6)]
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
+    parts.gate.end_update()
+    assert parts.reach(6)
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.SAVED, [6])
+
+
+def test_a_boundary_that_callbacks_are_not_done_with_is_not_saved_yet(parts: Parts) -> None:
+    parts.gate.pass_boundary(lambda: parts.collector.copy(Position(step=6, epoch=1, step_in_epoch=6)))
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
+    assert parts.reach(6)
+
+
+@pytest.mark.parametrize("reaches_boundary", [True, False])
+def test_the_end_saves_a_boundary_and_nothing_torn(parts: Parts, reaches_boundary: bool) -> None:
+    parts.watcher.start()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    parts.gate.begin_update()
+    parts.gate.end_update()
+    if reaches_boundary:
+        parts.reach(6)
+    assert parts.stopper.at_end() is reaches_boundary
+    assert parts.stopper.finished is not reaches_boundary
+    assert parts.files() == ([6] if reaches_boundary else [])
 
 
 def raise_save_error(*args: Any) -> Any:

@@ -28,6 +28,7 @@ __all__ = [
     "human_size",
     "is_folder",
     "make_console",
+    "nothing_found",
     "printable",
     "unwrapped",
 ]
@@ -99,6 +100,15 @@ def printable(text: object) -> str:
     become visible escapes.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
+
+
+def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:
+    """The line for a directory without checkpoints; whether there had been any makes a difference."""
+    line = f"no {usable}checkpoint found in {directory}"
+    if quarantined:
+        files = "1 file that" if quarantined == 1 else f"{quarantined} files that"
+        line += f"; its quarantine holds {files} could not be used (the .reason.txt beside each says why)"
+    return line
 
 
 def human_size(nbytes: int) -> str:

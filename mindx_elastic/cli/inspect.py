@@ -24,6 +24,7 @@ from mindx_elastic.cli.common import (
     human_size,
     is_folder,
     make_console,
+    nothing_found,
     printable,
 )
 from mindx_elastic.cli.file_details import describe_file, print_file
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["inspect_command"]
 
 _COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
-_REASON = _COLUMNS.index("reason")  # the one column that may be wrapped
-_REASON_WIDTH = 12  # where not even that is left for it, steps are shown as lines instead of a table
+_REASON_WIDTH = 12  # "reason" is the one column that may be wrapped; with less than this left for it there is no table
+_Row = dict[str, Text]  # cells by column
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
 
 
@@ -45,7 +46,7 @@ def inspect_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     verify: Annotated[bool, typer.Option("--verify", help="Recompute the digests too: reads every byte.")] = False,
 ) -> None:
-    """Show the checkpoints under a directory, newest run and step first; for one file, what is in it.
+    """Show the checkpoints under a directory, newest run, attempt and step first; for one file, what is in it.
 
     Reads headers only (never the file names) unless --verify is given; until then the column "verified" says
     "-". A step is complete when every rank's file is there. Files that cannot be used are listed below the
@@ -102,6 +103,7 @@ def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
 def _report(catalog: Catalog, findings: _Findings | None, *, now: float) -> dict[str, Any]:
     """The JSON document; the table is printed from it, so that the two cannot disagree."""
     from mindx_elastic.persist.catalog import group_steps
+    from mindx_elastic.persist.storage import quarantined
 
     sound = [entry for entry in catalog.entries if not (findings or {}).get(entry.path)]
     newest = next((step_set for step_set in group_steps(sound) if step_set.complete), None)
@@ -110,9 +112,11 @@ def _report(catalog: Catalog, findings: _Findings | None, *, now: float) -> dict
         "directory": str(catalog.directory),
         "newest_complete_step": None if newest is None else newest.step,
         "newest_complete_run_id": None if newest is None else newest.run_id,
+        "newest_complete_attempt": None if newest is None else newest.attempt,
         "digests_checked": findings is not None,
         "steps": [_step(step_set, findings, now) for step_set in catalog.steps],
         "problems": [_problem(entry) for entry in catalog.problems],
+        "quarantined": len(quarantined(catalog.directory)),
     }
 
 
@@ -122,6 +126,7 @@ def _step(step_set: StepSet, findings: _Findings | None, now: float) -> dict[str
     best = step_set.best
     return {
         "run_id": step_set.run_id,
+        "attempt": step_set.attempt,
         "step": step_set.step,
         "epoch": info.epoch,
         "step_in_epoch": info.step_in_epoch,
@@ -175,40 +180,45 @@ def _print(console: Console, report: dict[str, Any]) -> None:
         runs.setdefault(step["run_id"], []).append(step)
     for run_id, steps in runs.items():
         console.print(f"run {printable(run_id)}", style="bold", soft_wrap=True)
-        rows = [_cells(step) for step in steps]
+        branched = _is_branched(report, run_id)
+        rows = [_cells(step, with_attempt=branched) for step in steps]
         if _table_width(rows) <= console.width:
             console.print(_table(rows))
             continue
         for row in rows:
-            words = (f"{name} {cell}" for name, cell in zip(_COLUMNS, row, strict=True))
-            console.print("  ".join(words), soft_wrap=True)
+            console.print("  ".join(f"{name} {cell}" for name, cell in row.items()), soft_wrap=True)
     _print_remarks(console, report)
 
 
-def _table_width(rows: Sequence[tuple[Text, ...]]) -> int:
+def _is_branched(report: dict[str, Any], run_id: str) -> bool:
+    """Whether steps of several attempts are there, so that a step number alone does not say which."""
+    return len({step["attempt"] for step in report["steps"] if step["run_id"] == run_id}) > 1
+
+
+def _table_width(rows: Sequence[_Row]) -> int:
     """The least width of the table with nothing cut off; two spaces between columns."""
-    widths = [max(len(name), *(row[i].cell_len for row in rows)) for i, name in enumerate(_COLUMNS)]
-    widths[_REASON] = _REASON_WIDTH
-    return sum(widths) + 2 * (len(widths) - 1)
+    widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
+    widths["reason"] = _REASON_WIDTH
+    return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
-def _table(rows: Sequence[tuple[Text, ...]]) -> Table:
+def _table(rows: Sequence[_Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for i, name in enumerate(_COLUMNS):
-        right = name in ("step", "epoch", "size", "age")
-        table.add_column(name, justify="right" if right else "left", no_wrap=i != _REASON, overflow="fold")
+    for name in rows[0]:
+        right = name in ("attempt", "step", "epoch", "size", "age")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "reason", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table
 
 
-def _cells(step: dict[str, Any]) -> tuple[Text, ...]:
+def _cells(step: dict[str, Any], *, with_attempt: bool) -> _Row:
     reason = step["kind"]
     reasons = [text for text in step["reasons"] if text != step["kind"]]
     if reasons:
         reason += f": {'; '.join(reasons)}"
     epoch = f"{step['epoch']} ({step['step_in_epoch']}/{step['batch_num']})"
-    return (
+    cells = (
         Text(str(step["step"]), style="bold"),
         Text(epoch),
         Text(printable(reason)),
@@ -218,6 +228,8 @@ def _cells(step: dict[str, Any]) -> tuple[Text, ...]:
         Text(human_size(step["size_bytes"])),
         Text(human_age(step["age_s"])),
     )
+    row = dict(zip(_COLUMNS, cells, strict=True))
+    return {"attempt": Text(str(step["attempt"])), **row} if with_attempt else row
 
 
 def _yes_no(value: bool | None) -> Text:
@@ -230,7 +242,8 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     lines = []
     for step in report["steps"]:
         if step["why_incomplete"]:
-            lines.append(f"step {step['step']} is not complete: {step['why_incomplete']}")
+            where = f" of attempt {step['attempt']}" if _is_branched(report, step["run_id"]) else ""
+            lines.append(f"step {step['step']}{where} is not complete: {step['why_incomplete']}")
         for file in step["files"]:
             if file["problems"]:
                 lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
@@ -247,7 +260,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
 def _conclusion(report: dict[str, Any]) -> list[str]:
     directory = report["directory"]
     if not report["steps"]:
-        return [f"no {'usable ' if report['problems'] else ''}checkpoint found in {directory}"]
+        return [nothing_found(directory, report["quarantined"], usable="usable " if report["problems"] else "")]
     if report["newest_complete_step"] is None:
         lines = ["no step is complete"]
         if re.fullmatch(r"rank_\d+", Path(directory).absolute().name):
@@ -255,6 +268,8 @@ def _conclusion(report: dict[str, Any]) -> list[str]:
     else:
         verified = " and verified" if report["digests_checked"] else ""
         lines = [f"newest complete{verified} step: {report['newest_complete_step']}"]
+        if _is_branched(report, report["newest_complete_run_id"]):
+            lines[0] += f" of attempt {report['newest_complete_attempt']}"
     if not report["digests_checked"]:
         lines[-1] += "  (digests not checked; --verify does)"
     return lines

@@ -20,6 +20,7 @@ from mindx_elastic.cli.common import (
     human_size,
     is_folder,
     make_console,
+    nothing_found,
     printable,
 )
 
@@ -56,7 +57,11 @@ def verify_command(
     """
     started = time.monotonic()
     entries = entries_at(path)
+    in_quarantine = 0
     if is_folder(path):
+        from mindx_elastic.persist.storage import quarantined
+
+        in_quarantine = len(quarantined(path))
         entries = [entry for entry in entries if entry.header is not None or entry.looks_ours or not entry.foreign]
     verdicts = check_entries(entries)
     files = [_as_dict(entry, problems) for entry, problems in zip(entries, verdicts, strict=True)]
@@ -66,6 +71,7 @@ def verify_command(
         "path": str(path),
         "good": len(files) - bad,
         "bad": bad,
+        "quarantined": in_quarantine,
         "bytes": sum(file["size_bytes"] for file in files),
         "duration_s": round(time.monotonic() - started, 3),
         "files": files,
@@ -153,7 +159,7 @@ def _print(summary: dict[str, Any]) -> None:
         console.print(verdict, printable(file["path"]) + (f": {problems}" if problems else ""), soft_wrap=True)
     count = len(summary["files"])
     if not count:
-        console.print(f"no checkpoint found in {printable(summary['path'])}", soft_wrap=True)
+        console.print(printable(nothing_found(summary["path"], summary["quarantined"])), soft_wrap=True)
         return
     outcome = f"{summary['bad']} bad" if summary["bad"] else "all good"
     volume = f"{human_size(summary['bytes'])} in {summary['duration_s']:.1f} s"

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath
-from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
+from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
 from mindx_elastic.persist.storage import TEMP_SUFFIX
 
 __all__ = [
@@ -29,11 +29,12 @@ __all__ = [
     "StepSet",
     "group_steps",
     "looks_ours",
+    "preference",
     "read_entry",
     "scan",
 ]
 
-KIND_ORDER = ("breakpoint", "request_exit", "periodic")
+KIND_ORDER = ("breakpoint", "request_exit", "periodic", "manual")
 """Which of several files of one step and rank is taken first. Kinds that are not listed come last."""
 
 _SUFFIX = ".safetensors"
@@ -78,16 +79,19 @@ class CatalogEntry:
 
 @dataclass(frozen=True)
 class StepSet:
-    """Everything that was found for one step of one run."""
+    """Everything that was found for one step of one attempt of one run."""
 
     run_id: str
+    attempt: int
+    """Attempts are branches: a later one began at some step of an earlier one, and files of two are never put
+    together."""
     step: int
     entries: tuple[CatalogEntry, ...]
     """By rank; of one rank the resumable ones first, then by `KIND_ORDER`, then the newest."""
     world_size: int
     """Of the newest file, should they disagree."""
     complete: bool
-    """Every rank has a resumable file of this run, step and world size. Digests are not checked yet."""
+    """Every rank has a resumable file of this run, attempt, step and world size. Digests are not checked yet."""
     missing_ranks: tuple[int, ...]
     """Ranks without a resumable file."""
     why_incomplete: str | None
@@ -98,6 +102,11 @@ class StepSet:
     """Unix seconds of the newest file."""
     resumable: bool
     """At least one file may be resumed from."""
+
+    @property
+    def moment(self) -> Moment:
+        """What all its files have in common."""
+        return self.run_id, self.attempt, self.step
 
     @property
     def best(self) -> dict[int, CatalogEntry]:
@@ -119,8 +128,8 @@ class StepSet:
 
 @dataclass(frozen=True)
 class Catalog:
-    """The result of a scan. `steps`: the run with the newest file first, inside a run the highest step
-    first."""
+    """The result of a scan. `steps`: the run with the newest file first, inside a run the last attempt first (it began
+    at a step that somebody chose, so its steps supersede higher ones of an earlier attempt), in it the highest step."""
 
     directory: Path
     entries: tuple[CatalogEntry, ...]
@@ -207,20 +216,20 @@ def read_entry(path: Path, known: CatalogEntry | None = None) -> CatalogEntry | 
 
 def group_steps(entries: Iterable[CatalogEntry], *, rank: int | None = None) -> tuple[StepSet, ...]:
     """Sort good entries into steps; see `Catalog.steps` for the order and `scan` for `rank`. Pure."""
-    groups: dict[tuple[str, int], list[CatalogEntry]] = {}
+    groups: dict[Moment, list[CatalogEntry]] = {}
     for entry in entries:
         if entry.info is not None:
-            groups.setdefault((entry.info.run_id, entry.info.step), []).append(entry)
+            groups.setdefault(entry.info.moment, []).append(entry)
     steps = [_step_set(group, rank) for group in groups.values()]
     activity: dict[str, float] = {}
     for step_set in steps:
         activity[step_set.run_id] = max(activity.get(step_set.run_id, step_set.created), step_set.created)
-    steps.sort(key=lambda s: (-activity[s.run_id], s.run_id, -s.step))
+    steps.sort(key=lambda s: (-activity[s.run_id], s.run_id, -s.attempt, -s.step))
     return tuple(steps)
 
 
 def _step_set(group: Sequence[CatalogEntry], rank: int | None) -> StepSet:
-    entries = tuple(sorted(group, key=_preference))
+    entries = tuple(sorted(group, key=preference))
     infos = [_info(entry) for entry in entries]
     newest = max(infos, key=lambda info: info.created)
     wanted = range(newest.world_size) if rank is None else (rank,)
@@ -232,6 +241,7 @@ def _step_set(group: Sequence[CatalogEntry], rank: int | None) -> StepSet:
         used.setdefault(info.rank, info.reason)
     return StepSet(
         run_id=newest.run_id,
+        attempt=newest.attempt,
         step=newest.step,
         entries=entries,
         world_size=newest.world_size,
@@ -261,7 +271,8 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
+def preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
+    """Sort key of the good entries of one step: by rank, of one rank the one to try first in front."""
     info = _info(entry)
     kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
     return info.rank, not info.resumable, kind, -info.created, str(entry.path)

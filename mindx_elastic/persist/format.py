@@ -49,6 +49,7 @@ __all__ = [
     "SCHEMA",
     "CheckpointInfo",
     "Header",
+    "Moment",
     "TensorEntry",
     "draft_header",
     "flatten",
@@ -58,6 +59,9 @@ __all__ = [
     "seal_header",
     "unflatten",
 ]
+
+Moment = tuple[str, int, int]
+"""run_id, attempt, step: the identity of a set of files."""
 
 SCHEMA = "1"
 DATA_ALIGNMENT = 4096
@@ -91,7 +95,7 @@ class CheckpointInfo:
     reason: str
     """For people: "periodic", "SIGTERM", "flag file", "exception: ValueError: ..."."""
     kind: str
-    """"periodic", "breakpoint", "request_exit" or "eval"."""
+    """"periodic", "manual" (the program asked for it), "breakpoint", "request_exit" or "eval"."""
     created: float
     """Unix seconds."""
     resumable: bool = True
@@ -111,6 +115,11 @@ class CheckpointInfo:
             raise UsageError(f"checkpoint info: {problem}")
         object.__setattr__(self, "append_info", tuple(self.append_info))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
+
+    @property
+    def moment(self) -> Moment:
+        """Files of one moment belong together. Attempts are branches: the same step of two of them is two states."""
+        return self.run_id, self.attempt, self.step
 
     def to_json(self) -> str:
         """One JSON object. Raises UnsupportedStateError when `append_info` holds what JSON has no form for."""

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.format import Moment
 
 __all__ = ["DELETABLE_KINDS", "CheckpointFact", "choose_deletions"]
 
 DELETABLE_KINDS = frozenset({"periodic"})
-"""Kinds that retention may delete unless told otherwise. A breakpoint is somebody's last state; it is never
-garbage."""
-
-_Moment = tuple[str, int]  # (run_id, step): all files of one moment stay or go together
+"""Kinds that retention may delete unless told otherwise. A breakpoint is somebody's last state, and a manual save was
+asked for by name; they are never garbage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +35,20 @@ class CheckpointFact:
     step: int
     """Boundaries passed when it was made."""
     kind: str
-    """``periodic``, ``breakpoint``, ``request_exit``, ``eval``."""
+    """``periodic``, ``manual``, ``breakpoint``, ``request_exit``, ``eval``."""
     created: float
     """Unix seconds."""
     epoch: int = 0
     """Epoch of the boundary; not used for the decision, for the caller's log line."""
     run_id: str = ""
     """Run that wrote it: step 100 of one run is not step 100 of another."""
+    attempt: int = 0
+    """Attempt that wrote it: nor is it step 100 of another attempt, which may have begun at step 50."""
+
+    @property
+    def moment(self) -> Moment:
+        """All files of one moment stay or go together."""
+        return self.run_id, self.attempt, self.step
 
 
 def choose_deletions(
@@ -50,18 +56,18 @@ def choose_deletions(
     *,
     keep_max: int | None,
     keep_per_n_minutes: float | None,
-    protect_steps: Collection[int],
+    protect: Collection[Moment],
     deletable_kinds: Collection[str] = DELETABLE_KINDS,
 ) -> list[Path]:
     """Files that may be deleted, oldest first.
 
     files: every finished file of one rank, or of all ranks of the directory; any order.
-    keep_max: how many moments (a step of a run) to keep, newest first; None or 0: no such limit.
+    keep_max: how many moments (a step of an attempt of a run) to keep, newest first; None or 0: no such limit.
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
         effect where `keep_max` is set (MindSpore's rule). With neither nothing is deleted.
-    protect_steps: steps that stay whatever the rules say. The caller puts the newest complete step here (from
+    protect: moments that stay whatever the rules say. The caller puts the newest complete one here (from
         `Catalog.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
-        step just committed (the clock may have been set back, and then the newest file does not look it). A
+        one just committed (the clock may have been set back, and then the newest file does not look it). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
     deletable_kinds: only files of these kinds are counted and deleted.
 
@@ -82,29 +88,28 @@ def choose_deletions(
         return []
     kept.update(moments[-1:])
     order = {moment: position for position, moment in enumerate(moments)}
-    doomed = [f for f in countable if (f.run_id, f.step) not in kept and f.step not in protect_steps]
-    doomed.sort(key=lambda f: (order[f.run_id, f.step], str(f.path)))
+    doomed = [f for f in countable if f.moment not in kept and f.moment not in protect]
+    doomed.sort(key=lambda f: (order[f.moment], str(f.path)))
     return [fact.path for fact in doomed]
 
 
-def _created(files: Iterable[CheckpointFact]) -> dict[_Moment, float]:
+def _created(files: Iterable[CheckpointFact]) -> dict[Moment, float]:
     """When each moment was last written."""
-    created: dict[_Moment, float] = {}
+    created: dict[Moment, float] = {}
     for fact in files:
-        moment = (fact.run_id, fact.step)
-        created[moment] = max(created.get(moment, -math.inf), fact.created)
+        created[fact.moment] = max(created.get(fact.moment, -math.inf), fact.created)
     return created
 
 
-def _oldest_first(files: Iterable[CheckpointFact]) -> list[_Moment]:
+def _oldest_first(files: Iterable[CheckpointFact]) -> list[Moment]:
     # By time, not by step: after a restart from an older step, or with a second run in the same directory,
     # low steps are the new ones and deleting "the lowest" would delete what was just written.
     created = _created(files)
-    return sorted(created, key=lambda moment: (created[moment], moment[1], moment[0]))
+    return sorted(created, key=lambda moment: (created[moment], *moment[1:], moment[0]))
 
 
-def _one_per_interval(moments: Sequence[_Moment], created: dict[_Moment, float], interval_s: float) -> set[_Moment]:
-    kept: set[_Moment] = set()
+def _one_per_interval(moments: Sequence[Moment], created: dict[Moment, float], interval_s: float) -> set[Moment]:
+    kept: set[Moment] = set()
     last_kept = -math.inf
     for moment in moments:
         if created[moment] - last_kept >= interval_s:

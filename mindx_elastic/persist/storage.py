@@ -30,11 +30,13 @@ __all__ = [
     "publish",
     "publish_copy",
     "quarantine",
+    "quarantined",
     "remove_stale_temps",
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
 QUARANTINE = "quarantine"
+_NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
 _DIRECTORY_MODE = 0o755  # never writable by others, whatever the umask
 _FILE_MODE = 0o644
@@ -233,6 +235,17 @@ def quarantine(path: StrPath, reason: str, root: StrPath) -> Path:
         return _move_aside(path, reason, path.parent)  # a rank folder on another disk keeps its own quarantine
 
 
+def quarantined(root: StrPath) -> list[Path]:
+    """What lies in the quarantine of the directory `root` and in those of its rank folders, without the notes."""
+    root = Path(root)
+    folders = [root / QUARANTINE, *sorted(root.glob(f"rank_*/{QUARANTINE}"))]
+    return [path for folder in folders for path in sorted(folder.rglob("*")) if _is_quarantined(path)]
+
+
+def _is_quarantined(path: Path) -> bool:
+    return not path.name.endswith(_NOTE_SUFFIX) and (path.is_symlink() or not path.is_dir())
+
+
 def _move_aside(path: Path, reason: str, root: Path) -> Path:
     relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
     base = root / QUARANTINE / relative
@@ -241,7 +254,7 @@ def _move_aside(path: Path, reason: str, root: Path) -> Path:
     number = 0
     while True:
         target = base if number == 0 else base.with_name(f"{base.name}.{number}")
-        note = target.with_name(f"{target.name}.reason.txt")
+        note = target.with_name(target.name + _NOTE_SUFFIX)
         number += 1
         try:
             fd = os.open(note, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _FILE_MODE)

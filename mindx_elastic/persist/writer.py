@@ -65,9 +65,9 @@ def write_checkpoint(
     current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
     bytes (hard links, or copies where links are not possible), each put in place atomically, once `path` is durable.
 
-    A file of another step or run that already has one of the names is kept as `previous_path` of it: its step may be
-    the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must exist
-    (see `storage.prepare_directory`).
+    A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
+    may be the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must
+    exist (see `storage.prepare_directory`).
 
     Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
     then and the temporary file is gone. Should only a further name fail, `path` is there and the message says so.
@@ -156,7 +156,7 @@ class _Save:
             fsync_dir(name.parent)
 
     def keep_older(self, path: Path) -> None:
-        """Give a file that already stands at `path` a second name, unless it is an older copy of this very step."""
+        """Give a file that already stands at `path` a second name, unless it is an older copy of this very moment."""
         try:
             status = os.lstat(path)
         except FileNotFoundError:
@@ -172,7 +172,7 @@ class _Save:
             in_rank_folder = path.parent.name == f"rank_{self.info.rank}"
             quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
             return
-        if (old.run_id, old.step) != (self.info.run_id, self.info.step):
+        if old.moment != self.info.moment:
             keep_as(path, previous_path(path))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,14 +19,14 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.events import logger
-from mindx_elastic.persist.catalog import CatalogEntry, scan
+from mindx_elastic.persist.catalog import CatalogEntry, preference, scan
+from mindx_elastic.persist.format import Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
-from mindx_elastic.persist.storage import QUARANTINE, quarantine
+from mindx_elastic.persist.storage import quarantine, quarantined
 
 __all__ = ["Resumed", "find_and_read"]
 
 _START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
-_Key = tuple[str, int, int]  # run_id, step, attempt: files of two attempts at one step are never put together
 
 
 @dataclass(frozen=True)
@@ -36,33 +36,98 @@ class Resumed:
     path: Path
     checkpoint: Checkpoint
     rejected: Sequence[str] = ()
-    """One line for each newer step that could not be used, with the reason."""
+    """One line for each newer step or file that could not be used, with the reason."""
     donor: int | None = None
     """The rank whose file this is, where this rank has none of its own."""
+    last_attempt: int = 0
+    """Highest attempt of the run that any rank has seen: the next one must be above it, not above the file's own."""
 
 
 @dataclass
 class _View:
     """What one rank sees in the directory."""
 
-    mine: dict[_Key, list[Path]] = field(default_factory=dict)
+    mine: dict[Moment, list[Path]] = field(default_factory=dict)
     """This rank's files of a step, the one to try first in front."""
-    donors: dict[_Key, list[Path]] = field(default_factory=dict)
+    donors: dict[Moment, list[Path]] = field(default_factory=dict)
     """Other ranks' files of a step that could stand in: the same model, replicated by DDP."""
-    created: dict[_Key, float] = field(default_factory=dict)
-    other_worlds: dict[str, int] = field(default_factory=dict)
+    created: dict[Moment, float] = field(default_factory=dict)
+    other_worlds: dict[Moment, int] = field(default_factory=dict)
+    """Number of ranks that wrote a step, where it is not ours."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Highest attempt of each run."""
     rejected: list[str] = field(default_factory=list)
     anything: bool = False
 
     def encode(self) -> str:
         view = {
-            "mine": [[*key, self.created[key]] for key in self.mine],
-            "donors": [[*key, self.created[key]] for key in self.donors],
-            "worlds": self.other_worlds,
+            "mine": list(self.mine),
+            "donors": list(self.donors),
+            "created": list(self.created.items()),
+            "worlds": list(self.other_worlds.items()),
+            "attempts": self.attempts,
             "rejected": self.rejected,
             "anything": self.anything,
         }
         return json.dumps(view)
+
+
+class _Views:
+    """What all ranks see; the same on every rank, and so is everything that is derived from it."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        views = [json.loads(text) for text in texts]
+        self.mine = [{_moment(key) for key in view["mine"]} for view in views]
+        self.donors = [{_moment(key) for key in view["donors"]} for view in views]
+        self.worlds = {_moment(key): int(size) for view in views for key, size in view["worlds"]}
+        self.rejected = list(dict.fromkeys(line for view in views for line in view["rejected"]))
+        self.anything = any(view["anything"] for view in views)
+        self._attempts = [view["attempts"] for view in views]
+        self._activity: dict[str, float] = {}  # of each run: when its newest file was written
+        for view in views:
+            for (run, _, _), created in view["created"]:
+                self._activity[run] = max(created, self._activity.get(run, created))
+
+    def order(self, moment: Moment) -> tuple[float, str, int, int]:
+        """Sort key: what is taken first is in front, as in `Catalog.steps`.
+
+        A later attempt began at a step that was chosen then, so its steps go before higher ones of an earlier attempt.
+        """
+        run, attempt, step = moment
+        return -self._activity.get(run, 0.0), run, -attempt, -step
+
+    def common(self) -> tuple[list[Moment], list[Moment]]:
+        """The steps that every rank holds, and those that it only holds together with the donors' files."""
+        exact = set.intersection(*self.mine)
+        held = set.intersection(*(mine | donors for mine, donors in zip(self.mine, self.donors, strict=True)))
+        return sorted(exact, key=self.order), sorted(held - exact, key=self.order)
+
+    def last_attempt(self, run: str) -> int:
+        return max(int(attempts.get(run, 0)) for attempts in self._attempts)
+
+    def skipped(self, taken: Moment, tried: Collection[Moment]) -> list[str]:
+        """A line for each run and attempt whose newest step goes before the one `taken` and could not even be tried."""
+        everything = set().union(*self.mine, *self.donors, self.worlds)
+        before = [m for m in everything if self.order(m) < self.order(taken) and m not in tried]
+        newest: dict[tuple[str, int], Moment] = {}
+        for moment in sorted(before, key=self.order):
+            newest.setdefault(moment[:2], moment)
+        return [f"{_name(moment)} is not used: {self._why_not_common(moment)}" for moment in newest.values()]
+
+    def why_nothing_is_common(self) -> str:
+        held = set().union(*self.mine)
+        if not held:
+            return "they are in quarantine, or not meant for resuming"
+        moment = min(held, key=self.order)
+        return f"{_name(moment)}: {self._why_not_common(moment)}"
+
+    def _why_not_common(self, moment: Moment) -> str:
+        if moment in self.worlds:
+            return f"written by {self.worlds[moment]} ranks"
+        absent = [str(rank) for rank, mine in enumerate(self.mine) if moment not in mine]
+        return (
+            f"rank{'s' * (len(absent) > 1)} {', '.join(absent)} {'has' if len(absent) == 1 else 'have'} no file of it"
+        )
 
 
 def find_and_read(
@@ -72,7 +137,8 @@ def find_and_read(
 
     `resume` is ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by
     all ranks. Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they
-    were written by another number of ranks, UsageError for a path that is not there.
+    were written by another number of ranks, UsageError for a path that is not there or is a link to a file,
+    CorruptCheckpointError and ForeignCheckpointError for a file that is no checkpoint.
     """
     if resume == "never":
         return None
@@ -80,104 +146,102 @@ def find_and_read(
     view = _View()
     for directory in directories:
         _look(directory, ranks, only, view)
-    rejected = list(view.rejected)
     exchange.publish("view", view.encode())
-    views = [json.loads(text) for text in exchange.collect("view", _START_TIMEOUT_S)]
-    exact = _common(views, "mine")
+    views = _Views(exchange.collect("view", _START_TIMEOUT_S))
     # Only where no step is whole (a rank died, or failed in a step that the others finished): better a replica's
     # state than none. A whole older step is exact and goes first.
-    inexact = [key for key in _common(views, "mine", "donors") if key not in exact]
-    for round_, key in enumerate([*exact, *inexact]):
+    exact, inexact = views.common()
+    rejected: list[str] = []
+    candidates = [*exact, *inexact]
+    for round_, key in enumerate(candidates):
         path, checkpoint, problem = _read_one_of(view.mine.get(key) or view.donors[key], directories)
         exchange.publish(f"read{round_}", problem or "")
         problems = [(r, text) for r, text in enumerate(exchange.collect(f"read{round_}", _START_TIMEOUT_S)) if text]
         if checkpoint is not None and not problems:
-            for line in (newer := _newer_of_other_worlds(views, key)):
-                logger.warning("%s", line)
+            skipped = views.skipped(key, candidates[:round_])
+            _warn(ranks, skipped)
             donor = None if key in view.mine else checkpoint.info.rank
-            return Resumed(path, checkpoint, [*rejected, *newer], donor)
-        line = f"step {key[1]} is not used: " + "; ".join(f"rank {r}: {text}" for r, text in problems)
-        logger.warning("%s", line)
-        rejected.append(line)
-    _refuse_if_anything_was_there(directories, ranks, views, rejected, only)
+            return Resumed(path, checkpoint, [*views.rejected, *rejected, *skipped], donor, views.last_attempt(key[0]))
+        rejected.append(f"{_name(key)} is not used: " + "; ".join(f"rank {r}: {text}" for r, text in problems))
+        _warn(ranks, rejected[-1:])
+    if only is not None and not views.worlds:
+        _refuse_path(resume, directories[0], only, rejected)
+    _refuse_if_anything_was_there(directories[0], ranks, views, rejected)
     return None
 
 
-def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[Path], _Key | None]:
+def _moment(key: Sequence[Any]) -> Moment:
+    run, attempt, step = key
+    return str(run), int(attempt), int(step)
+
+
+def _name(moment: Moment) -> str:
+    run, attempt, step = moment
+    return f"run {run}{f' attempt {attempt}' if attempt else ''} step {step}"
+
+
+def _warn(ranks: RankInfo, lines: Sequence[str]) -> None:
+    for line in lines:
+        if ranks.rank == 0:  # all ranks come to the same lines
+            logger.warning("%s", line)
+
+
+def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[Path], Moment | None]:
     if resume == "auto":
         return directories, None
     if not isinstance(resume, (str, os.PathLike)) or resume == "":
         raise UsageError(f'resume={resume!r}: give "auto", "never" or a path')
     path = Path(resume)
+    what = f"resume={str(resume)!r}"
     if path.is_dir():
         return [path], None
-    if not path.is_file() or path.is_symlink():
+    if path.is_symlink():
         raise UsageError(
-            f'resume={str(resume)!r} is neither "auto" nor "never", nor a checkpoint directory or file that exists'
+            f"{what} is a symbolic link, and checkpoint files are never followed: give the file itself, "
+            f"{os.path.realpath(path)}, or its directory"
         )
-    from mindx_elastic.persist.format import read_header
-
-    info = read_header(path).info
+    if not path.is_file():
+        raise UsageError(f'{what} is neither "auto" nor "never", nor a checkpoint directory or file that exists')
+    try:
+        info = read_header(path).info
+    except CheckpointError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        remedy = "give another checkpoint, or a directory to take the newest step that is sound"
+        raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror or error}") from error
     parent = path.parent
-    key = (info.run_id, info.step, info.attempt)
-    return [parent.parent if parent.name == f"rank_{info.rank}" else parent], key
+    return [parent.parent if parent.name == f"rank_{info.rank}" else parent], info.moment
 
 
-def _look(directory: Path, ranks: RankInfo, only: _Key | None, view: _View) -> None:
+def _look(directory: Path, ranks: RankInfo, only: Moment | None, view: _View) -> None:
     """Add what this rank sees in `directory` to `view`."""
-    view.anything |= _has_files(directory / QUARANTINE)
+    view.anything |= bool(quarantined(directory))
     if not directory.is_dir():
         return
-    catalog = scan(directory)
-    found: dict[_Key, list[CatalogEntry]] = {}
-    donors: dict[_Key, list[CatalogEntry]] = {}
-    for entry in catalog.entries:
+    mine: list[CatalogEntry] = []
+    donors: list[CatalogEntry] = []
+    for entry in scan(directory).entries:
         # Somebody else's file under a name of its own (pretrained weights) is none of our business.
-        view.anything |= entry.header is not None or entry.looks_ours or not entry.foreign
-        if entry.header is None:
+        view.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
+        if (info := entry.info) is None:
             _report_bad(entry, directory, ranks, view)
             continue
-        info = entry.header.info
-        key = (info.run_id, info.step, info.attempt)
-        if not info.resumable or (only is not None and key != only):
+        view.attempts[info.run_id] = max(info.attempt, view.attempts.get(info.run_id, 0))
+        if not info.resumable or (only is not None and info.moment != only):
             continue
+        # The age of a run is that of its newest file on any rank that somebody can see.
+        view.created[info.moment] = max(info.created, view.created.get(info.moment, info.created))
         if info.world_size != ranks.world_size:
-            view.other_worlds[str(info.step)] = info.world_size
-            continue
-        if info.rank == ranks.rank:
-            found.setdefault(key, []).append(entry)
+            view.other_worlds[info.moment] = info.world_size
+        elif info.rank == ranks.rank:
+            mine.append(entry)
         elif info.coordinates.get("replicas") == info.world_size:
-            donors.setdefault(key, []).append(entry)
-    for key, entries in found.items():
-        view.mine.setdefault(key, []).extend(e.path for e in sorted(entries, key=_preferred, reverse=True))
-    for key, entries in donors.items():
-        view.donors.setdefault(key, []).extend(e.path for e in sorted(entries, key=_rank))
-    # The age of a run is that of its newest file on any rank that we can see, the order is the same everywhere after
-    # the exchange has taken the maximum.
-    for key in {**found, **donors}:
-        newest = max(e.header.info.created for e in catalog.entries if e.header and _key(e) == key)
-        view.created[key] = max(newest, view.created.get(key, 0.0))
-
-
-def _key(entry: CatalogEntry) -> _Key | None:
-    if entry.header is None:
-        return None
-    info = entry.header.info
-    return info.run_id, info.step, info.attempt
-
-
-def _rank(entry: CatalogEntry) -> int:
-    assert entry.header is not None
-    return entry.header.info.rank
-
-
-def _preferred(entry: CatalogEntry) -> tuple[int, float]:
-    assert entry.header is not None
-    info = entry.header.info
-    return (("periodic", "request_exit", "breakpoint").index(info.kind) if info.kind in _KINDS else -1, info.created)
-
-
-_KINDS = ("periodic", "request_exit", "breakpoint")
+            donors.append(entry)
+    for held, entries in ((view.mine, mine), (view.donors, donors)):
+        for entry in sorted(entries, key=preference):
+            assert entry.info is not None
+            held.setdefault(entry.info.moment, []).append(entry.path)
 
 
 def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, view: _View) -> None:
@@ -186,7 +250,8 @@ def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, view: _Vi
     if entry.foreign and not entry.looks_ours:
         logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
         return
-    view.rejected.append(f"{entry.path.name}: {entry.problem}")
+    # Every rank that sees the file says the same, so that in the end it is one line; only its owner logs it.
+    view.rejected.append(f"{entry.path}: {entry.problem}")
     if (owner if owner is not None and owner < ranks.world_size else 0) != ranks.rank:
         return
     if entry.looks_ours and not entry.path.is_dir():
@@ -204,24 +269,6 @@ def _owner(path: Path, directory: Path) -> int | None:
     if path.parent != directory and name.startswith("rank_") and name[5:].isdigit():
         return int(name[5:])
     return None
-
-
-def _common(views: Sequence[dict[str, Any]], *sources: str) -> list[_Key]:
-    """The steps that every rank holds in `sources`: the most recently active run first, its newest step first."""
-    newest_of_run: dict[str, float] = {}
-    common: set[_Key] | None = None
-    for view in views:
-        held = [entry for source in sources for entry in view[source]]
-        keys = {(run, step, attempt) for run, step, attempt, _ in held}
-        common = keys if common is None else common & keys
-        for run, _, _, created in held:
-            newest_of_run[run] = max(created, newest_of_run.get(run, 0.0))
-    return sorted(common or (), key=lambda key: (newest_of_run[key[0]], *key), reverse=True)
-
-
-def _newer_of_other_worlds(views: Sequence[dict[str, Any]], key: _Key) -> list[str]:
-    newer = {int(step): size for view in views for step, size in view["worlds"].items() if int(step) > key[1]}
-    return [f"step {step} is not used: written by {size} ranks" for step, size in sorted(newer.items())]
 
 
 def _read_one_of(paths: Sequence[Path], directories: Sequence[Path]) -> tuple[Path, Checkpoint | None, str | None]:
@@ -249,48 +296,28 @@ def _read(path: Path, directories: Sequence[Path]) -> tuple[Checkpoint | None, s
         return None, f"{path.name} cannot be read: {error}"
 
 
-def _has_files(folder: Path) -> bool:
-    return folder.is_dir() and any(path.is_file() for path in folder.rglob("*.safetensors*"))
+def _refuse_path(resume: str | Path, directory: Path, only: Moment, rejected: Sequence[str]) -> None:
+    why = "; ".join(rejected) or "not every rank has a sound file of it"
+    raise NoUsableCheckpointError(
+        f"resume={str(resume)!r}: {_name(only)} cannot be resumed: {why}; give another checkpoint, or a directory to "
+        "take the newest step that is sound",
+        path=directory,
+    )
 
 
-def _refuse_if_anything_was_there(
-    directories: Sequence[Path],
-    ranks: RankInfo,
-    views: Sequence[dict[str, Any]],
-    rejected: Sequence[str],
-    only: _Key | None,
-) -> None:
-    directory = directories[0]
+def _refuse_if_anything_was_there(directory: Path, ranks: RankInfo, views: _Views, rejected: Sequence[str]) -> None:
     remedy = 'to start anew pass resume="never" (nothing is deleted), or choose another directory'
-    worlds = {step: size for view in views for step, size in view["worlds"].items()}
-    if worlds:
-        sizes = sorted(set(worlds.values()))
+    if views.worlds:
+        sizes = sorted(set(views.worlds.values()))
         raise MismatchError(
             f"the checkpoints in {directory} were written by {', '.join(map(str, sizes))} ranks, this job has "
             f"{ranks.world_size}; resharding does not exist yet: start it with {sizes[-1]} ranks, or {remedy}",
             path=directory,
         )
-    if only is not None:
-        raise NoUsableCheckpointError(
-            f"step {only[1]} of run {only[0]} cannot be resumed: not every rank has a sound file of it", path=directory
-        )
-    if not any(view["anything"] for view in views):
+    if not views.anything:
         return
-    everybody = [line for view in views for line in view["rejected"]]
-    reasons = list(dict.fromkeys([*rejected, *everybody])) or [_incomplete(views)]
+    reasons = [*views.rejected, *rejected] or [views.why_nothing_is_common()]
     raise NoUsableCheckpointError(
         f"{directory} holds checkpoint files and none can be resumed from: {'; '.join(reasons[:8])}; {remedy}",
         path=directory,
     )
-
-
-def _incomplete(views: Sequence[dict[str, Any]]) -> str:
-    held: dict[int, list[int]] = {}
-    for rank, view in enumerate(views):
-        for _, step, _, _ in view["mine"]:
-            held.setdefault(step, []).append(rank)
-    if not held:
-        return "they are in quarantine, or not meant for resuming"
-    step = max(held)
-    absent = sorted(set(range(len(views))) - set(held[step]))
-    return f"step {step} lacks the file of rank {', '.join(map(str, absent))}"

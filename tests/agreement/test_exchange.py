@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agreement.exchange import LocalExchange, StoreExchange
+from mindx_elastic.agreement.exchange import LocalExchange, Store, StoreExchange
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 
 
@@ -126,6 +127,56 @@ def test_a_lost_store_makes_a_rank_act_alone() -> None:
     assert exchange.request({"reason": "x"}) == {"reason": "x"}
     exchange.leave()
     exchange.close()
+
+
+class FrozenStore:
+    """Its host is stopped or cut off: no call ever comes back."""
+
+    def __init__(self) -> None:
+        self.thaw = threading.Event()
+
+    def _hang(self, *args: object) -> Any:
+        self.thaw.wait()
+        raise ConnectionError("the test is over")
+
+    set = get = add = wait = compare_set = multi_get = multi_set = _hang
+
+
+@pytest.fixture
+def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreExchange]:
+    monkeypatch.setattr("mindx_elastic.agreement.exchange._ANSWER_S", 0.1)
+    store: Store = FrozenStore()
+    assert isinstance(store, FrozenStore)
+    yield StoreExchange(lambda: store, rank=0, world_size=2)
+    store.thaw.set()
+    for thread in threading.enumerate():
+        if thread.name == "mindx-store":
+            thread.join(30)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda exchange: exchange.decide("stop", 3, 0.1),
+        lambda exchange: exchange.finish(3, 0.1),
+        lambda exchange: exchange.request({"reason": "x"}),
+        lambda exchange: exchange.announce("stop", 3),
+        lambda exchange: exchange.leave(),
+        lambda exchange: exchange.close(),
+    ],
+    ids=["decide", "finish", "request", "announce", "leave", "close"],
+)
+def test_a_store_that_never_answers_holds_nobody(
+    frozen: StoreExchange, call: Callable[[StoreExchange], object]
+) -> None:
+    began = time.monotonic()
+    call(frozen)
+    assert time.monotonic() - began < 10  # 0.2 s and what a busy machine adds
+    held = time.monotonic()
+    assert frozen.decide("salvage", 3, 600).step is None, "not asked again"
+    assert frozen.request({"reason": "x"}) == {"reason": "x"}
+    frozen.close()
+    assert time.monotonic() - held < 10
 
 
 def test_one_rank_decides_alone_at_once() -> None:

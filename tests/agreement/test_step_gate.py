@@ -52,3 +52,15 @@ def test_waiting_ends_with_the_decision_or_the_bound() -> None:
     gate.open_until(5)
     thread.join(30)
     assert answers == [False]
+
+
+def test_a_block_inside_another_one_does_not_end_it() -> None:
+    """A periodic save inside an evaluation: afterwards the thread is still between two steps."""
+    gate = StepGate(4)
+    gate.leave_step()
+    gate.leave_step()
+    assert not gate.enter_step()
+    assert gate.close() == 4
+    gate.open_until(None)
+    assert not gate.enter_step()
+    assert gate.close() == 5

@@ -156,10 +156,20 @@ def test_loading_does_not_tie_the_optimizer_to_the_checkpoint() -> None:
     [(groups, r"\[1, 1\]"), (lambda network: o.SGD(list(network.parameters())[:1], lr=0.1), r"\[1\]")],
 )
 def test_other_parameter_groups_are_named(make: Callable[[nn.Module], Any], theirs: str) -> None:
-    saved = through_format(TinyJob(make).collector.state()["optimizer"])
-    job = TinyJob(on(o.SGD, lr=0.1))
+    writer = TinyJob(make)
+    saved = through_format(writer.collector.state()["optimizer"])
+    job = TinyJob(on(type(writer.optimizer), lr=0.1))
     with pytest.raises(MismatchError, match=f"optimizer: it has parameter groups of {theirs}.*this optimizer has"):
         job.collector.components["optimizer"].load(saved)
+
+
+def test_another_optimizer_is_refused_and_an_older_file_does_not_say() -> None:
+    saved = through_format(TinyJob(on(o.AdamW, lr=0.1)).collector.state()["optimizer"])
+    component = TinyJob(on(o.SGD, lr=0.1)).collector.components["optimizer"]
+    with pytest.raises(MismatchError, match="optimizer: it was written by AdamW, this is SGD"):
+        component.load(saved)
+    del saved["class"]
+    TinyJob(on(o.AdamW, lr=0.2)).collector.components["optimizer"].load(saved)
 
 
 def test_frozen_and_unused_parameters_have_no_state() -> None:

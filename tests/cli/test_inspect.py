@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from mindx_elastic.persist.storage import quarantine
 from tests.checkpoint_files import flip_bit_in_data, write
 
 BREAKPOINT = Path("rank_0") / "resnet-2_7_breakpoint.safetensors"
@@ -63,10 +64,13 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "directory",
         "newest_complete_step",
         "newest_complete_run_id",
+        "newest_complete_attempt",
         "digests_checked",
         "steps",
         "problems",
+        "quarantined",
     }
+    assert (document["newest_complete_attempt"], document["quarantined"]) == (0, 0)
     assert (document["schema"], document["directory"], document["digests_checked"]) == (1, str(tree), False)
     assert (document["newest_complete_step"], document["newest_complete_run_id"]) == (17, "run-a")
     step = document["steps"][1]
@@ -74,6 +78,7 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
     assert step.pop("age_s") > 0 and step.pop("size_bytes") == sum(file["size_bytes"] for file in files)
     assert step == {
         "run_id": "run-a",
+        "attempt": 0,
         "step": 17,
         "epoch": 2,
         "step_in_epoch": 7,
@@ -177,6 +182,35 @@ def test_nothing_found_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
     result = run("inspect", tmp_path)
     assert result.exit_code == 3 and result.stdout.strip() == f"no checkpoint found in {tmp_path}"
     assert json.loads(run("inspect", tmp_path, "--json").stdout)["steps"] == []
+
+
+def test_only_a_quarantine_is_mentioned(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "resnet-1_1.safetensors").write_bytes(b"")
+    quarantine(tmp_path / "resnet-1_1.safetensors", "empty", tmp_path)
+    result = run("inspect", tmp_path)
+    assert result.exit_code == 3
+    assert "its quarantine holds 1 file that could not be used" in result.stdout
+    assert json.loads(run("inspect", tmp_path, "--json").stdout)["quarantined"] == 1
+
+
+def test_attempts_are_shown_where_there_are_several(run: Callable[..., Any], tmp_path: Path) -> None:
+    for step in (100, 200):
+        write(tmp_path / f"a-1_{step}.safetensors", step=step, attempt=1)
+    assert "attempt" not in run("inspect", tmp_path).stdout
+    write(tmp_path / "a-1_150.safetensors", step=150, attempt=2)
+    write(tmp_path / "rank_0" / "a-1_160.safetensors", step=160, attempt=2, world_size=2)
+    lines = run("inspect", tmp_path).stdout.splitlines()
+    assert lines[1].split()[:2] == ["attempt", "step"]
+    assert [row[:2] for row in table_rows("\n".join(lines))] == [
+        ["2", "160"],
+        ["2", "150"],
+        ["1", "200"],
+        ["1", "100"],
+    ]
+    assert "step 160 of attempt 2 is not complete: rank 1 of 2 missing" in lines
+    assert lines[-1].startswith("newest complete step: 150 of attempt 2")
+    document = json.loads(run("inspect", tmp_path, "--json").stdout)
+    assert (document["newest_complete_attempt"], [s["attempt"] for s in document["steps"]]) == (2, [2, 2, 1, 1])
 
 
 def test_only_damaged_files(run: Callable[..., Any], tmp_path: Path) -> None:

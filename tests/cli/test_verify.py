@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from mindx_elastic.persist.storage import quarantine
 from tests.checkpoint_files import flip_bit_in_data, write
 
 VICTIM = Path("rank_1") / "resnet-1_10.safetensors"
@@ -56,7 +57,7 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
     result = run("verify", tree, "--json")
     assert result.exit_code == 1
     document = json.loads(result.stdout)
-    assert set(document) == {"schema", "path", "good", "bad", "bytes", "duration_s", "files"}
+    assert set(document) == {"schema", "path", "good", "bad", "quarantined", "bytes", "duration_s", "files"}
     assert (document["schema"], document["good"], document["bad"]) == (1, 4, 1)
     assert document["bytes"] == sum(path.stat().st_size for path in tree.rglob("*.safetensors"))
     (bad,) = [file for file in document["files"] if not file["ok"]]
@@ -69,6 +70,17 @@ def test_nothing_found_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
     assert result.exit_code == 3 and result.stdout == f"no checkpoint found in {tmp_path}\n"
     result = run("verify", tmp_path, "--json")
     assert result.exit_code == 3 and json.loads(result.stdout)["files"] == []
+
+
+def test_only_a_quarantine_is_mentioned(run: Callable[..., Any], tree: Path) -> None:
+    for path in list(tree.rglob("*.safetensors")):
+        quarantine(path, "moved by a test", tree)
+    result = run("verify", tree)
+    assert result.exit_code == 3
+    assert result.stdout.startswith(
+        f"no checkpoint found in {tree}; its quarantine holds 5 files that could not be used"
+    )
+    assert json.loads(run("verify", tree, "--json").stdout)["quarantined"] == 5
 
 
 def test_foreign_files_outside_our_places_are_passed_over(run: Callable[..., Any], tree: Path) -> None:

@@ -192,12 +192,13 @@ def test_breakpoints_first_then_request_exit_then_periodic_then_the_newest(tmp_p
     write(tmp_path / "e.safetensors", kind="eval", created=9e8)
     write(tmp_path / "old.safetensors", kind="periodic", created=1e8)
     write(tmp_path / "new.safetensors", kind="periodic", created=2e8)
+    write(tmp_path / "m.safetensors", kind="manual", created=8e8)
     write(tmp_path / "r.safetensors", kind="request_exit", created=1e8)
     write(tmp_path / "b.safetensors", kind="breakpoint", created=1e8, reason="SIGTERM")
     write(tmp_path / "b2.safetensors", kind="breakpoint", created=9e8, reason="torn", resumable=False)
     step_set = only_step(scan(tmp_path))
     stems = [entry.path.stem for entry in step_set.entries]
-    assert stems == ["b", "r", "new", "old", "e", "b2"]  # what cannot be resumed from comes last of all
+    assert stems == ["b", "r", "new", "old", "m", "e", "b2"]  # what cannot be resumed from comes last of all
     assert step_set.reasons == ("SIGTERM",) and step_set.created == 9e8
     assert step_set.info.kind == "breakpoint"
     assert [entry.path.stem for entry in step_set.of_rank(0)] == stems and step_set.of_rank(1) == ()
@@ -214,6 +215,23 @@ def test_the_run_that_was_active_last_comes_first(tmp_path: Path) -> None:
     newest_of_old = catalog.newest_complete("old")
     assert newest_of_old is not None and newest_of_old.step == 900
     assert catalog.newest_complete("nobody") is None
+
+
+def test_attempts_are_branches_and_the_last_one_comes_first(tmp_path: Path) -> None:
+    for step in (100, 200):
+        write_step(tmp_path, step)
+    write_step(tmp_path, 150, attempt=2)
+    write(tmp_path / "rank_0" / "a-1_200.safetensors", step=200, world_size=2, attempt=2, created=2e9)
+    catalog = scan(tmp_path)
+    assert [(s.attempt, s.step, s.complete) for s in catalog.steps] == [
+        (2, 200, False),  # rank 1 has a file of step 200, but of another attempt
+        (2, 150, True),
+        (0, 200, True),
+        (0, 100, True),
+    ]
+    assert catalog.steps[0].missing_ranks == (1,)
+    newest = catalog.newest_complete()
+    assert newest is not None and newest.moment == ("run-a", 2, 150)
 
 
 # --- what cannot be used --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 
 
@@ -24,7 +26,9 @@ def decide(
     minutes: float | None = None,
     protect: tuple[int, ...] = (),
 ) -> list[int]:
-    chosen = choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect_steps=protect)
+    chosen = choose_deletions(
+        files, keep_max=keep_max, keep_per_n_minutes=minutes, protect=[("a", 0, step) for step in protect]
+    )
     step_of = {fact.path: fact.step for fact in files}
     return [step_of[path] for path in chosen]
 
@@ -52,7 +56,7 @@ def test_deciding_after_each_save_keeps_the_same_as_deciding_at_the_end() -> Non
     alive: list[CheckpointFact] = []
     for step in range(13):
         alive.append(periodic(step, minute=step))
-        gone = choose_deletions(alive, keep_max=None, keep_per_n_minutes=5, protect_steps=())
+        gone = choose_deletions(alive, keep_max=None, keep_per_n_minutes=5, protect=())
         alive = [fact for fact in alive if fact.path not in gone]
     assert [fact.step for fact in alive] == [0, 5, 10, 12]
 
@@ -62,7 +66,7 @@ def test_protected_steps_stay_and_do_not_push_newer_ones_out() -> None:
     assert decide(files, keep_max=2, protect=(1,)) == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["breakpoint", "request_exit", "eval", "something new"])
+@pytest.mark.parametrize("kind", ["manual", "breakpoint", "request_exit", "eval", "something new"])
 def test_only_periodic_files_are_deleted_or_counted(kind: str) -> None:
     files = [periodic(1, kind=kind), periodic(2), periodic(3), periodic(4, kind=kind)]
     assert decide(files, keep_max=1) == [2]
@@ -74,7 +78,7 @@ def test_other_kinds_go_when_told() -> None:
         files,
         keep_max=1,
         keep_per_n_minutes=None,
-        protect_steps=(),
+        protect=(),
         deletable_kinds={"periodic", "breakpoint"},
     )
     assert gone == [files[0].path]
@@ -89,7 +93,16 @@ def test_low_steps_written_later_are_the_newer_ones() -> None:
 
 def test_equal_steps_of_two_runs_are_two_moments() -> None:
     files = [periodic(7, minute=1, run="old"), periodic(7, minute=2, run="new")]
-    assert choose_deletions(files, keep_max=1, keep_per_n_minutes=None, protect_steps=()) == [files[0].path]
+    assert choose_deletions(files, keep_max=1, keep_per_n_minutes=None, protect=()) == [files[0].path]
+
+
+def test_equal_steps_of_two_attempts_are_two_moments() -> None:
+    """Somebody resumed from a path: attempt 1 passed step 7 once more."""
+    old, new = periodic(7, minute=1), replace(periodic(7, minute=2), attempt=1, path=Path("new"))
+    for protect in ([], [("a", 1, 7)]):
+        gone = choose_deletions([old, new], keep_max=1, keep_per_n_minutes=None, protect=protect)
+        assert gone == [old.path]
+    assert choose_deletions([old, new], keep_max=1, keep_per_n_minutes=None, protect=[("a", 0, 7)]) == []
 
 
 def test_all_ranks_of_a_step_stay_or_go_together() -> None:
@@ -98,7 +111,7 @@ def test_all_ranks_of_a_step_stay_or_go_together() -> None:
         for step in (1, 2, 3)
         for rank in (0, 1)
     ]
-    gone = choose_deletions(files, keep_max=2, keep_per_n_minutes=None, protect_steps=())
+    gone = choose_deletions(files, keep_max=2, keep_per_n_minutes=None, protect=())
     assert gone == [Path("rank_0/1"), Path("rank_1/1")]
 
 
@@ -120,9 +133,10 @@ _FACTS = st.lists(
         CheckpointFact,
         path=st.integers(0, 10**6).map(lambda n: Path(f"f{n}")),
         step=st.integers(0, 30),
-        kind=st.sampled_from(["periodic", "periodic", "periodic", "breakpoint", "request_exit", "eval"]),
+        kind=st.sampled_from(["periodic", "periodic", "periodic", "manual", "breakpoint", "request_exit", "eval"]),
         created=st.floats(0, 1e5, allow_nan=False),
         run_id=st.sampled_from(["a", "b"]),
+        attempt=st.integers(0, 2),
     ),
     unique_by=lambda fact: fact.path,
     max_size=30,
@@ -133,23 +147,23 @@ _FACTS = st.lists(
     files=_FACTS,
     keep_max=st.none() | st.integers(0, 8),
     minutes=st.none() | st.floats(0, 500, allow_nan=False),
-    protect=st.sets(st.integers(0, 30), max_size=4),
+    protect=st.sets(st.tuples(st.sampled_from(["a", "b"]), st.integers(0, 2), st.integers(0, 30)), max_size=4),
 )
 def test_what_may_never_be_deleted(
-    files: list[CheckpointFact], keep_max: int | None, minutes: float | None, protect: set[int]
+    files: list[CheckpointFact], keep_max: int | None, minutes: float | None, protect: set[Moment]
 ) -> None:
-    gone = set(choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect_steps=protect))
+    gone = set(choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect=protect))
     deleted = [fact for fact in files if fact.path in gone]
     assert len(gone) == len(deleted)
-    assert all(fact.kind == "periodic" and fact.step not in protect for fact in deleted)
+    assert all(fact.kind == "periodic" and fact.moment not in protect for fact in deleted)
     countable = [fact for fact in files if fact.kind == "periodic"]
     if countable:  # the newest may be shared by several moments; one of them stays
         newest = max(fact.created for fact in countable)
         assert any(fact.created == newest and fact.path not in gone for fact in countable)
     if keep_max:
-        left = {(fact.run_id, fact.step) for fact in countable if fact.path not in gone}
-        assert len(left - {m for m in left if m[1] in protect}) <= keep_max
-        assert len(left) >= min(keep_max, len({(fact.run_id, fact.step) for fact in countable}))
+        left = {fact.moment for fact in countable if fact.path not in gone}
+        assert len(left - protect) <= keep_max
+        assert len(left) >= min(keep_max, len({fact.moment for fact in countable}))
 
 
 @given(
@@ -161,10 +175,10 @@ def test_what_may_never_be_deleted(
 def test_the_order_of_the_input_does_not_matter_and_a_second_pass_finds_nothing(
     files: list[CheckpointFact], keep_max: int | None, minutes: float | None, rng: random.Random
 ) -> None:
-    gone = choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect_steps=())
+    gone = choose_deletions(files, keep_max=keep_max, keep_per_n_minutes=minutes, protect=())
     mixed = list(files)
     rng.shuffle(mixed)
-    assert choose_deletions(mixed, keep_max=keep_max, keep_per_n_minutes=minutes, protect_steps=()) == gone
+    assert choose_deletions(mixed, keep_max=keep_max, keep_per_n_minutes=minutes, protect=()) == gone
     left = [fact for fact in files if fact.path not in set(gone)]
-    again = choose_deletions(left, keep_max=keep_max, keep_per_n_minutes=minutes, protect_steps=())
+    again = choose_deletions(left, keep_max=keep_max, keep_per_n_minutes=minutes, protect=())
     assert again == []

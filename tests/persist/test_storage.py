@@ -25,6 +25,7 @@ from mindx_elastic.persist.storage import (
     publish,
     publish_copy,
     quarantine,
+    quarantined,
     remove_stale_temps,
 )
 
@@ -249,6 +250,20 @@ def test_quarantine_of_a_link_moves_the_link(tmp_path: Path) -> None:
     (tmp_path / "x").symlink_to(target)
     assert quarantine(tmp_path / "x", "link", tmp_path).is_symlink()
     assert target.read_text() == "precious"
+
+
+def test_what_is_in_quarantine(tmp_path: Path) -> None:
+    assert quarantined(tmp_path) == quarantined(tmp_path / "not there") == []
+    places = []
+    for folder in ("rank_0", "."):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        bad = tmp_path / folder / "x"
+        bad.symlink_to(tmp_path)
+        places.append(quarantine(bad, "link", tmp_path))
+    (tmp_path / "rank_1").mkdir()
+    (tmp_path / "rank_1" / "x").write_text("on another disk")
+    places.append(quarantine(tmp_path / "rank_1" / "x", "bad", tmp_path / "rank_1"))
+    assert quarantined(tmp_path) == places
 
 
 def test_quarantine_by_several_ranks_at_once(tmp_path: Path) -> None:

@@ -213,6 +213,14 @@ def test_file_of_another_run_is_kept(tmp_path: Path) -> None:
     assert read_header(previous_path(path)).info.run_id == "run"
 
 
+def test_file_of_another_attempt_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    write_checkpoint(path, STATE, INFO)
+    write_checkpoint(path, STATE, dataclasses.replace(INFO, attempt=INFO.attempt + 1))
+    assert read_header(path).info.attempt == INFO.attempt + 1
+    assert read_header(previous_path(path)).info.attempt == INFO.attempt
+
+
 def test_file_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     write_checkpoint(path, {"n": 1}, INFO)

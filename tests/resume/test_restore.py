@@ -12,8 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.agreement.exchange import LocalExchange
-from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
@@ -22,28 +20,10 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.storage import QUARANTINE
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.restore import Resumed
 from tests import checkpoint_files as files
 from tests.checkpoint_files import EPOCH_0, write, write_step
-from tests.resume.shared_store import on_all_ranks
-
-
-def find(directory: Path, *more: Path, resume: Any = "auto") -> Resumed | None:
-    return find_and_read([directory, *more], RankInfo(), LocalExchange(), resume=resume)
-
-
-def step_of(found: Resumed | None) -> int:
-    assert found is not None
-    return found.checkpoint.info.step
-
-
-def find_on(world_size: int, directory: Path, resume: Any = "auto") -> Sequence[Resumed | Exception | None]:
-    return on_all_ranks(
-        world_size,
-        lambda rank, exchange: find_and_read(
-            [directory], RankInfo(rank=rank, world_size=world_size), exchange, resume=resume
-        ),
-    )
+from tests.resume.finding import find, find_on, step_of
 
 
 def steps_on(world_size: int, directory: Path, resume: Any = "auto") -> set[int]:
@@ -120,7 +100,9 @@ def test_damage_that_only_the_digests_show(tmp_path: Path) -> None:
     assert step_of(found) == 5
     assert found is not None
     (line,) = found.rejected
-    assert line.startswith("step 9 is not used: rank 0: a-1_9.safetensors is damaged") and "model.bias" in line
+    assert (
+        line.startswith("run run-a step 9 is not used: rank 0: a-1_9.safetensors is damaged") and "model.bias" in line
+    )
 
 
 def test_a_second_sound_file_of_the_same_step_is_taken(tmp_path: Path) -> None:
@@ -188,6 +170,23 @@ def test_several_directories_are_one_catalog(tmp_path: Path) -> None:
     assert list((two / QUARANTINE).glob("b_train*")), "in the quarantine of its own directory"
 
 
+def test_a_bad_header_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a-1_5.safetensors", step=5)
+    bad = write(tmp_path / "a-1_9.safetensors", step=9)
+    files.cut_off_end(bad)
+    found = find(tmp_path)
+    assert found is not None and len(found.rejected) == 1
+    assert [r.getMessage() for r in caplog.records if bad.name in r.getMessage()] == [
+        f"{bad} is put aside in {tmp_path / QUARANTINE / bad.name}: {found.rejected[0].removeprefix(f'{bad}: ')}"
+    ]
+
+
+def test_a_rank_folder_with_a_quarantine_of_its_own_is_no_fresh_start(tmp_path: Path) -> None:
+    files.leave_empty(write(tmp_path / "rank_0" / QUARANTINE / "a-1_9.safetensors"))
+    with pytest.raises(NoUsableCheckpointError, match="quarantine"):
+        find(tmp_path)
+
+
 # --- resume=path ---
 
 
@@ -208,18 +207,24 @@ def test_a_damaged_file_that_was_asked_for_is_an_error_not_another_step(tmp_path
     write(tmp_path / "a-1_5.safetensors", step=5)
     bad = write(tmp_path / "a-1_9.safetensors", step=9)
     files.flip_bit_in_data(bad)
-    with pytest.raises(NoUsableCheckpointError, match="step 9 of run run-a cannot be resumed"):
+    with pytest.raises(
+        NoUsableCheckpointError, match=r"run run-a step 9 cannot be resumed: .*model\.bias.*; give"
+    ) as caught:
         find(tmp_path, resume=bad)
+    assert str(bad) in str(caught.value)
 
 
 def test_files_that_are_none_of_ours_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a-1_5.safetensors")
     files.leave_empty(path)
-    with pytest.raises(CorruptCheckpointError):
+    remedy = "give another checkpoint, or a directory"
+    with pytest.raises(CorruptCheckpointError, match=remedy) as corrupt:
         find(tmp_path, resume=path)
+    assert str(corrupt.value).count(str(path)) == 1 and corrupt.value.path == path
     files.replace_by_foreign_file(path)
-    with pytest.raises(ForeignCheckpointError):
+    with pytest.raises(ForeignCheckpointError, match=remedy):
         find(tmp_path, resume=path)
+    assert path.exists(), "what was asked for by name is not moved"
 
 
 @pytest.mark.parametrize("resume", ["atuo", "", None, 5, True])
@@ -232,9 +237,11 @@ def test_anything_else_is_refused(tmp_path: Path, resume: Any, monkeypatch: pyte
 
 def test_a_link_that_was_asked_for_is_refused(tmp_path: Path) -> None:
     link = tmp_path / "latest.safetensors"
-    link.symlink_to(write(tmp_path / "a-1_5.safetensors"))
-    with pytest.raises(UsageError, match="neither"):
+    target = write(tmp_path / "a-1_5.safetensors")
+    link.symlink_to(target)
+    with pytest.raises(UsageError, match=r"latest\.safetensors' is a symbolic link") as caught:
         find(tmp_path, resume=link)
+    assert str(target) in str(caught.value)
 
 
 # --- several ranks ---
@@ -251,7 +258,7 @@ def test_all_ranks_take_the_newest_step_that_everybody_has(tmp_path: Path) -> No
 def test_a_missing_rank_is_named_when_nothing_is_left(tmp_path: Path) -> None:
     write(tmp_path / "rank_0" / "a-1_7.safetensors", step=7, world_size=3)
     write(tmp_path / "rank_2" / "a-1_7.safetensors", step=7, world_size=3, rank=2)
-    with pytest.raises(NoUsableCheckpointError, match="step 7 lacks the file of rank 1"):
+    with pytest.raises(NoUsableCheckpointError, match="run run-a step 7: rank 1 has no file of it"):
         steps_on(3, tmp_path)
 
 
@@ -295,7 +302,7 @@ def test_a_newer_step_of_another_world_size_is_named(tmp_path: Path) -> None:
     results = find_on(2, tmp_path)
     for result in results:
         assert isinstance(result, Resumed) and result.checkpoint.info.step == 5
-        assert "step 9 is not used: written by 4 ranks" in result.rejected
+        assert result.rejected == ["run run-a step 9 is not used: written by 4 ranks"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -1,0 +1,97 @@
+"""A rank without a file of its own takes that of a replica; its random numbers are new and always the same."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindx_elastic.capture.rng import seed_rng
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import NoUsableCheckpointError
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resuming import _how_to_restore_rng
+from tests.checkpoint_files import write_step
+from tests.resume.shared_store import on_all_ranks
+
+WORLD = 3
+REPLICAS: dict[str, Any] = {"world_size": WORLD, "coordinates": {"replicas": WORLD}}
+
+
+def find(directory: Path) -> list[Resumed]:
+    """What every rank resumes from; raises the first rank's error."""
+    found = on_all_ranks(
+        WORLD,
+        lambda rank, exchange: find_and_read(
+            [directory], RankInfo(rank=rank, world_size=WORLD), exchange, resume="auto"
+        ),
+    )
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return [one for one in found if isinstance(one, Resumed)]
+
+
+def lose(directory: Path, *ranks: int) -> None:
+    for rank in ranks:
+        for path in (directory / f"rank_{rank}").iterdir():
+            path.unlink()
+
+
+def numbers() -> tuple[list[float], float, float]:
+    return torch.rand(4).tolist(), random.random(), float(np.random.rand())
+
+
+def test_ranks_without_a_file_take_the_lowest_replicas(tmp_path: Path) -> None:
+    write_step(tmp_path, 7, **REPLICAS)
+    lose(tmp_path, 0, 2)
+    found = find(tmp_path)
+    assert [(one.checkpoint.info.step, one.checkpoint.info.rank, one.donor) for one in found] == [
+        (7, 1, 1),
+        (7, 1, None),
+        (7, 1, 1),
+    ]
+
+
+def test_a_whole_older_step_goes_first(tmp_path: Path) -> None:
+    for step in (3, 7):
+        write_step(tmp_path, step, **REPLICAS)
+    next((tmp_path / "rank_1").glob("*_7.safetensors")).unlink()
+    assert [(one.checkpoint.info.step, one.donor) for one in find(tmp_path)] == [(3, None)] * WORLD
+
+
+@pytest.mark.parametrize("coordinates", [{}, {"replicas": WORLD - 1}])
+def test_a_file_of_sharded_weights_stands_in_for_nobody(tmp_path: Path, coordinates: dict[str, int]) -> None:
+    write_step(tmp_path, 7, world_size=WORLD, coordinates=coordinates)
+    lose(tmp_path, 2)
+    with pytest.raises(NoUsableCheckpointError, match=r"step 7.*rank 2"):
+        find(tmp_path)
+
+
+def test_a_seed_sets_every_generator() -> None:
+    drawn = []
+    for seed in (5, 5, 2**62):
+        numbers()
+        seed_rng(seed)
+        drawn.append(numbers())
+    assert drawn[0] == drawn[1]
+    assert all(a != b for a, b in zip(drawn[0], drawn[2], strict=True))
+
+
+def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_step(tmp_path, 7, **REPLICAS)
+    lose(tmp_path, 0, 2)
+    found = find(tmp_path)
+    found[0].checkpoint.state["rng"] = found[2].checkpoint.state["rng"] = None  # the donor's are not looked at
+    drawn = []
+    for rank in (0, 2, 0):
+        _how_to_restore_rng(found[rank], RankInfo(rank=rank, world_size=WORLD))()
+        drawn.append(numbers())
+    assert drawn[0] == drawn[2] != drawn[1]
+    assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text

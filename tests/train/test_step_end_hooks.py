@@ -1,0 +1,106 @@
+"""What callbacks do at the end of a step belongs to that step: random draws, averages, meters, the wish to stop."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.errors import GracefulExit
+from mindx_elastic.guard import Guard, _entered
+from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext
+from tests.train.small_job import make_loader, make_model, make_network, same, weights
+from tests.train.test_resume import At, sigterm
+
+
+class Meter:
+    """Counts what is not a callback's own."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = state["values"]
+
+
+class Averaging(Callback):
+    """Updates a moving average with a random weight, and a meter: every kind of state that a hook can change."""
+
+    def __init__(self, average: nn.Module, meter: Meter) -> None:
+        self.average, self.meter = average, meter
+
+    @torch.no_grad()
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        network = run_context.original_args().network
+        weight = torch.rand(())
+        for mine, live in zip(self.average.parameters(), network.parameters(), strict=True):
+            mine.lerp_(live, weight)
+        self.meter.values.append(weight.item() + run_context.original_args().net_outputs.item())
+
+
+def train_with_average(*extra: Callback) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
+    model, average, meter = make_model(), make_network(), Meter()
+    torch.manual_seed(1)
+    callbacks = [ExceptionCheckpoint(directory="out"), *extra, Averaging(average, meter)]
+    model.train(3, make_loader(), callbacks, stateful={"average": average, "meter": meter}, progress=False)
+    return weights(model), dict(average.state_dict()), meter.values
+
+
+def sigterm_and_let_the_watcher_decide() -> None:
+    """The worst moment: the step is taken, its callbacks are not done, and the watcher has nothing left to wait for."""
+    guard = _entered[0]
+    sigterm()
+    done = threading.Event()
+    guard._watcher.post(done.set)
+    assert done.wait(30)
+
+
+@pytest.mark.parametrize("step", [1, 6, 8, 18])
+def test_what_hooks_change_resumes_bit_for_bit(step: int) -> None:
+    with pytest.raises(GracefulExit) as caught:
+        train_with_average(At(step, sigterm_and_let_the_watcher_decide))
+    assert caught.value.step == step
+    resumed = train_with_average()
+    for path in Path("out").glob("*.safetensors"):
+        path.unlink()
+    straight = train_with_average()
+    for mine, theirs in zip(resumed[:2], straight[:2], strict=True):
+        assert same(mine, theirs)
+    assert resumed[2] == straight[2] and len(straight[2]) == 18
+
+
+class OnlyThisRankAsks(LocalExchange):
+    """Of two ranks, the other one goes on training."""
+
+    def collect(self, name: str, timeout_s: float) -> list[str]:
+        if name.startswith("end/"):
+            raise TimeoutError(name)
+        return super().collect(name, timeout_s)
+
+
+def test_a_stop_that_one_rank_asks_for_lets_the_script_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Enough(Callback):
+        ended = 0
+
+        def on_train_step_end(self, run_context: RunContext) -> None:
+            if run_context.original_args().cur_step_num == 4:
+                run_context.request_stop()
+
+        def on_train_end(self, run_context: RunContext) -> None:
+            self.ended += 1
+
+    monkeypatch.setattr(Model, "_open_exchange", lambda *_: OnlyThisRankAsks())
+    monkeypatch.setattr(Guard, "world_size", property(lambda guard: 2))
+    model, enough = make_model(), Enough()
+    model.train(1000, make_loader(), [ExceptionCheckpoint(directory="out"), enough], progress=False)
+    assert enough.ended == 1 and 4 < model.position.step < 6000
+    assert model.eval(make_loader())
+    model.train(model.position.epoch + 1, make_loader(), ExceptionCheckpoint(directory="out2"), progress=False)
