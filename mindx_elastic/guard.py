@@ -197,7 +197,7 @@ class Guard:
         self._orders = GradientOrders(self._targets, self._collector, world_size=self.ranks.world_size)
         # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate = StepGate(self._step)
+        self._step_gate, self._past_epochs = StepGate(self._step), False
         replicated = is_replicated(self._targets, self._collector)
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
         watcher = Watcher(self._hear_signal)
@@ -293,12 +293,16 @@ class Guard:
         """
         if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
             raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
+        if self._past_epochs:  # a second loop in the same block
+            self._past_epochs = False
+            self._step_gate.enter_step()
         for epoch in range(max(1, self._epoch), num_epochs + 1):
             if epoch != self._epoch:
                 self._epoch, self._step_in_epoch = epoch, 0
             if hasattr(self.loader, "set_epoch"):
                 self.loader.set_epoch(epoch)
             yield epoch
+        self._past_epochs = True
         self._step_gate.leave_step()
 
     def step_end(self, **scalars: Any) -> None:
