@@ -146,6 +146,7 @@ def _containing_itself() -> object:
         (_containing_itself(), "contains itself"),
     ],
     ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # the same in every process
 )
 def test_what_cannot_be_stored_is_named(value: object, says: str) -> None:
     with pytest.raises(UnsupportedStateError, match=says) as caught:

@@ -191,3 +191,14 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
     harness.wait_until(lambda: not [p for p in workers if Path(f"/proc/{p}").exists()], "the loader workers ending")
     assert set(Path("/dev/shm").iterdir()) <= before
     assert not list(tmp_path.rglob("*.mindx-tmp*"))
+
+
+def test_fsdp2_shards_come_back_to_their_ranks(tmp_path: Path) -> None:
+    whole = run_job("fsdp.py", tmp_path / "whole", ranks=2)
+    with start_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2) as job:
+        job.wait_for("HOLD", count=2)
+        job.signal_rank(1)
+        job.expect(1)
+    resumed = run_job("fsdp.py", tmp_path / "stopped", "--hold-at", 5, ranks=2)
+    assert len(resumed.matches(r"READY \d \d+ 6")) == 2, resumed.report()
+    assert resumed.hashes() == whole.hashes(), resumed.report()

@@ -1,0 +1,61 @@
+"""A training job for the system tests: FSDP2 on CPU, each rank saving its own shards. Same lines as ``loop.py``."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import mindx_elastic as mx
+from tests.jobs.loop import hold, say
+
+STEPS = 12
+
+
+def local_hash(network: nn.Module) -> str:
+    digest = hashlib.sha256()
+    for parameter in network.parameters():
+        assert isinstance(parameter, DTensor)
+        digest.update(parameter.to_local().detach().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory")
+    parser.add_argument("--hold-at", type=int, default=-1)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5))  # 33 rows: uneven shards
+    fully_shard(network[0], mesh=mesh)
+    fully_shard(network, mesh=mesh)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory)
+    with guard:
+        say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
+        for _ in guard.epochs(1):
+            while guard.position.step < STEPS:
+                generator = torch.Generator().manual_seed(guard.position.step * 10 + rank)
+                network(torch.randn(4, 16, generator=generator)).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                guard.step_end()
+                if guard.position.step == args.hold_at and guard.resumed_from_step is None:
+                    hold(guard, rank)
+    say(f"DONE {rank} {local_hash(network)} {guard.position.step}")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
