@@ -145,7 +145,6 @@ def _containing_itself() -> object:
         (_nested_too_deep(), "deeper"),
         (_containing_itself(), "contains itself"),
     ],
-    ids=str,
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # the same in every process
 )
 def test_what_cannot_be_stored_is_named(value: object, says: str) -> None:

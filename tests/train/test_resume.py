@@ -167,7 +167,9 @@ def test_sigterm_in_other_hooks(hook: str, interval: str) -> None:
         {"max_grad_norm": 0.5},
         {"metrics": {"accuracy", "loss"}},
     ],
-    ids=lambda changes: next(iter(changes)) + str(next(iter(changes.values()))),
+    ids=lambda changes: (
+        next(iter(changes)) + (str(v) if isinstance(v := next(iter(changes.values())), (str, int)) else "")
+    ),
 )
 def test_sigterm_with(changes: dict[str, Any]) -> None:
     straight, counter = train([], **changes)
