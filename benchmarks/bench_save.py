@@ -1,6 +1,6 @@
 """Seconds from a signal to a durable checkpoint: mindx_elastic beside torch.save, DCP and safetensors.
 
-    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--directory DIR]
+    python benchmarks/bench_save.py [--gib 1] [--rounds 5] [--pause 0] [--directory DIR]
 
 Each sample is a fresh process that builds the state (big and small tensors, as of a model with Adam), sends itself
 SIGTERM, and saves as soon as the signal is heard. Its first save is *cold* (nothing of the save path has run or has
@@ -38,36 +38,39 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state (default 1)")
     parser.add_argument("--rounds", type=int, default=5, help="processes per method (default 5)")
     parser.add_argument("--directory", type=Path, default=Path(), help="disk to write to (default: here)")
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each save (default 0)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(_measure(args.child, args.gib, args.directory)))
+        print(json.dumps(_measure(args.child, args.gib, args.directory, args.pause)))
         return
     _print_setting(args.directory)
     samples: dict[str, dict[str, list[float]]] = {name: {"cold": [], "warm": []} for name in METHODS}
     for round_number in range(args.rounds):
         for index in range(len(METHODS)):
             method = METHODS[(index + round_number) % len(METHODS)]
-            for kind, seconds in _run_child(method, args.gib, args.directory).items():
+            for kind, seconds in _run_child(method, args.gib, args.directory, args.pause).items():
                 samples[method][kind] += seconds
     _print_table(samples, args.gib)
 
 
-def _run_child(method: str, gib: float, directory: Path) -> dict[str, list[float]]:
+def _run_child(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory(prefix="bench_save-", dir=directory) as folder:
         command = [sys.executable, __file__, "--child", method, "--gib", str(gib), "--directory", folder]
+        command += ["--pause", str(pause_s)]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return result
 
 
-def _measure(method: str, gib: float, directory: Path) -> dict[str, list[float]]:
+def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[str, list[float]]:
     save = _SAVERS[method]()
     state = _make_state(int(gib * 1024) * _MIB)
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     seconds = []
     for number in range(1 + WARM_SAVES):
+        time.sleep(pause_s)  # a virtual disk slows down after some GB in a row and recovers
         heard.clear()
         target = directory / f"save-{number}"
         start = time.monotonic()
