@@ -70,7 +70,7 @@ def _measure(method: str, gib: float, directory: Path, pause_s: float) -> dict[s
     signal.signal(signal.SIGTERM, lambda number, _frame: heard.append(number))
     seconds = []
     for number in range(1 + WARM_SAVES):
-        time.sleep(pause_s)  # a virtual disk slows down after some GB in a row and recovers
+        time.sleep(pause_s)
         heard.clear()
         target = directory / f"save-{number}"
         start = time.monotonic()
