@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from mindx_elastic.train import Model as Model
     from mindx_elastic.train import ModelCheckpoint as ModelCheckpoint
     from mindx_elastic.train import OnRequestExit as OnRequestExit
+    from mindx_elastic.train import OptTFTWrapper as OptTFTWrapper
     from mindx_elastic.train import RunContext as RunContext
+    from mindx_elastic.train import TFTRegister as TFTRegister
     from mindx_elastic.train import TimeMonitor as TimeMonitor
 
 _HOME = {
@@ -36,8 +38,10 @@ _HOME = {
     "Model": "mindx_elastic.train",
     "ModelCheckpoint": "mindx_elastic.train",
     "OnRequestExit": "mindx_elastic.train",
+    "OptTFTWrapper": "mindx_elastic.train",
     "PeriodicPolicy": "mindx_elastic.policy",
     "RunContext": "mindx_elastic.train",
+    "TFTRegister": "mindx_elastic.train",
     "TimeMonitor": "mindx_elastic.train",
     "data": "",
     "errors": "",
@@ -53,8 +57,10 @@ __all__ = [
     "Model",
     "ModelCheckpoint",
     "OnRequestExit",
+    "OptTFTWrapper",
     "PeriodicPolicy",
     "RunContext",
+    "TFTRegister",
     "TimeMonitor",
     "data",
     "errors",

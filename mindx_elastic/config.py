@@ -7,12 +7,24 @@ names, values and defaults.
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from mindx_elastic.errors import UsageError
 
-__all__ = ["DEFAULT_GRACE_S", "RankInfo", "Settings"]
+__all__ = [
+    "DEFAULT_GRACE_S",
+    "AgentInfo",
+    "FaultPaths",
+    "MemorySettings",
+    "RankInfo",
+    "RedundancySettings",
+    "Settings",
+    "TftSettings",
+    "parse_snapshot_every",
+]
 
 DEFAULT_GRACE_S = 30.0  # Kubernetes' terminationGracePeriodSeconds and torchrun's own wait
 
@@ -64,7 +76,7 @@ class RankInfo:
             rank=_integer(env, "RANK", 0),
             world_size=_integer(env, "WORLD_SIZE", 1),
             local_rank=_integer(env, "LOCAL_RANK", 0),
-            attempt=_integer(env, "TORCHELASTIC_RESTART_COUNT", 0),
+            attempt=max(_integer(env, "TORCHELASTIC_RESTART_COUNT", 0), _integer(env, "MINDX_ATTEMPT", 0)),
         )
 
 
@@ -105,3 +117,157 @@ class Settings:
         if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0.5 <= grace_s <= 86400:
             raise UsageError(f"grace_s={grace_s!r}: give seconds from 0.5 to 86400")
         return replace(self, grace_s=float(grace_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentInfo:
+    """The agent that has started this worker (`mindx-elastic run` sets all of it)."""
+
+    folder: Path
+    """``MINDX_AGENT_DIR``: the agent's private folder."""
+    pid: int = 0
+    """``MINDX_AGENT_PID``."""
+    run_dir: Path | None = None
+    """``MINDX_RUN_DIR``: where stacks of a hang go."""
+    attempt: int = 0
+    """``MINDX_ATTEMPT``: how often the agent has started the workers before."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> AgentInfo | None:
+        """None: there is no agent."""
+        env = os.environ if env is None else env
+        folder, run_dir = env.get("MINDX_AGENT_DIR", "").strip(), env.get("MINDX_RUN_DIR", "").strip()
+        pid, attempt = _integer(env, "MINDX_AGENT_PID", 0), _integer(env, "MINDX_ATTEMPT", 0)
+        if not folder:
+            return None
+        return cls(folder=Path(folder), pid=pid, run_dir=Path(run_dir) if run_dir else None, attempt=attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorySettings:
+    """What is kept in shared memory, see `memory`."""
+
+    base: Path | None = Path("/dev/shm")
+    """``MINDX_ARENA_DIR``: a memory file system; ``none`` (None here): nothing is kept in memory."""
+    snapshot_every: int | None = 0
+    """``MINDX_SNAPSHOT_EVERY``: steps between two snapshots, 0 for none, ``auto`` (None here) to measure it."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> MemorySettings:
+        env = os.environ if env is None else env
+        base = env.get("MINDX_ARENA_DIR", "").strip() or "/dev/shm"
+        every = parse_snapshot_every(env.get("MINDX_SNAPSHOT_EVERY", "").strip() or "0", "MINDX_SNAPSHOT_EVERY")
+        return cls(base=None if base == "none" else Path(base), snapshot_every=every)
+
+    def with_every(self, snapshot_every: object) -> MemorySettings:
+        """The same settings with another interval, unless that is None."""
+        if snapshot_every is None:
+            return self
+        return replace(self, snapshot_every=parse_snapshot_every(snapshot_every, "snapshot_every"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RedundancySettings:
+    """On how many nodes each checkpoint file lies, see `mirror`."""
+
+    copies: int = 1
+    """``MINDX_REDUNDANCY``: 1 to 64; 1: only where its rank writes it."""
+    node: str = ""
+    """``GROUP_RANK``: number of the node, as torchrun and our agent set it; empty: by host name and boot."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RedundancySettings:
+        env = os.environ if env is None else env
+        copies = _parse_copies(_integer(env, "MINDX_REDUNDANCY", 1), "environment variable MINDX_REDUNDANCY")
+        return cls(copies=copies, node=env.get("GROUP_RANK", "").strip())
+
+    def with_copies(self, redundancy: object) -> RedundancySettings:
+        """The same settings with another number, unless that is None."""
+        return self if redundancy is None else replace(self, copies=_parse_copies(redundancy, "redundancy"))
+
+    def node_name(self) -> str:
+        """The same for all ranks of a node, and different on different nodes."""
+        if self.node:
+            return f"node {self.node}"
+        try:
+            return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+        except OSError:
+            return socket.gethostname()
+
+
+def _parse_copies(value: object, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
+        raise UsageError(f"{name}={value!r}: give the number of nodes that each file is to lie on, from 1 to 64")
+    return value
+
+
+def parse_snapshot_every(value: object, name: str) -> int | None:
+    """``auto`` -> None, else a number of steps from 0. Raises UsageError that names `name`."""
+    text = str(value).strip()
+    if text == "auto":
+        return None
+    if isinstance(value, bool) or not text.isdecimal() or int(text) > 10**9:
+        raise UsageError(f'{name}={value!r}: give a number of steps, 0 for no snapshots, or "auto"')
+    return int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultPaths:
+    """Where the platform tells of faults (FACTS 1)."""
+
+    fault_dir: Path = Path("/user/restore/fault/config")
+    """``MINDX_FAULT_DIR``: folder with the key files ``fault-npus`` and ``checkCode``."""
+    reset_dir: Path = Path("/user/restore/reset/config")
+    """``MINDX_RESET_DIR``: folder with ``reset.json``."""
+    rank_table: Path | None = None
+    """``MINDX_RANK_TABLE``, else ``RANK_TABLE_FILE``: the file ``hccl.json``; None: there is none."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> FaultPaths:
+        env = os.environ if env is None else env
+
+        def path(name: str) -> Path | None:
+            text = env.get(name, "").strip()
+            if "\0" in text:
+                raise UsageError(f"environment variable {name}={text!r} is no path")
+            return Path(text) if text else None
+
+        return cls(
+            fault_dir=path("MINDX_FAULT_DIR") or cls.fault_dir,
+            reset_dir=path("MINDX_RESET_DIR") or cls.reset_dir,
+            rank_table=path("MINDX_RANK_TABLE") or path("RANK_TABLE_FILE"),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TftSettings:
+    """MindSpore's switch for its fault tolerance, ``MS_ENABLE_TFT='{TTP:1}'``."""
+
+    enabled: frozenset[str] = field(default_factory=frozenset)
+    """``MS_ENABLE_TFT``: names that are switched on. TTP (save when the job dies) is the one that means something here;
+    UCE, HCCE, ARF, TRE, TSP, RSC and whatever comes later are accepted."""
+    for_mindspore: bool = False
+    """``MINDIO_FOR_MINDSPORE``: accepted, without effect."""
+
+    @property
+    def ttp(self) -> bool:
+        return "TTP" in self.enabled
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> TftSettings:
+        """Spaces, quotes, missing braces, ``=`` for ``:`` and small letters are all accepted."""
+        env = os.environ if env is None else env
+        text = env.get("MS_ENABLE_TFT", "")
+        enabled = set()
+        for item in text.translate(str.maketrans("", "", "{}\"' \t\n")).replace(";", ",").split(","):
+            name, _, value = item.replace("=", ":").partition(":")
+            if not item:
+                continue
+            if not name.isidentifier() or value.lower() not in ("0", "1", "true", "false"):
+                raise UsageError(
+                    f"environment variable MS_ENABLE_TFT={text!r}: give '{{TTP:1}}'; {item!r} is no switch"
+                )
+            if value.lower() in ("1", "true"):
+                enabled.add(name.upper())
+        mindio = env.get("MINDIO_FOR_MINDSPORE", "").strip().lower()
+        return cls(enabled=frozenset(enabled), for_mindspore=mindio in ("1", "true"))

@@ -7,6 +7,7 @@
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- CheckpointError
         +-- SaveError (OSError)              a file could not be written; older files are untouched
+        +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or somebody else's
         +-- UnsafeDirectoryError (PermissionError)  a directory that others may write to
         +-- CorruptCheckpointError (ValueError)     damaged bytes: truncated, flipped, malformed
         +-- ForeignCheckpointError (ValueError)     a sound file that this package did not write
@@ -24,6 +25,7 @@ import os
 from pathlib import Path
 
 __all__ = [
+    "ArenaError",
     "CheckpointError",
     "CorruptCheckpointError",
     "ForeignCheckpointError",
@@ -79,6 +81,10 @@ class SaveError(CheckpointError, OSError):
         super().__init__(message, path=path)
         self.rank = rank
         self.step = step
+
+
+class ArenaError(CheckpointError, OSError):
+    """Shared memory cannot hold snapshots. Training goes on without them."""
 
 
 class UnsafeDirectoryError(CheckpointError, PermissionError):

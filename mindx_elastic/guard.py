@@ -17,24 +17,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.connect import current_ranks
 from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
-from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.data.position import PositionedLoader
+from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.listening import Listening, find_peers
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
-from mindx_elastic.resuming import GradientOrders, is_replicated, start_or_resume
+from mindx_elastic.resuming import GradientOrders, Start, ddp_modules, is_replicated, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
+from mindx_elastic.surroundings import Surroundings
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
@@ -73,6 +73,8 @@ class Guard:
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
     * `allow_shared_directory`: accept a directory that other users may write to.
+    * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
+    * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
     Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
     """
@@ -97,14 +99,16 @@ class Guard:
         periodic: Sequence[PeriodicPolicy] = (),
         append_info: Sequence[object] = (),
         allow_shared_directory: bool = False,
+        snapshot_every: int | str | None = None,
+        redundancy: int | None = None,
     ) -> None:
         if not isinstance(directory, (str, Path)) or not str(directory):
             raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
         self._allow_shared = allow_shared_directory
+        self._snapshot_every, self._redundancy = snapshot_every, redundancy
         self.loader = loader
-        self._positioned = isinstance(loader, PositionedLoader)
         self._periodic = tuple(periodic)
         self._targets = name_targets(
             model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
@@ -123,7 +127,6 @@ class Guard:
         self.run_id = ""
         self._step = self._epoch = self._step_in_epoch = 0
         self._cut = True
-        self._finished = False
 
     # --- life ---
 
@@ -157,11 +160,9 @@ class Guard:
         if self._grace_s is not None:
             settings = settings.with_grace(self._grace_s)
         self.ranks = current_ranks(RankInfo.from_env())
-        self._log_filter = RankFilter(
-            rank=self.ranks.rank, world_size=self.ranks.world_size, attempt=self.ranks.attempt
-        )
-        console = attach_console(self._log_filter, settings.log_level)
-        if console is not None:
+        ranks = self.ranks
+        self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
+        if (console := attach_console(self._log_filter, settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
         wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
         self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
@@ -169,8 +170,10 @@ class Guard:
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
-        self._exchange = open_exchange(self.ranks)
-        stack.callback(self._exchange.close)
+        replicated = self.ranks.world_size > 1 and is_replicated(self._targets, self._collector)
+        self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
+        self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
+        self._exchange = self._around.exchange
         start = start_or_resume(
             directories,
             collector=self._collector,
@@ -180,15 +183,34 @@ class Guard:
             exchange=self._exchange,
             events=self._events,
             resume=self._resume,
+            arenas=self._around.arenas,
+            transport=self._around.mirror,
+            on_found=self._around.announce,
         )
+        self._take_over(start, settings)
+        self._start_stages(stack, settings)
+        self._around.enter(
+            start,
+            self._collector,
+            self._update_gate,
+            self._events,
+            self._saver,
+            replicas=[module for _, module in ddp_modules(self._targets)] if replicated else [],
+            next_step=lambda: self._step + 1,
+        )
+
+    def _take_over(self, start: Start, settings: Settings) -> None:
+        """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         position = self._collector.position
         self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step = None if start.resumed is None else position.step
+        self.resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None and start.resumed.own is not None:
+            # Put together from another rank's file and what lay in memory: on disk it is whole again.
+            self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
-        self._start_stages(stack, settings)
 
     def _start_stages(self, stack: ExitStack, settings: Settings) -> None:
         self._update_gate = UpdateGate()
@@ -198,10 +220,9 @@ class Guard:
         # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
         self._step_gate, self._past_epochs = StepGate(self._step), False
-        replicated = is_replicated(self._targets, self._collector)
-        self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
-        watcher = Watcher(self._hear_signal)
-        self._watcher = watcher
+        peers = find_peers(self.ranks, self._exchange)
+        stack.callback(peers.close)
+        watcher = self._watcher = Watcher(lambda signum: self._listening.hear_signal(signum))
         self.stopper = Stopper(
             step_gate=self._step_gate,
             update_gate=self._update_gate,
@@ -213,20 +234,14 @@ class Guard:
             policies=self._policies,
             events=self._events,
             already_durable=self._already_durable,
+            peers_gone=peers.look,
+            page=self._around.page,
         )
         watcher.start()
         stack.callback(watcher.stop)
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._exchange.listen(lambda content: watcher.post(lambda: self.stopper.hear_peer(content)))
-        for policy in self._policies:
-            if policy.flag_file is not None and "flag" in policy.alarms and settings.graceful_exit is not False:
-                watch_flag_file(watcher, FlagFile(policy.flag_file), settings.flag_poll_s, self.stopper.hear_flag)
-        signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
-        self._handlers = stack.enter_context(SignalHandlers(signals, watcher))
-
-    def _hear_signal(self, signum: int) -> None:
-        if not self.stopper.finished and self._handlers.hear(signum):
-            self.stopper.hear_signal(signum)
+        self._listening = Listening(watcher, settings, self._policies, self.ranks)
+        self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
 
     def _close_saver(self) -> None:
         alarm = None if self.stopper.finished else self.stopper.alarm
@@ -238,6 +253,7 @@ class Guard:
             self._saver.drain()
             if self.stopper.at_end():
                 raise self._leave()
+            self._around.keep_memory = False
             self._exchange.leave()
             for policy in self._periodic:
                 self._saver.prune(policy)
@@ -259,9 +275,10 @@ class Guard:
     def _leave(self) -> GracefulExit:
         """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
         assert self.stopper.alarm is not None
-        self._handlers.linger(self.stopper.alarm.deadline.at)
+        self._listening.handlers.linger(self.stopper.alarm.deadline.at)
         self.stopper.after_save()
         leaving = self.stopper.exit()
+        self._around.keep_memory = not self.stopper.settled_together
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
 
@@ -274,15 +291,10 @@ class Guard:
     @property
     def position(self) -> Position:
         """The last boundary passed."""
-        return Position(self._step, self._epoch, self._step_in_epoch, self._batches_per_epoch())
+        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
 
-    @property
-    def rank(self) -> int:
-        return self.ranks.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.ranks.world_size
+    rank = property(lambda self: self.ranks.rank)
+    world_size = property(lambda self: self.ranks.world_size)
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
@@ -318,8 +330,8 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        if self._epoch == 0 or self.loader_epoch() not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, self.loader_epoch(), self._epoch), 0
+        if self._epoch == 0 or current_epoch(self.loader) not in (0, self._epoch):
+            self._epoch, self._step_in_epoch = max(1, current_epoch(self.loader), self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
         self._cut = not (self._accumulates and self._update_gate.window_open())
@@ -345,16 +357,12 @@ class Guard:
         if retake and self._cut:
             self._pass_boundary()
         self._log_filter.step = self._step
+        self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self.position):
                 self.save_periodic(policy)
-
-    def loader_epoch(self) -> int:
-        """Epoch of the loader's newest batch, else 0. (Its `epoch` is the next one after the last batch.)"""
-        epoch = self.loader.state_dict()["epoch"] if self._positioned else getattr(self.loader, "epoch", 0)
-        return int(epoch or 0)
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
@@ -363,13 +371,11 @@ class Guard:
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can then stop at the boundary it
-
-        already has.
-        """
+        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has."""
         self._step_gate.leave_step()
         try:
-            yield
+            with self._around.between_steps():
+                yield
         finally:
             if self._step_gate.enter_step():
                 self.stopper.at_limit(is_cut=True)
@@ -377,7 +383,7 @@ class Guard:
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
         self._require_entered("request_stop()")
-        self._watcher.post(lambda: self.stopper.hear_user(reason, exit_code))
+        self._watcher.post(lambda: self.stopper.hear(self.stopper.alarms.of_request(reason, exit_code)))
 
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
@@ -405,9 +411,3 @@ class Guard:
     def _require_entered(self, what: str) -> None:
         if self not in _entered:
             raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
-
-    def _batches_per_epoch(self) -> int:
-        try:
-            return len(self.loader)
-        except (TypeError, NotImplementedError):
-            return 0

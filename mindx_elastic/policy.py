@@ -7,12 +7,13 @@ the same signal and there is one save path.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from mindx_elastic.capture.position import Position
+from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "breakpoint_name",
     "breakpoint_policy",
     "check_policies",
+    "keep_consistent",
 ]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
@@ -44,7 +46,7 @@ class ExitPolicy:
     """A wish to save when the job must stop."""
 
     kind: str
-    """``breakpoint`` or ``request_exit``; written into the file's header."""
+    """``breakpoint``, ``ttp`` or ``request_exit``; written into the file's header."""
     alarms: frozenset[str]
     """Which of `ALARM_KINDS` this policy answers to."""
     name: Callable[[Position], str]
@@ -64,6 +66,15 @@ class ExitPolicy:
     after_save: Callable[[float], None] | None = None
     """Called in the training thread once the checkpoint is durable, with the `time.monotonic` deadline in seconds.
     An exception there is a warning."""
+
+    place: Callable[[Path, Position, RankInfo], Path] | None = None
+    """Gives the whole path of the file, below the directory (resolved, first argument), where that is not ``{name}`` or
+    ``rank_{r}/{name}`` in it."""
+    finish: Callable[[Path, RankInfo, Callable[[], Collection[int]], float], Path] | None = None
+    """Called with the durable file, the ranks, a function that gives the ranks known to be dead, and the seconds it may
+    take, in the thread that saves; returns where the file is afterwards. An OSError there is a warning."""
+    needs_replica: bool = False
+    """Refuse to save when a rank is gone and no other rank holds the same state: see `keep_consistent`."""
 
     def __post_init__(self) -> None:
         unknown = self.alarms - ALARM_KINDS
@@ -88,6 +99,15 @@ def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
             json.dumps(list(policy.append_info))
         except (TypeError, ValueError) as error:
             raise UsageError(f"append_info={policy.append_info!r} cannot be written as JSON: {error}") from None
+
+
+def keep_consistent(policies: Sequence[ExitPolicy], kind: str, *, replicated: bool) -> list[ExitPolicy]:
+    """The policies that may save after an alarm of `kind`.
+
+    With a ``peer`` alarm a rank is gone, and with it its part of the state, unless the ranks are replicas of each other
+    (`replicated`): a policy with `needs_replica` then saves nothing.
+    """
+    return [policy for policy in policies if replicated or kind != "peer" or not policy.needs_replica]
 
 
 def breakpoint_policy(

@@ -10,6 +10,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_directory, remove_stale_temps
+from mindx_elastic.persist.tft_tree import remove_stale_tft_temps
 
 __all__ = ["check_state_and_space", "prepare_directories"]
 
@@ -24,6 +25,7 @@ def prepare_directories(wanted: Iterable[Path], ranks: RankInfo, *, allow_shared
         folder = directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
         if folder.is_dir():
             remove_stale_temps(folder)
+        remove_stale_tft_temps(directory, ranks.rank)
     return resolved
 
 

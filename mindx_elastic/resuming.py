@@ -24,10 +24,11 @@ from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.resume.copies import Transport
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed, find_and_read
 
-__all__ = ["GradientOrders", "Start", "is_replicated", "start_or_resume"]
+__all__ = ["GradientOrders", "Start", "ddp_modules", "is_replicated", "start_or_resume"]
 
 _RUN_ID_TIMEOUT_S = 600.0
 
@@ -40,6 +41,11 @@ class Start:
     attempt: int
     resumed: Resumed | None
 
+    @property
+    def step(self) -> int | None:
+        """The step that the run goes on from; None on a fresh start."""
+        return None if self.resumed is None else self.resumed.checkpoint.info.step
+
 
 def start_or_resume(
     directories: Sequence[Path],
@@ -51,10 +57,14 @@ def start_or_resume(
     exchange: Exchange,
     events: EventLog,
     resume: str | Path,
+    arenas: Path | None = None,
+    transport: Transport | None = None,
+    on_found: Callable[[Resumed | None], None] = lambda found: None,
 ) -> Start:
     """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""
     began = time.perf_counter()
-    found = find_and_read(directories, ranks, exchange, resume=resume)
+    found = find_and_read(directories, ranks, exchange, resume=resume, arenas=arenas, transport=transport)
+    on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
     events.run_id = run_id = exchange.collect("run_id", _RUN_ID_TIMEOUT_S)[0]
@@ -64,7 +74,7 @@ def start_or_resume(
         events.emit("start", step=0, outcome="fresh")
         return Start(run_id, ranks.attempt, None)
     info = found.checkpoint.info
-    events.attempt = max(ranks.attempt, found.last_attempt + 1)
+    events.attempt = found.next_attempt
     _load(found, collector, targets, loader, ranks)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
@@ -82,21 +92,33 @@ def start_or_resume(
 
 def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
     state = found.checkpoint.state
-    for name, module in _ddp_modules(targets):
+    for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
         if problem is not None:
             logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+    own = None if found.own is None else found.own.unpack()
+    if own is not None:
+        state = collector.compose(state, own)
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore = _how_to_restore_rng(found, ranks)
+    restore = _how_to_restore_rng(found, state["rng"], ranks)
     restore()
     _call_when_ready(loader, restore)
     collector.copy(collector.position)
 
 
-def _how_to_restore_rng(found: Resumed, ranks: RankInfo) -> Callable[[], None]:
-    rng, info = found.checkpoint.state["rng"], found.checkpoint.info
+def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
+    info = found.checkpoint.info
     if found.donor is None:
+        return lambda: restore_rng(rng)
+    if found.own is not None:
+        logger.info(
+            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its own random numbers "
+            "and buffers from memory",
+            ranks.rank,
+            info.step,
+            found.donor,
+        )
         return lambda: restore_rng(rng)
     logger.warning(
         "rank %d has no file of step %d and takes rank %d's: weights, optimizer and position are the same; its random "
@@ -121,7 +143,7 @@ def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
     loader.on_iterator_ready = once
 
 
-def _ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
+def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
     """Every DDP module by its place, also below the top level (a `ModuleDict`, `torch.compile`)."""
     return [
         (f"{name}.{place}" if place else name, module)
@@ -139,8 +161,11 @@ def is_replicated(targets: Mapping[str, Any], collector: Collector) -> bool:
         for name, target in targets.items()
         if isinstance(target, nn.Module) and any(p.requires_grad for p in target.parameters())
     }
-    wrapped = {name.split(".")[0] for name, _ in _ddp_modules(targets)}
-    return bool(trained) and trained <= wrapped and not collector.layout()
+    wrapped = {name.split(".")[0] for name, _ in ddp_modules(targets)}
+    # ZeRO: the optimizer's state is spread over the ranks although the weights are not.
+    # By name: importing it runs torch.jit, which takes a second and is deprecated.
+    spread = any(c.__name__ == "ZeroRedundancyOptimizer" for target in targets.values() for c in type(target).__mro__)
+    return bool(trained) and trained <= wrapped and not collector.layout() and not spread
 
 
 class GradientOrders:
@@ -148,13 +173,13 @@ class GradientOrders:
 
     def __init__(self, targets: Mapping[str, Any], collector: Collector, *, world_size: int) -> None:
         self._collector = collector
-        if world_size > 1 and not _ddp_modules(targets) and not collector.layout():
+        if world_size > 1 and not ddp_modules(targets) and not collector.layout():
             logger.warning(
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
                 "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"
             )
         self._recording: dict[str, GradientOrder] = {}
-        for name, module in _ddp_modules(targets):
+        for name, module in ddp_modules(targets):
             if not collector.gradient_order.get(name):
                 self._recording[name] = GradientOrder(module)
                 self._recording[name].record()

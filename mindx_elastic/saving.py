@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from mindx_elastic.capture.snapshot import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
@@ -41,11 +45,17 @@ class Saver:
     ) -> None:
         self.collector, self.ranks, self.events = collector, ranks, events
         self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
+        self.replicated = replicated
+        """Every rank holds the same weights."""
+        self.gone: Callable[[], Collection[int]] = frozenset
+        """Gives the ranks known to be dead."""
         self._coordinates = {"replicas": ranks.world_size} if replicated else {}
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
+        self.mirror: Mirror | None = None
+        """Copies the files to other nodes, once they are durable here."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -54,16 +64,44 @@ class Saver:
         root = self._resolved.get(directory, directory)
         return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
 
-    def save_dying(self, policies: Sequence[ExitPolicy], reason: str) -> SaveResult:
+    def save_dying(self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf) -> SaveResult:
         """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
 
-        The caller holds the update gate or is the training thread at a boundary. Raises SaveError.
+        The caller holds the update gate or is the training thread at a boundary. `time_left_s`: until the process must
+        be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on
+        copies of it. Raises SaveError.
         """
+        began = time.monotonic()
         position = self.collector.position
-        paths = [self.folder(p.directory) / p.name(position) for p in policies]
+        paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
-        return self._write(paths[0], state, info, also=paths[1:])
+        finishing = dict(zip(paths, policies, strict=True))
+        result = self._write(
+            paths[0],
+            state,
+            info,
+            also=paths[1:],
+            finish=lambda path: self._finish(finishing[path], path, time_left_s / 3),
+            dying=True,
+        )
+        if self.mirror is not None:
+            self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        return result
+
+    def _path(self, policy: ExitPolicy, position: Position) -> Path:
+        if policy.place is None:
+            return self.folder(policy.directory) / policy.name(position)
+        return policy.place(self._resolved.get(policy.directory, policy.directory), position, self.ranks)
+
+    def _finish(self, policy: ExitPolicy, path: Path, timeout_s: float) -> Path:
+        if policy.finish is None:
+            return path
+        try:
+            return policy.finish(path, self.ranks, self.gone, timeout_s)
+        except OSError as error:
+            logger.warning("%s is durable, but could not be moved to its final folder: %s", path, error)
+            return path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Write the boundary just reached. A failure is reported and training goes on; returns whether it went well.
@@ -115,8 +153,33 @@ class Saver:
         return self._background.drain(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the background saves, `timeout_s` seconds at most, and end their thread."""
+        """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._background.close(timeout_s)
+        if self.mirror is not None:
+            self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
+
+    def describe(self, kind: str) -> CheckpointInfo:
+        """The header facts of the last boundary."""
+        return self._info(self.collector.position, kind=kind, reason=kind, append_info=())
+
+    def save_restored(self, policies: Sequence[ExitPolicy], original: CheckpointInfo) -> None:
+        """Write this rank's share of the step that was just resumed, which it did not have on disk. A failure is said.
+
+        With the attempt of the other ranks' files: together they are one whole step.
+        """
+        policy = next((p for p in policies if p.save and p.kind != "eval"), None)
+        if policy is None:
+            return
+        position = self.collector.position
+        info = replace(
+            self._info(position, kind=policy.kind, reason=original.reason, append_info=()), attempt=original.attempt
+        )
+        try:
+            path = self._path(policy, position)
+            self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
+        except (OSError, UnsupportedStateError) as error:
+            self._report(error, info)
 
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
         return CheckpointInfo(
@@ -137,10 +200,18 @@ class Saver:
             torch_version=torch.__version__,
         )
 
-    def _write(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path] = ()) -> SaveResult:
-        for target in (path, *also):
-            target.parent.mkdir(parents=True, exist_ok=True)
-        result = write_checkpoint(path, state, info, layout=self.collector.layout() or None, also=also)
+    def _write(
+        self,
+        path: Path,
+        state: Any,
+        info: CheckpointInfo,
+        also: Sequence[Path] = (),
+        finish: Callable[[Path], Path] = lambda path: path,
+        dying: bool = False,
+    ) -> SaveResult:
+        result = self._write_files(path, state, info, also)
+        moved = [finish(name) for name in dict.fromkeys((path, *also))]
+        result = replace(result, path=moved[0])
         speed = result.nbytes / max(result.duration_s, 1e-6)
         self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
         self.events.emit(
@@ -150,10 +221,25 @@ class Saver:
             duration_s=result.duration_s,
             nbytes=result.nbytes,
             outcome="saved",
-            path=str(path),
+            path=str(result.path),
             kind=info.kind,
         )
+        if self.mirror is not None and not dying:
+            self.mirror.submit(result.path, info.step)
         return result
+
+    def _write_files(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path]) -> SaveResult:
+        def write() -> SaveResult:
+            for target in (path, *also):
+                target.parent.mkdir(parents=True, exist_ok=True)
+            return write_checkpoint(path, state, info, layout=self.collector.layout() or None, also=also)
+
+        try:
+            return write()
+        except OSError as error:  # a SaveError is one
+            if error.errno != errno.ENOENT:
+                raise
+            return write()  # another rank has renamed a tree that it took for finished
 
     def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
         """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.
@@ -192,6 +278,8 @@ class Saver:
                 os.unlink(path)
             except OSError as error:
                 logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
+            if self.mirror is not None:
+                self.mirror.drop(path, self.events.run_id)
 
     def _protected(self, policy: PeriodicPolicy, catalog: Catalog, own: Sequence[Moment]) -> set[Moment]:
         """The newest whole step, the step just written, and those that may become whole yet.

@@ -10,26 +10,30 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
-from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
-from mindx_elastic.alarm.deadline import Deadline, reserve_s
+from mindx_elastic.alarm.alarm import Alarm, signal_name
+from mindx_elastic.alarm.deadline import reserve_s
 from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.alarms import Alarms
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.leaving import LAST_MOMENT_S, WayOut
-from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
+from mindx_elastic.policy import ExitPolicy, keep_consistent
 from mindx_elastic.saving import Saver
+from mindx_elastic.status_page import StatusPage, WorkerPhase
 from mindx_elastic.stop_phase import FINAL, MOVES, StopPhase
 
 __all__ = ["Stopper"]
+
+_DYING_S = 0.25
+_AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
 
 
 class Stopper:
@@ -48,10 +52,15 @@ class Stopper:
         policies: Sequence[ExitPolicy],
         events: EventLog,
         already_durable: Callable[[], Path | None],
+        peers_gone: Callable[[], Sequence[int]] = lambda: (),
+        page: StatusPage | None = None,
     ) -> None:
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
-        self.policies = tuple(policies)
+        self.alarms = Alarms(policies, settings, ranks)
+        self.policies = self.alarms.policies
+        self.peers_gone = saver.gone = peers_gone
+        self._page = page
         self.alarm: Alarm | None = None
         self.path: Path | None = None
         self.saved_step: int | None = None
@@ -59,9 +68,11 @@ class Stopper:
         self._already_durable = already_durable
         self._phase = StopPhase.TRAINING
         self._changed = threading.Condition()
+        self._stop_decision: Decision | None = None
         self._salvage_decision: Decision | None = None
         self.way_out = WayOut(watcher, events, lambda: self._phase)
         self._heard_at = 0.0
+        self._ending = False  # the training thread waits for the others at the end of the block
 
     @property
     def phase(self) -> StopPhase:
@@ -76,31 +87,22 @@ class Stopper:
             logger.warning("%s again; the stop is under way (%s)", name, self._phase.name.lower())
             self.events.emit("alarm", step=self.step_gate.step, reason=name, outcome="already stopping")
             return
-        code = self._exit_code("signal", exit_code_of_signal(signum))
-        self.stop(self._alarm("signal", name, code, signum=signum))
+        self.stop(self.alarms.of_signal(signum))
 
-    def hear_flag(self, path: Path) -> None:
-        """Watcher thread."""
-        self.stop(self._alarm("flag", f"flag file {path}", self._exit_code("flag", EXIT_TEMPORARY)))
+    def hear(self, alarm: Alarm) -> None:
+        """Watcher thread: any other alarm (flag file, the program, a fault, another rank). A second changes nothing."""
+        if self._phase is StopPhase.TRAINING:
+            self.stop(alarm)
 
-    def hear_user(self, reason: str, exit_code: int) -> None:
-        """Watcher thread: the program asked for a stop."""
-        self.stop(self._alarm("request", reason, exit_code))
-
-    def hear_peer(self, content: Mapping[str, Any]) -> None:
-        """Watcher thread: another rank's request."""
-        if self._phase is not StopPhase.TRAINING:
-            return
-        grace_s = min(self.settings.grace_s, float(content["grace_left_s"]))
-        alarm = Alarm(
-            kind=str(content["kind"]),
-            reason=f"{content['reason']} on rank {content['origin']}",
-            deadline=Deadline.after(max(0.5, grace_s)),
-            exit_code=EXIT_TEMPORARY if content["kind"] == "exception" else int(content["exit_code"]),
-            origin=int(content["origin"]),
-            signum=content.get("signum"),
-        )
-        self.stop(alarm)
+    def hear_death(self, rank: int) -> None:
+        """Watcher thread: the process of another rank on this machine is gone."""
+        if self._phase is StopPhase.TRAINING and not self._ending and not self.finished:
+            if not self.exchange.has_left(rank):
+                self.stop(self.alarms.of_death([rank]))
+        elif self._phase is StopPhase.STOPPING and self.alarm is not None:
+            # It may have saved at the agreed step and left, and this rank gets there by itself; or it never will.
+            alarm = self.alarm
+            self.watcher.call_at(time.monotonic() + _AFTER_DEATH_S, lambda: self._salvage(alarm))
 
     def stop(self, alarm: Alarm) -> None:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
@@ -108,7 +110,9 @@ class Stopper:
             return
         if alarm.origin == self.ranks.rank:
             self._tell_others(alarm)
-        if alarm.kind == "exception":  # a rank has failed: no coming boundary is sure to be reached
+        if alarm.kind == "peer":
+            self.exchange.abandon(alarm.reason)
+        if alarm.kind in ("exception", "peer"):  # a rank has failed: no coming boundary is sure to be reached
             self._salvage(alarm)
             return
         self.way_out.guard_deadline(alarm)
@@ -116,7 +120,7 @@ class Stopper:
         self.watcher.call_at(alarm.deadline.salvage_at(reserve), lambda: self._salvage(alarm))
         offer = self.step_gate.close()
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
-        decision = self.exchange.decide("stop", offer, bound)
+        decision = self._stop_decision = self.exchange.decide("stop", offer, bound)
         self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
         if decision == FINISHED:  # the alarm came after the end of the training, on every rank
             self.way_out.dismissed = True
@@ -147,15 +151,23 @@ class Stopper:
 
     def on_exception(self, error: BaseException) -> None:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
+        self.update_gate.give_up()
         if self._phase is StopPhase.TRAINING:
-            reason = f"exception: {type(error).__name__}: {error}"[:300]
-            if not any("exception" in policy.alarms for policy in self.policies):
+            gone = [rank for rank in self._peers_gone_soon(error) if not self.exchange.has_left(rank)]
+            alarm = self.alarms.of_death(gone) if gone else self.alarms.of_exception(error)
+            if not any(alarm.kind in policy.alarms for policy in self.policies):
                 return
-            alarm = self._alarm("exception", reason, 1)
             if self._accept(alarm):
                 self._tell_others(alarm)
         assert self.alarm is not None
         self._salvage(self.alarm, can_wait=False)
+
+    def _peers_gone_soon(self, error: BaseException) -> Sequence[int]:
+        """A dying process closes its connections a moment before it is gone: what looks like an error is its death."""
+        end = time.monotonic() + (_DYING_S if isinstance(error, RuntimeError) and self.ranks.world_size > 1 else 0.0)
+        while not (gone := self.peers_gone()) and time.monotonic() < end:
+            time.sleep(0.005)
+        return gone
 
     def at_end(self) -> bool:
         """Training thread: the block has ended by itself. Whether an alarm is pending; the last boundary is durable
@@ -168,8 +180,14 @@ class Stopper:
         done = threading.Event()
         self.watcher.post(done.set)  # behind every signal that has arrived
         done.wait(self.settings.agreement_s + 1.0)
+        self._ending = True
         if self._phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
+            gone = [] if decision == FINISHED else self.peers_gone()
+            if gone and decision.step is None:  # killed before it could finish: nobody leaves before all know the end
+                self.watcher.post(lambda: self.stop(self.alarms.of_death(gone)))
+                with self._changed:
+                    self._changed.wait_for(lambda: self._phase in FINAL, self.settings.grace_s)
             if decision.step is not None:  # an alarm on another rank; its request is on the way to this one
                 with self._changed:
                     self._changed.wait_for(lambda: self._phase is not StopPhase.TRAINING, self.settings.agreement_s)
@@ -192,6 +210,14 @@ class Stopper:
         """The training has ended and no stop will follow; alarms are for whoever comes after."""
         return self.way_out.dismissed
 
+    @property
+    def settled_together(self) -> bool:
+        """All ranks have saved, or were to save, the step that this rank has saved: nothing is needed from memory."""
+        if self._phase is not StopPhase.SAVED or self.path is None:
+            return False
+        agreed = [d.step for d in (self._stop_decision, self._salvage_decision) if d is not None]
+        return self.saved_step in agreed or self.ranks.world_size == 1
+
     def dismiss(self) -> None:
         """Training thread: the stop that was reached is the normal end of the training after all."""
         self.way_out.dismissed = True
@@ -201,13 +227,15 @@ class Stopper:
         """What the training thread raises once the phase is final."""
         assert self.alarm is not None
         self.way_out.coming_out = True
+        if self._page is not None:
+            self._page.set(exit_code=self.alarm.exit_code)
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path)
 
     def after_save(self) -> None:
         """Training thread, on its way out: what policies want done once the state is durable. Failures are warnings."""
         if self.alarm is None or self._phase is not StopPhase.SAVED:
             return
-        for policy in self._answering(self.alarm):
+        for policy in self.alarms.answering(self.alarm):
             if policy.after_save is not None:
                 try:
                     policy.after_save(self.alarm.deadline.at)
@@ -258,6 +286,8 @@ class Stopper:
             offer: int | str = CANNOT if problem else self.saver.collector.position.step
             if problem and can_wait and self.update_gate.state is not GateState.CLEAN:
                 offer = self.step_gate.step + 1  # an update is on its way: this rank will be there in a moment
+            if alarm.kind == "peer":
+                self._salvage_decision = Decision(None, alarm.reason)  # a dead rank agrees to nothing
             decision = self._decide_salvage(offer, min(self.settings.agreement_s, max(0.1, left / 4)))
             behind = decision.step is not None and isinstance(offer, int) and decision.step > offer
             if can_wait and (problem or behind) and alarm.deadline.remaining_s() > 2 * LAST_MOMENT_S:
@@ -289,19 +319,26 @@ class Stopper:
         """The claim is ours: write the files of every policy that answers this alarm."""
         step = self.saver.collector.position.step
         # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
-        wanted = [p for p in self._answering(alarm) if p.save and (step > 0 or p.kind == "eval")]
+        wanted = [p for p in self.alarms.answering(alarm) if p.save and (step > 0 or p.kind == "eval")]
         durable = self._already_durable()
         if not wanted or durable is not None:
             self.path, self.saved_step = durable, step if durable is not None else None
+            if self._page is not None and durable is not None:
+                self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
             if durable is not None:
                 logger.info("step %d is already durable in %s", step, durable)
             elif step == 0:
                 logger.info("no step has been done yet: nothing to save")
             self._move(StopPhase.SAVED)
             return
+        wanted = keep_consistent(wanted, alarm.kind, replicated=self.saver.replicated)
+        if not wanted:
+            problem = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
+            self._refuse(problem, "no consistent replica")
+            return
         self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
         try:
-            result = self.saver.save_dying(wanted, alarm.reason)
+            result = self.saver.save_dying(wanted, alarm.reason, time_left_s=alarm.deadline.remaining_s())
         except Exception as error:
             # Whatever it is (also a bug, or a `state_dict` of the user's that raises): the claim must be given back,
             # or the other thread would wait for ever, and the job must leave in time.
@@ -312,6 +349,8 @@ class Stopper:
             self._move(StopPhase.FAILED)
             return
         self.path, self.saved_step = result.path, step
+        if self._page is not None:
+            self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
         since = time.monotonic() - self._heard_at
         logger.info("step %d saved in %s (%.2f s after the alarm)", step, result.path, since)
         self.events.emit(
@@ -319,19 +358,15 @@ class Stopper:
         )
         self._move(StopPhase.SAVED)
 
-    def _refuse(self, problem: str) -> None:
+    def _refuse(self, problem: str, short: str = "state is not at a boundary") -> None:
         self.failure = problem
         step = self.saver.collector.position.step
         remedy = "the newest complete checkpoint on disk stands in"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
-        self.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary")
+        self.events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._move(StopPhase.FAILED)
 
     # --- small parts --------------------------------------------------------------------------------------------------
-
-    def _alarm(self, kind: str, reason: str, exit_code: int, *, signum: int | None = None) -> Alarm:
-        deadline = Deadline.after(self.settings.grace_s)
-        return Alarm(kind, reason, deadline, exit_code, origin=self.ranks.rank, signum=signum)
 
     def _accept(self, alarm: Alarm) -> bool:
         with self._changed:
@@ -341,6 +376,9 @@ class Stopper:
             self._heard_at = time.monotonic()
             self._phase = StopPhase.STOPPING
             self._changed.notify_all()
+        if self._page is not None:
+            self._page.set_text("reason", alarm.reason)
+            self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns())
         self.events.emit("alarm", step=self.step_gate.step, reason=alarm.reason, outcome="stopping", kind=alarm.kind)
         if alarm.kind == "exception":
             logger.error("%s; saving the last boundary", alarm.reason)
@@ -350,30 +388,7 @@ class Stopper:
         return True
 
     def _tell_others(self, alarm: Alarm) -> None:
-        self.exchange.request(
-            {
-                "kind": alarm.kind,
-                "reason": alarm.reason,
-                "exit_code": alarm.exit_code,
-                "origin": alarm.origin,
-                "signum": alarm.signum,
-                "grace_left_s": alarm.deadline.remaining_s(),
-            }
-        )
-
-    def _answering(self, alarm: Alarm) -> list[ExitPolicy]:
-        def answers(policy: ExitPolicy) -> bool:
-            if alarm.kind == "signal" and policy.signals and alarm.signum not in policy.signals:
-                return False
-            return alarm.kind in policy.alarms
-
-        return [policy for policy in self.policies if answers(policy)]
-
-    def _exit_code(self, kind: str, default: int) -> int:
-        for policy in self.policies:
-            if kind in policy.alarms and kind in policy.exit_codes:
-                return policy.exit_codes[kind]
-        return default
+        self.exchange.request(self.alarms.for_peers(alarm))
 
     def _claim(self) -> bool:
         with self._changed:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOBS", "Job", "events", "run_job", "start_job"]
+__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job"]
 
 JOBS = Path(__file__).parent / "jobs"
 _ROOT = Path(__file__).parent.parent
@@ -157,6 +157,51 @@ def start_job(
         yield job
     finally:
         job.end()
+
+
+@contextmanager
+def start_agent(
+    script: str | None,
+    *args: object,
+    ranks: int = 1,
+    options: Sequence[str] = (),
+    env: dict[str, str] | None = None,
+    run_dir: Path | None = None,
+) -> Iterator[Job]:
+    """Start ``tests/jobs/{script}`` (or, with a slash in it, any path; None: nothing) under ``mindx-elastic run``;
+    ends it on leaving.
+
+    Give a `run_dir` in the test's own folder, or change to it: the default lies in the working directory.
+    """
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "run", "--nproc-per-node", str(ranks)]
+    command += [] if run_dir is None else ["--run-dir", str(run_dir)]
+    if script is not None:
+        args = (script if "/" in script else JOBS / script, *args)
+    job = Job([*command, *options, *map(str, args)], _environment(env))
+    try:
+        yield job
+    finally:
+        left = children(job.process.pid)  # its workers lead sessions of their own
+        job.end()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of all descendants of a process."""
+    parents: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                parents.setdefault(parent, []).append(int(entry.name))
+    found, wanted = [], [pid]
+    while wanted:
+        below = parents.get(wanted.pop(), [])
+        found += below
+        wanted += below
+    return found
 
 
 def run_job(script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, code: int = 0) -> Job:

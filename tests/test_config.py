@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.config import DEFAULT_GRACE_S, RankInfo, Settings
+from mindx_elastic.config import DEFAULT_GRACE_S, RankInfo, Settings, TftSettings
 from mindx_elastic.errors import UsageError
 
 
@@ -95,3 +95,32 @@ def test_another_grace_period(grace_s: float) -> None:
 def test_a_grace_period_of_the_wrong_kind_is_refused(grace_s: Any) -> None:
     with pytest.raises(UsageError, match="grace_s="):
         Settings().with_grace(grace_s)
+
+
+@pytest.mark.parametrize(
+    ("text", "enabled"),
+    [
+        ("", set()),
+        ("{TTP:1}", {"TTP"}),
+        ("{TTP:1,UCE:1,ARF:0}", {"TTP", "UCE"}),
+        (" '{ttp: 1, NEW:true}' ", {"TTP", "NEW"}),
+        ('{"TTP": 1}', {"TTP"}),
+        ("TTP=1;TRE=1", {"TTP", "TRE"}),
+        ("{TTP:0}", set()),
+        ("{}", set()),
+    ],
+)
+def test_the_switch_of_tft(text: str, enabled: set[str]) -> None:
+    settings = TftSettings.from_env({"MS_ENABLE_TFT": text, "MINDIO_FOR_MINDSPORE": "1"})
+    assert settings.enabled == enabled and settings.ttp == ("TTP" in enabled) and settings.for_mindspore
+
+
+@pytest.mark.parametrize("text", ["{TTP}", "TTP:yes", "{:1}", "{TTP:1,U CE:2}", "1"])
+def test_a_bad_switch_of_tft_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="MS_ENABLE_TFT"):
+        TftSettings.from_env({"MS_ENABLE_TFT": text})
+
+
+def test_without_the_variables_of_tft_nothing_is_on() -> None:
+    settings = TftSettings.from_env({})
+    assert settings == TftSettings() and not settings.ttp and not settings.for_mindspore

@@ -24,7 +24,10 @@ FOUNDATION = {"_version", "config", "errors", "events"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {"agent", "cli", "cluster", "guard", "integrations", "train"}
 """May import any stage. So may every other module at the top of the package."""
-PURE = ["agreement/stop_step.py", "persist/retention.py", "plan/layout.py", "plan/planner.py"]
+PURE = [
+    *("agent/crash_loop.py", "agent/hang.py", "agreement/stop_step.py", "persist/retention.py"),
+    *("plan/layout.py", "plan/planner.py"),
+]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""
 IMPURE_MODULES = {
     *("asyncio", "datetime", "fcntl", "glob", "io", "mmap", "multiprocessing", "os", "random", "safetensors", "shutil"),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 
-__all__ = ["current_ranks", "open_exchange"]
+__all__ = ["current_ranks", "open_exchange", "store_host"]
 
 _guards = itertools.count()
 
@@ -40,7 +41,9 @@ def open_exchange(ranks: RankInfo) -> Exchange:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    prefix = f"mindx/{ranks.attempt}/{next(_guards)}"
+    # Only torchrun's shared store outlives an attempt; elsewhere it is new, and nodes may count attempts differently.
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    prefix = f"mindx/{ranks.attempt if shared else 0}/{next(_guards)}"
     base: Any = _get_default_store()
 
     def connect() -> Any:  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
@@ -51,12 +54,28 @@ def open_exchange(ranks: RankInfo) -> Exchange:
     return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size)
 
 
-def _second_connection(store: Any) -> Any:
-    """What `Store.clone` does, for the torch versions that lack it."""
+def store_host() -> str:
+    """The host of the process group's store, which every rank can reach; empty where there is no such host."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _innermost(_get_default_store()) if dist.is_available() and dist.is_initialized() else None
+    return str(store.host) if isinstance(store, dist.TCPStore) else ""
+
+
+def _innermost(store: Any) -> Any:
     import torch.distributed as dist
 
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
+    return store
+
+
+def _second_connection(store: Any) -> Any:
+    """What `Store.clone` does, for the torch versions that lack it."""
+    import torch.distributed as dist
+
+    store = _innermost(store)
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
     if isinstance(store, dist.FileStore):

@@ -8,6 +8,7 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
+``stop/known``, ``all_know``  how many ranks know that all have finished
 ==========================  =====================================================================
 
 O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of
@@ -51,6 +52,7 @@ class Store(Protocol):
     def get(self, key: str, /) -> bytes: ...
     def add(self, key: str, amount: int, /) -> int: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
@@ -80,11 +82,23 @@ class Exchange(Protocol):
     def leave(self) -> None:
         """This rank has finished training; later rounds need not wait for it."""
 
+    def has_left(self, rank: int) -> bool:
+        """Whether `rank` has said that it is done with training, so that its process may end."""
+
+    def abandon(self, reason: str) -> None:
+        """A rank is dead: open rounds are decided, every rank acts alone. Never blocks long, never raises."""
+
     def publish(self, name: str, value: str) -> None:
         """Start-up, main thread: make `value` known to all ranks."""
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
         """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing."""
+
+    def try_collect(self, name: str) -> list[str] | None:
+        """The values of all ranks if they are all there by now. Any thread, never blocks long. Raises when the store
+
+        is gone.
+        """
 
     def close(self) -> None:
         """End the listener. Main thread."""
@@ -119,10 +133,19 @@ class LocalExchange:
     def leave(self) -> None:
         pass
 
+    def has_left(self, rank: int) -> bool:
+        return False
+
+    def abandon(self, reason: str) -> None:
+        pass
+
     def publish(self, name: str, value: str) -> None:
         self._values[name] = value
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
+        return [self._values[name]]
+
+    def try_collect(self, name: str) -> list[str] | None:
         return [self._values[name]]
 
     def close(self) -> None:
@@ -214,11 +237,47 @@ class StoreExchange:
             logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
 
     def finish(self, step: int, timeout_s: float) -> Decision:
-        return self.decide("stop", End(step), timeout_s)
+        decision = self.decide("stop", End(step), timeout_s)
+        if decision == FINISHED:
+            # Whoever hosts the store must not end before all the others have read this.
+            try:
+                self._bounded(self._wait_until_all_know, _ANSWER_S)
+            except Exception as error:
+                logger.debug("rank %d does not know whether all ranks have finished: %s", self.rank, error)
+        return decision
+
+    def _wait_until_all_know(self) -> None:
+        with self._lock:
+            if self._store.add("stop/known", 1) == self.world_size:
+                self._store.set("stop/all_know", "1")
+                return
+        self._waiter.wait(["stop/all_know"], timedelta(seconds=_ANSWER_S))
 
     def leave(self) -> None:
         self.announce("stop", LEFT)
         self.announce("salvage", LEFT)
+
+    def has_left(self, rank: int) -> bool:
+        def ask() -> bool:
+            with self._lock:
+                key = f"stop/offer/{rank}"
+                return self._store.check([key]) and self._store.get(key).decode().partition(":")[0] in (LEFT, "end")
+
+        try:
+            return self._bounded(ask, _ANSWER_S)
+        except Exception:
+            return False
+
+    def abandon(self, reason: str) -> None:
+        def settle() -> None:
+            with self._lock:
+                for name in ("stop", "salvage"):
+                    self._settle(name, Decision(None, reason))
+
+        try:
+            self._bounded(settle, _ANSWER_S)
+        except Exception as error:
+            logger.debug("rank %d could not end the open rounds: %s", self.rank, error)
 
     def publish(self, name: str, value: str) -> None:
         with self._lock:
@@ -236,6 +295,16 @@ class StoreExchange:
                 ) from error
             return [value.decode() for value in self._store.multi_get(keys)]
 
+    def try_collect(self, name: str) -> list[str] | None:
+        keys = [f"start/{name}/{r}" for r in range(self.world_size)]
+
+        def ask() -> list[str] | None:
+            with self._lock:
+                return [v.decode() for v in self._store.multi_get(keys)] if self._store.check(keys) else None
+
+        # In the middle of a training: a store that is slow now may be asked again when it matters.
+        return self._bounded(ask, _ANSWER_S, give_up=False)
+
     def close(self) -> None:
         self._closed = True
         try:
@@ -245,7 +314,7 @@ class StoreExchange:
         if self._listener is not None:
             self._listener.join(timeout=2.0)
 
-    def _bounded(self, work: Callable[[], _T], timeout_s: float) -> _T:
+    def _bounded(self, work: Callable[[], _T], timeout_s: float, *, give_up: bool = True) -> _T:
         """Run a store call in a thread of its own, for `timeout_s` seconds at most.
 
         Store calls other than `wait` have no time-out: with the store's host frozen or cut off they would hold the
@@ -267,7 +336,7 @@ class StoreExchange:
         thread.start()
         thread.join(timeout_s)
         if thread.is_alive():
-            self._lost = True
+            self._lost = give_up
             raise TimeoutError(f"the store did not answer in {timeout_s:g} s")
         if errors:
             raise errors[0]

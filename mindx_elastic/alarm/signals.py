@@ -6,6 +6,7 @@ thread (see `watcher`). Without a Python-level handler C code would apply the de
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -93,7 +94,16 @@ class SignalHandlers:
         is gone, and a default action in the middle of the interpreter's end would turn exit code 143 into -15. After
         `until` the default action is back.
         """
+        if self._linger_until is None:
+            atexit.register(self._ignore_at_exit)
         self._linger_until = until
+
+    def _ignore_at_exit(self) -> None:
+        """The interpreter takes Python handlers away long before the process is gone; SIG_IGN stays."""
+        if self._linger_until is not None and time.monotonic() < self._linger_until:
+            for number in self._lingering:
+                if getattr(signal.getsignal(number), "__self__", None) is self:
+                    signal.signal(number, signal.SIG_IGN)
 
     def forward(self, signum: int) -> None:
         """Hand a signal number on to the wakeup descriptor that was installed before ours (asyncio's, say)."""

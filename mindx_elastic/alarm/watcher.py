@@ -43,6 +43,9 @@ class Watcher:
         self._inbox: deque[Callable[[], None]] = deque()
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
+        self._descriptors: dict[int, Callable[[], None]] = {}
+        self._poll = select.poll()  # not select(): it cannot watch descriptors from 1024 on
+        self._poll.register(self._receiver, select.POLLIN)
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="mindx-watcher", daemon=True)
 
@@ -77,19 +80,33 @@ class Watcher:
         """Run `callback` in the watcher thread at `when` (`time.monotonic` seconds). Any thread."""
         self.post(lambda: heapq.heappush(self._timers, (when, next(self._ids), callback)))
 
+    def watch(self, fd: int, callback: Callable[[], None]) -> None:
+        """Run `callback` in the watcher thread once `fd` is readable, then forget it. Any thread.
+
+        The descriptor stays its owner's, who closes it after `stop`.
+        """
+
+        def register() -> None:
+            self._descriptors[fd] = callback
+            self._poll.register(fd, select.POLLIN)
+
+        self.post(register)
+
     def _wake(self) -> None:
         with suppress(OSError):  # full: it is awake already; closed: it is gone
             self._sender.send(bytes([_POST]))
 
     def _run(self) -> None:
-        poll = select.poll()  # not select(): it cannot watch descriptors from 1024 on
-        poll.register(self._receiver, select.POLLIN)
         while not self._stopping:
             timeout_ms = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic()) * 1000
-            poll.poll(timeout_ms)
+            ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
             for number in self._drain():
                 if number != _POST:
                     self._call(lambda number=number: self._on_signal(number))  # type: ignore[misc]
+            for fd in ready:
+                if fd in self._descriptors and not self._stopping:
+                    self._poll.unregister(fd)
+                    self._call(self._descriptors.pop(fd))
             while self._inbox and not self._stopping:
                 self._call(self._inbox.popleft())
             while self._timers and self._timers[0][0] <= time.monotonic() and not self._stopping:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.components import Component, ModuleComponent, component_for
+from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
 from mindx_elastic.capture.position import Position
-from mindx_elastic.capture.rng import capture_rng, pack_rng
+from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.errors import MismatchError
 
@@ -28,6 +28,7 @@ class Collector:
         self.position = Position()
         self.gradient_order: dict[str, list[int]] = {}
         self._rng = capture_rng()
+        self._ahead_rng: dict[str, Any] | None = None
         self.boundary_event: Any = None
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.snapshot`."""
 
@@ -52,6 +53,65 @@ class Collector:
         state["progress"] = asdict(self.position)
         state["gradient_order"] = self.gradient_order
         return state
+
+    def volatile(self) -> dict[str, Any]:
+        """The small part of the boundary's state that may differ from rank to rank where the weights do not.
+
+        Nothing is copied. Call it where nobody else copies: training thread, right after `copy`.
+        """
+        plain = (ModuleComponent, OptimizerComponent)
+        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        return {
+            "rng": pack_rng(self._rng),
+            "progress": asdict(self.position),
+            "buffers": {name: component.buffers() for name, component in modules.items()},
+            "extras": {name: component.extras for name, component in modules.items()},
+            "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
+            "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
+        }
+
+    def copy_ahead(self) -> dict[str, Any] | None:
+        """Training thread, after a forward: generators and buffers as they will be at the coming boundary, if nothing
+
+        else draws or changes them. None when buffers were replaced since the last boundary.
+        """
+        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says
+        if not all(complete):
+            return None
+        self._ahead_rng = capture_rng(self._ahead_rng)
+        buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
+        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
+
+    def ahead_came_true(self) -> bool | None:
+        """At a boundary: whether generators and buffers are as `copy_ahead` saw them; None when it saw nothing."""
+        if self._ahead_rng is None:
+            return None
+        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
+        return equal_rng(self._ahead_rng, self._rng) and all(module.ahead_came_true() for module in modules)
+
+    def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
+        """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
+
+        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators and buffers; the rest, which
+        replicas share, is the other rank's).
+        """
+        own = {**state, "rng": volatile["rng"], "progress": volatile.get("progress", state["progress"])}
+        for name, component in self.components.items():
+            if name not in state:
+                continue  # another program than the one that wrote it: `load` says so
+            if isinstance(component, ModuleComponent):
+                extras = volatile.get("extras", {}).get(name, {})
+                own[name] = component.with_buffers(state[name], volatile["buffers"][name], extras)
+            elif isinstance(component, OptimizerComponent):
+                groups = volatile.get("groups", {}).get(name)
+                if groups is not None:
+                    theirs = state[name]["param_groups"]
+                    merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
+                    own[name] = {**state[name], "param_groups": merged}
+            elif name in volatile.get("plain", {}):
+                own[name] = volatile["plain"][name]
+        return own
 
     def layout(self) -> dict[str, Any]:
         """Where this rank's parts of sharded tensors lie; empty when nothing is sharded."""

@@ -12,6 +12,7 @@ A component is asked three things: `copy` its volatile part at a boundary (train
 
 from __future__ import annotations
 
+import json
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.sharded import describe_shard, local_part, with_layout_of
 from mindx_elastic.capture.snapshot import map_tensors
@@ -32,6 +34,7 @@ __all__ = [
     "Stateful",
     "component_for",
     "unwrap_module",
+    "unwrap_optimizer",
 ]
 
 
@@ -62,6 +65,13 @@ def unwrap_module(module: nn.Module) -> nn.Module:
             return module
 
 
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside `OptTFTWrapper`, so that a checkpoint with the wrapper and one without fit each other."""
+    while isinstance(inner := getattr(optimizer, "_wrapped_optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
 class ModuleComponent:
     """A module; see the top. `name` is used in errors."""
 
@@ -70,6 +80,8 @@ class ModuleComponent:
         self.module = unwrap_module(module)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
+        self._described: object = None
+        self._description = ""
         self._find_slots()
         self.copy()
 
@@ -95,6 +107,7 @@ class ModuleComponent:
                 seen.add(id(child))
                 self._extras.append((f"{dot}_extra_state", child))
         self._copies: list[torch.Tensor | None] = []
+        self._block = self._ahead = BufferBlock(())
         self._live: list[torch.Tensor | None] = []
         self._shapes: list[torch.Size | None] = []
         self._dense = False
@@ -108,10 +121,45 @@ class ModuleComponent:
             if live:
                 torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
         else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
-            self._copies = [None if t is None else t.detach().clone() for t in live]
+            self._block = BufferBlock(live)
+            self._copies = self._block.views
             self._live, self._dense = live, None not in live
             self._shapes = [None if t is None else t.shape for t in live]
         self._extra_copies = {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+
+    @torch.no_grad()
+    def copy_ahead(self) -> bool:
+        """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
+        live = [slots[key] for slots, key in self._slots]
+        if not self._dense or not all(map(is_, live, self._live)) or [t.shape for t in live] != self._shapes:
+            return False
+        if self._ahead.places != self._block.places:
+            self._ahead = BufferBlock(live)
+        elif live:
+            torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
+        return True
+
+    def ahead_came_true(self) -> bool:
+        """At a boundary: whether its buffers are those that `copy_ahead` saw."""
+        return self._ahead.places == self._block.places and torch.equal(self._ahead.flat, self._block.flat)
+
+    def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
+        """The copied buffers as one block: names, places (JSON) and bytes. Those outside of the block are left out."""
+        block = self._ahead if ahead else self._block
+        if self._described is not block.places:
+            named = [[n, p] for n, p in zip(self._slot_names, block.places, strict=True) if p is not None]
+            self._described, self._description = block.places, json.dumps(named)
+        return {"places": self._description, "flat": block.flat}
+
+    def with_buffers(self, state: dict[str, Any], buffers: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
+        """`state` of another rank with this rank's own buffers and extra state."""
+        own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
+        return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """The copied extra state, by name."""
+        return self._extra_copies
 
     def state(self) -> dict[str, Any]:
         # FSDP2 swaps a module's parameters during forward and its `state_dict` hooks would reshard them under the
@@ -160,7 +208,7 @@ class OptimizerComponent:
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
-        self.optimizer = optimizer
+        self.optimizer = unwrap_optimizer(optimizer)
         self.copy()
 
     def copy(self) -> None:
@@ -168,6 +216,11 @@ class OptimizerComponent:
             {key: copy_tree(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The copied options of the groups."""
+        return self._groups
 
     def state(self) -> dict[str, Any]:
         state = dict(map_tensors(self.optimizer.state_dict(), local_part))

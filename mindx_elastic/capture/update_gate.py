@@ -26,6 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = ["GateState", "UpdateGate"]
 
+_COPY_S = 30.0  # memory to memory; somebody else's save to disk is not waited for longer
+
 
 class GateState(Enum):
     """See the module's table."""
@@ -45,8 +47,13 @@ class UpdateGate:
         self._lock = threading.Lock()
         self._clean = threading.Condition(self._lock)
         self._waiters = 0
+        self._hopeless = False
         self._state = GateState.CLEAN
         self._running = 0
+        self.waited_s = 0.0
+        """How long updates have waited for copies so far, in seconds."""
+        self.unguarded = False
+        """The program has updated parameters without an optimizer: no hook tells, so nothing waits at this gate."""
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
@@ -71,9 +78,15 @@ class UpdateGate:
 
     def begin_update(self) -> None:
         """Waits while somebody holds the gate."""
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            began = time.perf_counter()
+            self._lock.acquire()
+            self.waited_s += time.perf_counter() - began
+        try:
             self._running += 1
             self._state = GateState.UPDATING
+        finally:
+            self._lock.release()
 
     def end_update(self) -> None:
         with self._lock:
@@ -92,20 +105,40 @@ class UpdateGate:
             torn = self._running > 0
             copy_volatile()
             self._running = 0
+            versions = [p._version for p in self._parameters]
+            self.unguarded |= self._state is GateState.CLEAN and versions != self._versions
             self._state = GateState.CLEAN
-            self._versions = [p._version for p in self._parameters]
+            self._versions = versions
             if self._waiters:
                 self._clean.notify_all()
             return not torn
+
+    def give_up(self) -> None:
+        """The training thread has failed: no boundary will come, nobody need wait for one. Any thread."""
+        with self._lock:
+            self._hopeless = True
+            self._clean.notify_all()
+
+    def lend(self) -> None:
+        """Training thread, right after a boundary: close the gate for a copy that another thread makes.
+
+        `give_back` must follow, in any thread. The next update, and the next boundary, wait for it.
+        """
+        self._lock.acquire()
+
+    def give_back(self) -> None:
+        """The copy that `lend` was for is complete. Any thread."""
+        self._lock.release()
 
     @contextmanager
     def hold(self, timeout_s: float) -> Iterator[str | None]:
         """Hold the gate while it is clean. Yields None, or why the live state is not the last boundary.
 
-        Waits up to `timeout_s` seconds for an update in progress to reach its boundary.
+        Waits up to `timeout_s` seconds for an update in progress to reach its boundary, and for a copy in progress as
+        long as such a thing may take.
         """
         end = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(0.001, timeout_s)):
+        if not self._lock.acquire(timeout=max(_COPY_S, timeout_s)):
             yield "another capture holds the update gate"
             return
         try:
@@ -113,7 +146,7 @@ class UpdateGate:
             try:
                 while self._state is not GateState.CLEAN:
                     left = end - time.monotonic()
-                    if left <= 0 or not self._clean.wait(left):
+                    if left <= 0 or self._hopeless or not self._clean.wait(left):
                         break
             finally:
                 self._waiters -= 1

@@ -12,8 +12,11 @@ from typing import Annotated
 
 import typer
 
+from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.run import RUN_SETTINGS, run_command
+from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
 
 __all__ = ["app", "main"]
@@ -27,8 +30,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Exit codes: {EXIT_CODES_HELP}.",
 )
+app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS)(run_command)
 app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
+app.command("status", help=unwrapped(status_command.__doc__))(status_command)
+app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
 
 
 def _show_version(wanted: bool) -> None:
@@ -46,7 +52,7 @@ def _common(
         typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Look at, and check, the checkpoints that training with mindx_elastic has written.
+    """Look at, and check, what training with mindx_elastic has written: checkpoints, runs, left-overs.
 
     \b
     [bold]Examples[/bold]
@@ -54,6 +60,8 @@ def _common(
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors
     mindx-elastic verify ckpt                     recompute every digest
+    mindx-elastic status run                      what happened to a job that an agent ran
+    mindx-elastic clean --dry-run                 what dead jobs have left in shared memory
     """
 
 

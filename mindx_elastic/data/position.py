@@ -9,7 +9,15 @@ from typing import Any, Protocol, runtime_checkable
 
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["Cursor", "PositionedLoader", "changes", "check_numbers", "whole_number"]
+__all__ = [
+    "Cursor",
+    "PositionedLoader",
+    "changes",
+    "check_numbers",
+    "current_epoch",
+    "num_batches",
+    "whole_number",
+]
 
 
 @runtime_checkable
@@ -141,3 +149,17 @@ def check_numbers(state: Mapping[str, Any]) -> None:
         value = state.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise MismatchError(f"the checkpoint's data position is damaged: {name}={value!r}")
+
+
+def current_epoch(loader: Any) -> int:
+    """Epoch of the loader's newest batch, else 0. (Its `epoch` is the next one after the last batch.)"""
+    epoch = loader.state_dict()["epoch"] if isinstance(loader, PositionedLoader) else getattr(loader, "epoch", 0)
+    return int(epoch or 0)
+
+
+def num_batches(loader: Any) -> int:
+    """Batches of one epoch on one rank where the loader knows it, else 0."""
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):
+        return 0

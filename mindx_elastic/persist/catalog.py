@@ -1,9 +1,10 @@
 """What checkpoints there are under a directory, judged by their headers and never by their names.
 
-Looked at: the directory itself, ``rank_*/``, ``tft_saved_checkpoints-step_*/`` and the rank folders inside
-it. Not looked at: ``quarantine/``, temporary files, anything deeper. A *folder* may be a symbolic link (people
-put ranks on different disks); a checkpoint *file* that is one is listed as a problem and never opened: whoever
-can plant a link must not choose which bytes a job loads.
+Looked at: the directory itself, ``rank_*/``, ``tft_saved_checkpoints-step_*/`` and the rank folders inside it; also
+where such a tree still carries ``_tmp``, because each file in it is whole by itself. Not looked at: ``quarantine/``,
+temporary files, anything deeper. A *folder* may be a symbolic link (people put ranks on different disks); a checkpoint
+*file* that is one is listed as a problem and never opened: whoever can plant a link must not choose which bytes a job
+loads.
 
 A damaged or foreign file is an entry with a `problem`, so that the caller can tell "there is nothing" from
 "there is something, and none of it can be used"; the second must never become a silent fresh start.
@@ -24,22 +25,26 @@ from mindx_elastic.persist.storage import TEMP_SUFFIX
 
 __all__ = [
     "KIND_ORDER",
+    "TFT_FOLDER",
     "Catalog",
     "CatalogEntry",
     "StepSet",
     "group_steps",
     "looks_ours",
     "preference",
+    "rank_of_folder",
     "read_entry",
+    "root_of",
     "scan",
 ]
 
-KIND_ORDER = ("breakpoint", "request_exit", "periodic", "manual")
+KIND_ORDER = ("breakpoint", "ttp", "request_exit", "periodic", "manual")
 """Which of several files of one step and rank is taken first. Kinds that are not listed come last."""
 
 _SUFFIX = ".safetensors"
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
-_TFT_FOLDER = re.compile(r"tft_saved_checkpoints-step_\d+")
+TFT_FOLDER = re.compile(r"tft_saved_checkpoints-step_\d+(_tmp)?")
+"""Folders that hold the rank folders of one step, finished or not."""
 _OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
 _SNIFF_BYTES = 4096  # our metadata stands at the very beginning
 _FILE_TYPES = {
@@ -179,6 +184,20 @@ def looks_ours(path: StrPath) -> bool:
     return bool(_RANK_FOLDER.fullmatch(path.parent.name) or _OUR_NAME.fullmatch(path.name))
 
 
+def rank_of_folder(folder: Path) -> int | None:
+    """3 for ``rank_3``; None for any other name."""
+    found = _RANK_FOLDER.fullmatch(folder.name)
+    return None if found is None else int(found[1])
+
+
+def root_of(path: Path, rank: int) -> Path:
+    """The directory under which a scan finds `path`, a file of `rank`, together with the other ranks' files."""
+    folder = path.parent
+    if folder.name != f"rank_{rank}":
+        return folder
+    return folder.parent.parent if TFT_FOLDER.fullmatch(folder.parent.name) else folder.parent
+
+
 def read_entry(path: Path, known: CatalogEntry | None = None) -> CatalogEntry | None:
     """Judge one file by its header. None: it has vanished, or nothing about it suggests a checkpoint.
 
@@ -309,10 +328,10 @@ def _is_our_folder(path: Path, root: Path, rank: int | None) -> bool:
     root."""
     in_rank = _RANK_FOLDER.fullmatch(path.name)
     if in_rank is None:
-        return path.parent == root and _TFT_FOLDER.fullmatch(path.name) is not None
+        return path.parent == root and TFT_FOLDER.fullmatch(path.name) is not None
     if rank is not None and int(in_rank[1]) != rank:
         return False
-    return path.parent == root or _TFT_FOLDER.fullmatch(path.parent.name) is not None
+    return path.parent == root or TFT_FOLDER.fullmatch(path.parent.name) is not None
 
 
 def _unlisted(folder: Path, error: OSError, *, is_root: bool) -> CatalogEntry | None:

@@ -246,13 +246,14 @@ def draft_header(
 
 
 def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
-    """The final header: `draft` with the tensors' digests (in the order of the draft's entries) and its own."""
+    """The final header: `draft`, or a sealed one, with the tensors' digests (in its own order) and the header's."""
     # The first match is the real one: metadata comes first, and a quote inside any string is escaped.
     raw = bytearray(draft)
     text = json.dumps(json.dumps(digests)).encode()
     start = raw.index(_DIGESTS_KEY) + len(_DIGESTS_KEY)
     raw[start : start + len(text)] = text  # a digest has a fixed width
     start = raw.index(_HEADER_DIGEST_KEY) + len(_HEADER_DIGEST_KEY) + 1
+    raw[start : start + len(NO_DIGEST)] = NO_DIGEST.encode()
     raw[start : start + len(NO_DIGEST)] = xxhash.xxh3_128(raw).hexdigest().encode()
     return bytes(raw)
 

@@ -24,6 +24,7 @@ from mindx_elastic.errors import CheckpointError, SaveError, StrPath, UsageError
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, draft_header, flatten, place_tensors, read_header, seal_header
+from mindx_elastic.persist.packed import flat_bytes
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -35,7 +36,7 @@ from mindx_elastic.persist.storage import (
     quarantine,
 )
 
-__all__ = ["SaveResult", "previous_path", "write_checkpoint"]
+__all__ = ["SaveResult", "keep_older", "previous_path", "write_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class _Save:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
         blocks = BlockWriter(fd, len(self.header), pinned=pinned)
         with contextlib.closing(blocks):
-            digests = {entry.name: blocks.put(_flat_bytes(self.tensors[entry.name])) for entry in self.entries}
+            digests = {entry.name: blocks.put(flat_bytes(self.tensors[entry.name])) for entry in self.entries}
             blocks.finish()
             self.write_header(blocks, digests)
 
@@ -156,33 +157,30 @@ class _Save:
             fsync_dir(name.parent)
 
     def keep_older(self, path: Path) -> None:
-        """Give a file that already stands at `path` a second name, unless it is an older copy of this very moment."""
-        try:
-            status = os.lstat(path)
-        except FileNotFoundError:
-            return
-        if stat.S_ISLNK(status.st_mode):
-            return  # rename() replaces the link itself; its target is not touched
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EEXIST, "a folder or a special file has this name", str(path))
-        try:
-            old = read_header(path).info
-        except CheckpointError as error:
-            # As .prev it would push out a good older file.
-            in_rank_folder = path.parent.name == f"rank_{self.info.rank}"
-            quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
-            return
-        if old.moment != self.info.moment:
-            keep_as(path, previous_path(path))
+        keep_older(path, self.info)
 
 
-def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in file order, on its device; copies only where they do not lie in that order."""
-    if not tensor.is_contiguous():
-        # On the host: a training job has no spare accelerator memory.
-        tensor = tensor.cpu().contiguous()
-    # Not reshape(-1): it keeps the odd strides that tensors of one or no element may have, which view() then refuses.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+def keep_older(path: Path, info: CheckpointInfo) -> None:
+    """Give a file that stands at `path`, where one with `info` comes now, a second name (`previous_path`), unless it is
+    an older copy of this very moment. One that is no checkpoint goes to quarantine. Raises OSError.
+    """
+    try:
+        status = os.lstat(path)
+    except FileNotFoundError:
+        return
+    if stat.S_ISLNK(status.st_mode):
+        return  # rename() replaces the link itself; its target is not touched
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EEXIST, "a folder or a special file has this name", str(path))
+    try:
+        old = read_header(path).info
+    except CheckpointError as error:
+        # As .prev it would push out a good older file.
+        in_rank_folder = path.parent.name == f"rank_{info.rank}"
+        quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
+        return
+    if old.moment != info.moment:
+        keep_as(path, previous_path(path))
 
 
 def _save_error(error: BaseException, save: _Save) -> SaveError:

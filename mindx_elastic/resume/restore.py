@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,16 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.events import logger
-from mindx_elastic.persist.catalog import CatalogEntry, preference, scan
-from mindx_elastic.persist.format import Moment, read_header
+from mindx_elastic.persist.catalog import CatalogEntry, preference, root_of, scan
+from mindx_elastic.persist.format import CheckpointInfo, Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
 from mindx_elastic.persist.storage import quarantine, quarantined
+from mindx_elastic.resume.copies import Copies, Transport
+from mindx_elastic.resume.memory_files import OwnState, known_runs, own_rings, own_states, snapshot_entries
 
 __all__ = ["Resumed", "find_and_read"]
 
+_NEAR = 2  # steps; a rank that was killed is at most one behind the others
 _START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
 
 
@@ -39,18 +42,26 @@ class Resumed:
     """One line for each newer step or file that could not be used, with the reason."""
     donor: int | None = None
     """The rank whose file this is, where this rank has none of its own."""
-    last_attempt: int = 0
-    """Highest attempt of the run that any rank has seen: the next one must be above it, not above the file's own."""
+    own: OwnState | None = None
+    """With a donor: this rank's own small state of the same step, where it was kept in memory."""
+    next_attempt: int = 0
+    """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
 
 @dataclass
 class _View:
     """What one rank sees in the directory."""
 
+    attempt: int = 0
+    """As the launcher counts."""
     mine: dict[Moment, list[Path]] = field(default_factory=dict)
     """This rank's files of a step, the one to try first in front."""
+    own: dict[Moment, OwnState] = field(default_factory=dict)
+    """This rank's own small state of a step, to go with a donor's file."""
     donors: dict[Moment, list[Path]] = field(default_factory=dict)
     """Other ranks' files of a step that could stand in: the same model, replicated by DDP."""
+    entries: list[CatalogEntry] = field(default_factory=list)
+    """All files of this world that can be resumed from; not encoded."""
     created: dict[Moment, float] = field(default_factory=dict)
     other_worlds: dict[Moment, int] = field(default_factory=dict)
     """Number of ranks that wrote a step, where it is not ours."""
@@ -61,7 +72,9 @@ class _View:
 
     def encode(self) -> str:
         view = {
+            "attempt": self.attempt,
             "mine": list(self.mine),
+            "own": list(self.own),
             "donors": list(self.donors),
             "created": list(self.created.items()),
             "worlds": list(self.other_worlds.items()),
@@ -78,7 +91,9 @@ class _Views:
     def __init__(self, texts: Sequence[str]) -> None:
         views = [json.loads(text) for text in texts]
         self.mine = [{_moment(key) for key in view["mine"]} for view in views]
+        self.own = [{_moment(key) for key in view["own"]} for view in views]
         self.donors = [{_moment(key) for key in view["donors"]} for view in views]
+        self._launched = max(int(view["attempt"]) for view in views)
         self.worlds = {_moment(key): int(size) for view in views for key, size in view["worlds"]}
         self.rejected = list(dict.fromkeys(line for view in views for line in view["rejected"]))
         self.anything = any(view["anything"] for view in views)
@@ -96,14 +111,28 @@ class _Views:
         run, attempt, step = moment
         return -self._activity.get(run, 0.0), run, -attempt, -step
 
-    def common(self) -> tuple[list[Moment], list[Moment]]:
-        """The steps that every rank holds, and those that it only holds together with the donors' files."""
-        exact = set.intersection(*self.mine)
-        held = set.intersection(*(mine | donors for mine, donors in zip(self.mine, self.donors, strict=True)))
-        return sorted(exact, key=self.order), sorted(held - exact, key=self.order)
+    def candidates(self) -> list[Moment]:
+        """The steps that every rank can go on from, the one to try first in front: the newest.
 
-    def last_attempt(self, run: str) -> int:
-        return max(int(attempts.get(run, 0)) for attempts in self._attempts)
+        A step for which some rank has only another's file, and none of its own random numbers, is not exact; an exact
+        one that is at most `_NEAR` steps older goes before it.
+        """
+        ranks = range(len(self.mine))
+        held = set.intersection(*(self.mine[r] | self.donors[r] for r in ranks))
+        exact = {m for m in held if all(m in self.mine[r] or m in self.own[r] for r in ranks)}
+        found: list[Moment] = []
+        for moment in sorted(held, key=self.order):
+            if moment in found:
+                continue
+            if moment not in exact:
+                run, attempt, step = moment
+                near = [(run, attempt, step - back) for back in range(1, _NEAR + 1)]
+                found += [m for m in near if m in exact and m not in found][:1]
+            found.append(moment)
+        return found
+
+    def next_attempt(self, run: str) -> int:
+        return max(self._launched, 1 + max(int(attempts.get(run, 0)) for attempts in self._attempts))
 
     def skipped(self, taken: Moment, tried: Collection[Moment]) -> list[str]:
         """A line for each run and attempt whose newest step goes before the one `taken` and could not even be tried."""
@@ -131,37 +160,52 @@ class _Views:
 
 
 def find_and_read(
-    directories: Sequence[Path], ranks: RankInfo, exchange: Exchange, *, resume: str | Path
+    directories: Sequence[Path],
+    ranks: RankInfo,
+    exchange: Exchange,
+    *,
+    resume: str | Path,
+    arenas: Path | None = None,
+    transport: Transport | None = None,
 ) -> Resumed | None:
-    """The checkpoint to resume from, verified and in memory; None for a fresh start. Main thread, all ranks together.
+    """The checkpoint to resume from, verified; None for a fresh start. Main thread, all ranks together.
 
-    `resume` is ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by
-    all ranks. Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they
-    were written by another number of ranks, UsageError for a path that is not there or is a link to a file,
-    CorruptCheckpointError and ForeignCheckpointError for a file that is no checkpoint.
+    `arenas`: the job's folder in shared memory. `transport`: fetches what only other ranks hold of this rank's files.
+    `resume`: ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by all
+    ranks. Raises NoUsableCheckpointError when there are checkpoints and none
+    can be used, MismatchError when they were written by another number of ranks, UsageError for a path that is not
+    there or is a link to a file, CorruptCheckpointError and ForeignCheckpointError for a file that is no checkpoint.
     """
     if resume == "never":
         return None
     directories, only = _resolve(directories, resume)
-    view = _View()
+    view = _View(attempt=ranks.attempt)
+    exchange.publish("adopted", "1")  # every rank has made its arena readable
+    exchange.collect("adopted", _START_TIMEOUT_S)
     for directory in directories:
         _look(directory, ranks, only, view)
+    if arenas is not None:
+        _look_at_snapshots(arenas, ranks, only, view, directories)
+    for ring in own_rings([*directories], arenas, ranks.rank):
+        _look_at_ring(ring, view)
     exchange.publish("view", view.encode())
     views = _Views(exchange.collect("view", _START_TIMEOUT_S))
-    # Only where no step is whole (a rank died, or failed in a step that the others finished): better a replica's
-    # state than none. A whole older step is exact and goes first.
-    exact, inexact = views.common()
+    copies = Copies(transport, ranks.rank)
+    for mine, found in zip(views.mine, copies.share(view.entries, views.mine, views.order, exchange), strict=True):
+        mine |= found
     rejected: list[str] = []
-    candidates = [*exact, *inexact]
+    candidates = views.candidates()
     for round_, key in enumerate(candidates):
-        path, checkpoint, problem = _read_one_of(view.mine.get(key) or view.donors[key], directories)
+        path, checkpoint, problem = _read_one_of(_paths(key, view, copies), key, directories)
         exchange.publish(f"read{round_}", problem or "")
         problems = [(r, text) for r, text in enumerate(exchange.collect(f"read{round_}", _START_TIMEOUT_S)) if text]
-        if checkpoint is not None and not problems:
+        if path is not None and checkpoint is not None and not problems:
             skipped = views.skipped(key, candidates[:round_])
             _warn(ranks, skipped)
-            donor = None if key in view.mine else checkpoint.info.rank
-            return Resumed(path, checkpoint, [*views.rejected, *rejected, *skipped], donor, views.last_attempt(key[0]))
+            donor = None if checkpoint.info.rank == ranks.rank else checkpoint.info.rank
+            own = None if donor is None else view.own.get(key)
+            lines = [*views.rejected, *rejected, *skipped]
+            return Resumed(path, checkpoint, lines, donor, own, views.next_attempt(key[0]))
         rejected.append(f"{_name(key)} is not used: " + "; ".join(f"rank {r}: {text}" for r, text in problems))
         _warn(ranks, rejected[-1:])
     if only is not None and not views.worlds:
@@ -210,8 +254,7 @@ def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[
         raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror or error}") from error
-    parent = path.parent
-    return [parent.parent if parent.name == f"rank_{info.rank}" else parent], info.moment
+    return [root_of(path, info.rank)], info.moment
 
 
 def _look(directory: Path, ranks: RankInfo, only: Moment | None, view: _View) -> None:
@@ -219,29 +262,58 @@ def _look(directory: Path, ranks: RankInfo, only: Moment | None, view: _View) ->
     view.anything |= bool(quarantined(directory))
     if not directory.is_dir():
         return
-    mine: list[CatalogEntry] = []
-    donors: list[CatalogEntry] = []
+    usable: list[CatalogEntry] = []
     for entry in scan(directory).entries:
         # Somebody else's file under a name of its own (pretrained weights) is none of our business.
         view.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
         if (info := entry.info) is None:
             _report_bad(entry, directory, ranks, view)
             continue
-        view.attempts[info.run_id] = max(info.attempt, view.attempts.get(info.run_id, 0))
-        if not info.resumable or (only is not None and info.moment != only):
+        if only in (None, info.moment):
+            usable.append(entry)
+        else:
+            _count_attempt(info, view)
+    _sort_in(usable, ranks, view)
+
+
+def _count_attempt(info: CheckpointInfo, view: _View) -> None:
+    view.attempts[info.run_id] = max(info.attempt, view.attempts.get(info.run_id, 0))
+
+
+def _sort_in(entries: Sequence[CatalogEntry], ranks: RankInfo, view: _View) -> None:
+    """Good entries: this rank's own, other ranks' that may stand in, other worlds'."""
+    for entry in sorted(entries, key=preference):
+        info = entry.info
+        assert info is not None
+        _count_attempt(info, view)
+        if not info.resumable:
             continue
         # The age of a run is that of its newest file on any rank that somebody can see.
         view.created[info.moment] = max(info.created, view.created.get(info.moment, info.created))
         if info.world_size != ranks.world_size:
             view.other_worlds[info.moment] = info.world_size
-        elif info.rank == ranks.rank:
-            mine.append(entry)
+            continue
+        view.entries.append(entry)
+        if info.rank == ranks.rank:
+            view.mine.setdefault(info.moment, []).append(entry.path)
         elif info.coordinates.get("replicas") == info.world_size:
-            donors.append(entry)
-    for held, entries in ((view.mine, mine), (view.donors, donors)):
-        for entry in sorted(entries, key=preference):
-            assert entry.info is not None
-            held.setdefault(entry.info.moment, []).append(entry.path)
+            view.donors.setdefault(info.moment, []).append(entry.path)
+
+
+def _look_at_snapshots(
+    arenas: Path, ranks: RankInfo, only: Moment | None, view: _View, directories: Sequence[Path]
+) -> None:
+    """Add the snapshots in shared memory that belong to runs which the directories know."""
+    entries = snapshot_entries(arenas, known_runs(directories))
+    _sort_in([entry for entry in entries if only in (None, entry.info and entry.info.moment)], ranks, view)
+
+
+def _look_at_ring(ring: Path, view: _View) -> None:
+    for moment, own in own_states(ring).items():
+        run, attempt, _ = moment
+        if run in view.attempts:
+            view.attempts[run] = max(attempt, view.attempts[run])
+            view.own.setdefault(moment, own)
 
 
 def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, view: _View) -> None:
@@ -271,15 +343,27 @@ def _owner(path: Path, directory: Path) -> int | None:
     return None
 
 
-def _read_one_of(paths: Sequence[Path], directories: Sequence[Path]) -> tuple[Path, Checkpoint | None, str | None]:
+def _paths(key: Moment, view: _View, copies: Copies) -> Iterator[Path | str]:
+    """The files to try for a step, or why there is none: one's own, copies of it on other nodes, another rank's."""
+    yield from view.mine.get(key, ())
+    yield from copies.fetch(key)
+    if key not in view.mine:
+        yield from view.donors.get(key, ())
+
+
+def _read_one_of(
+    paths: Iterable[Path | str], key: Moment, directories: Sequence[Path]
+) -> tuple[Path | None, Checkpoint | None, str | None]:
     """The first sound file of several with the same step, or why there is none."""
     problems = []
     for path in paths:
-        checkpoint, problem = _read(path, directories)
-        if checkpoint is not None:
+        checkpoint, problem = (None, path) if isinstance(path, str) else _read(path, directories)
+        if checkpoint is not None and checkpoint.info.moment != key:
+            checkpoint, problem = None, f"{path} is of another step by now"
+        if checkpoint is not None and isinstance(path, Path):
             return path, checkpoint, None
         problems.append(str(problem))
-    return paths[0], None, "; ".join(problems)
+    return None, None, "; ".join(problems)
 
 
 def _read(path: Path, directories: Sequence[Path]) -> tuple[Checkpoint | None, str | None]:
@@ -287,7 +371,10 @@ def _read(path: Path, directories: Sequence[Path]) -> tuple[Checkpoint | None, s
         return read_checkpoint(path, verify=True), None
     except CheckpointError as error:
         try:
-            root = next(d for d in directories if path.is_relative_to(d))
+            root = next((d for d in directories if path.is_relative_to(d)), None)
+            if root is None:  # in memory, which is no place to keep it
+                path.unlink(missing_ok=True)
+                return None, f"{path} is damaged: {error}"
             target = quarantine(path, str(error), root)
             return None, f"{path.name} is damaged and now in {target.parent.name}/: {error}"
         except OSError as move_error:
@@ -315,6 +402,8 @@ def _refuse_if_anything_was_there(directory: Path, ranks: RankInfo, views: _View
             path=directory,
         )
     if not views.anything:
+        if any(views.mine) and not rejected:  # in memory only
+            _warn(ranks, [f"the job begins anew; what it left in memory is not used: {views.why_nothing_is_common()}"])
         return
     reasons = [*views.rejected, *rejected] or [views.why_nothing_is_common()]
     raise NoUsableCheckpointError(

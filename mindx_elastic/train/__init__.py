@@ -12,6 +12,8 @@ from mindx_elastic.train.monitors import LossMonitor as LossMonitor
 from mindx_elastic.train.monitors import TimeMonitor as TimeMonitor
 from mindx_elastic.train.request_exit import OnRequestExit as OnRequestExit
 from mindx_elastic.train.step import TrainOneStep as TrainOneStep
+from mindx_elastic.train.tft import OptTFTWrapper as OptTFTWrapper
+from mindx_elastic.train.tft import TFTRegister as TFTRegister
 
 __all__ = [
     "Model",
@@ -23,6 +25,8 @@ __all__ = [
     "ModelCheckpoint",
     "CheckpointConfig",
     "OnRequestExit",
+    "TFTRegister",
+    "OptTFTWrapper",
     "LossMonitor",
     "TimeMonitor",
     "Metric",

@@ -20,10 +20,11 @@ from mindx_elastic.train.callbacks import Callback
 from mindx_elastic.train.checkpoint import ExceptionCheckpoint, ModelCheckpoint, SavingCallback
 from mindx_elastic.train.config import CheckpointConfig
 from mindx_elastic.train.request_exit import OnRequestExit
+from mindx_elastic.train.tft import TFTRegister
 
 __all__ = ["Policies", "adopt", "gather_policies"]
 
-_KINDS: tuple[type[SavingCallback], ...] = (ExceptionCheckpoint, ModelCheckpoint, OnRequestExit)
+_KINDS: tuple[type[SavingCallback], ...] = (ExceptionCheckpoint, ModelCheckpoint, OnRequestExit, TFTRegister)
 _START_TIMEOUT_S = 1800.0
 
 

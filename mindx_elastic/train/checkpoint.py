@@ -155,14 +155,15 @@ def file_name(argument: str, value: object) -> str:
     return value
 
 
-def directory_path(value: object) -> Path:
+def directory_path(value: object, argument: str = "directory") -> Path:
+    """The path of a folder; None is the working directory. Raises UsageError."""
     if value is None:
         return Path()
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise UsageError(f"directory={value!r}; give a path, or None for the working directory")
+        raise UsageError(f"{argument}={value!r}; give a path, or None for the working directory")
     path = os.fspath(value)
     if not isinstance(path, str) or "\0" in path:
-        raise UsageError(f"directory={value!r} is not a usable path; give a string")
+        raise UsageError(f"{argument}={value!r} is not a usable path; give a string")
     return Path(path)
 
 

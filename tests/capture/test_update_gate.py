@@ -226,7 +226,8 @@ def test_hold_waits_for_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None
     assert order == ["boundary", "captured: None"]
 
 
-def test_a_second_capture_does_not_wait_for_ever(gate: UpdateGate) -> None:
+def test_a_second_capture_does_not_wait_for_ever(gate: UpdateGate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(update_gate, "_COPY_S", 0.05)
     with gate.hold(0.0):
         results: list[str | None] = []
         start(lambda: results.append(problem(gate))).join(WAIT_S)

@@ -31,6 +31,8 @@ def test_the_option_set() -> None:
         "": ["--version"],
         "inspect": ["--json", "--verify", "path"],
         "verify": ["--json", "path"],
+        "status": ["--json", "path"],
+        "clean": ["--all", "--base", "--dry-run", "--json"],
     }
 
 
@@ -40,7 +42,9 @@ def test_version(run: Callable[..., Any]) -> None:
     assert re.fullmatch(r"mindx-elastic \d+\.\d+\S*\n", result.stdout)
 
 
-@pytest.mark.parametrize("words", [["--help"], ["-h"], ["inspect", "--help"], ["verify", "-h"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["-h"], ["inspect", "--help"], ["verify", "-h"], ["status", "-h"], ["clean", "-h"]]
+)
 def test_help_has_examples_and_exit_codes(run: Callable[..., Any], words: list[str]) -> None:
     result = run(*words, columns=100)
     assert result.exit_code == 0

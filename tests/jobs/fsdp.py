@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
-from tests.jobs.loop import hold, say
+from tests.jobs.loop import hold, kill_in_snapshot, say
 
 STEPS = 12
 
@@ -31,26 +31,38 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--kill-in-snapshot", default="")
+    parser.add_argument(
+        "--tft", action="store_true", help="save as TFTRegister does, with its wrapper around the optimizer"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    if args.kill_in_snapshot:
+        kill_in_snapshot(args.kill_in_snapshot, rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5))  # 33 rows: uneven shards
     fully_shard(network[0], mesh=mesh)
     fully_shard(network, mesh=mesh)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
-    guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    policies = None
+    if args.tft:
+        optimizer = mx.OptTFTWrapper(optimizer)
+        policies = mx.TFTRegister(0, "127.0.0.1", 30051, args.directory).exit_policies()
+    guard = mx.Guard(model=network, optimizer=optimizer, directory=args.directory, policies=policies)
     with guard:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         for _ in guard.epochs(1):
-            while guard.position.step < STEPS:
+            while guard.position.step < args.steps:
                 generator = torch.Generator().manual_seed(guard.position.step * 10 + rank)
                 network(torch.randn(4, 16, generator=generator)).pow(2).mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
                 guard.step_end()
+                say(f"PASSED {rank} {guard.position.step}")
                 if guard.position.step == args.hold_at and guard.resumed_from_step is None:
                     hold(guard, rank)
     say(f"DONE {rank} {local_hash(network)} {guard.position.step}")

@@ -28,6 +28,7 @@ import mindx_elastic as mx
 from mindx_elastic import guard as guard_module
 from mindx_elastic import resuming as resuming_module
 from mindx_elastic import saving as saving_module
+from mindx_elastic import snapshotting as snapshotting_module
 from mindx_elastic.stop_phase import StopPhase
 
 
@@ -110,8 +111,33 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
+    parser.add_argument("--say-passed", action="store_true")
+    parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it) or boundary")
+    parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.snapshotting")
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
+
+
+def kill_here(what: str) -> None:
+    """What the kernel does to a process that takes too much memory."""
+    say(f"KILLED {what}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def kill_in_snapshot(order: str, rank: int) -> None:
+    """``STAGE:COUNT[:RANK]``: die when a copy has come to this stage for the COUNT-th time."""
+    stage, count, *victims = order.split(":")
+    if victims and rank != int(victims[0]):
+        return
+    left = int(count)
+
+    def reach(reached: str) -> None:
+        nonlocal left
+        left -= reached == stage
+        if left == 0:
+            kill_here(f"in {stage}")
+
+    setattr(snapshotting_module, "reach", reach)  # noqa: B010
 
 
 class Trainer:
@@ -173,6 +199,7 @@ class Trainer:
             say(f"STUCK {self.rank} {step}")
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
         loss = nn.functional.cross_entropy(self.wrapped(x), y)
+        self.kill("forward", step)
         if failing and args.fail_where == "forward":
             raise RuntimeError("injected in forward")
         (loss / args.accumulate).backward()
@@ -182,17 +209,25 @@ class Trainer:
             self.update(failing)
         say(self.seen)
         self.guard.step_end(loss=loss)
+        self.kill("boundary", step)
+        if args.say_passed and number % args.accumulate == 0:
+            say(f"PASSED {self.rank} {self.guard.position.step}")
         if failing and args.fail_where == "after":
             raise RuntimeError("injected after the boundary")
         held = step == args.hold_at and self.guard.resumed_from_step is None
         if held or step - (self.guard.resumed_from_step or 0) == args.hold_after:
             hold(self.guard, self.rank)
 
+    def kill(self, where: str, step: int) -> None:
+        if self.args.kill == f"{where}:{step}:{self.rank}":
+            kill_here(f"in {where} {step}")
+
     def update(self, failing: bool) -> None:
         self.optimizer.fail = failing and self.args.fail_where == "optimizer"
         self.optimizer.step()
         if failing and self.args.fail_where == "between":
             raise RuntimeError("injected between two optimizers")
+        self.kill("update", self.guard.position.step + 1)
         self.second.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
@@ -229,6 +264,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     arguments = parse()
     inject(os.environ)
+    if arguments.kill_in_snapshot:
+        kill_in_snapshot(arguments.kill_in_snapshot, int(os.environ.get("RANK", "0")))
     Trainer(arguments).run()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -31,6 +31,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-steps", type=int, default=0)
     parser.add_argument("--async-save", action="store_true")
     parser.add_argument("--rank0-only", action="store_true")
+    parser.add_argument(
+        "--tft", action="store_true", help="TFTRegister and its wrapper, in place of ExceptionCheckpoint"
+    )
     parser.add_argument("--gan", action="store_true", help="a custom training step with two optimizers")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--hold-in-eval", type=int, default=-1)
@@ -133,6 +136,8 @@ def build_model(args: argparse.Namespace) -> mx.Model:
     optimizers: Any = torch.optim.Adam(network.parameters(), lr=1e-2)
     if args.gan:
         optimizers = [torch.optim.Adam(half[:6], lr=1e-2), torch.optim.SGD(half[6:], lr=1e-2, momentum=0.9)]
+    if args.tft:
+        optimizers = mx.OptTFTWrapper(optimizers)
     first = optimizers[0] if args.gan else optimizers
     return (TwoSteps if args.gan else mx.Model)(
         network,
@@ -159,7 +164,9 @@ def main() -> None:
         async_save=args.async_save,
     )
     callbacks: list[mx.Callback] = [Watch(args, model, rank)]
-    if rank == 0 or not args.rank0_only:
+    if args.tft:
+        callbacks.append(mx.TFTRegister(0, "127.0.0.1", 30051, args.directory))
+    elif rank == 0 or not args.rank0_only:
         callbacks.append(ExceptionCheckpoint(prefix="net", directory=args.directory, config=config))
         if args.save_steps:
             callbacks.append(mx.ModelCheckpoint(prefix="net", directory=args.directory, config=config))

@@ -20,7 +20,7 @@ def test_the_last_attempt_goes_before_higher_steps_of_an_earlier_one(tmp_path: P
     assert found is not None
     assert found.checkpoint.info.moment == ("run-a", 2, 150) and not found.rejected
     again = find(tmp_path, resume=tmp_path / "a-1_200.safetensors")
-    assert again is not None and (again.checkpoint.info.attempt, again.last_attempt) == (1, 2)
+    assert again is not None and (again.checkpoint.info.attempt, again.next_attempt) == (1, 3)
 
 
 def test_a_last_attempt_without_a_whole_step_is_passed_over_and_named(

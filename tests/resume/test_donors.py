@@ -57,11 +57,16 @@ def test_ranks_without_a_file_take_the_lowest_replicas(tmp_path: Path) -> None:
     ]
 
 
-def test_a_whole_older_step_goes_first(tmp_path: Path) -> None:
-    for step in (3, 7):
+@pytest.mark.parametrize(("older", "taken"), [(3, (7, 0)), (4, (7, 0)), (5, (5, None)), (6, (6, None))])
+def test_the_newest_step_goes_first_and_an_exact_one_just_before_it(
+    tmp_path: Path, older: int, taken: tuple[int, int | None]
+) -> None:
+    for step in (2, older, 7):
         write_step(tmp_path, step, **REPLICAS)
     next((tmp_path / "rank_1").glob("*_7.safetensors")).unlink()
-    assert [(one.checkpoint.info.step, one.donor) for one in find(tmp_path)] == [(3, None)] * WORLD
+    found = find(tmp_path)
+    assert (found[1].checkpoint.info.step, found[1].donor) == taken
+    assert {one.checkpoint.info.step for one in found} == {taken[0]}
 
 
 @pytest.mark.parametrize("coordinates", [{}, {"replicas": WORLD - 1}])
@@ -91,7 +96,7 @@ def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
     found[0].checkpoint.state["rng"] = found[2].checkpoint.state["rng"] = None  # the donor's are not looked at
     drawn = []
     for rank in (0, 2, 0):
-        _how_to_restore_rng(found[rank], RankInfo(rank=rank, world_size=WORLD))()
+        _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=WORLD))()  # type: ignore[arg-type]
         drawn.append(numbers())
     assert drawn[0] == drawn[2] != drawn[1]
     assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text

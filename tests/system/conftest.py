@@ -21,7 +21,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
         key = (ranks, *args)
         if key not in done:
             directory: Path = tmp_path_factory.mktemp("reference")
-            done[key] = harness.run_job("loop.py", directory, *args, ranks=ranks)
+            env = {"MINDX_ARENA_DIR": "none"}
+            done[key] = harness.run_job("loop.py", directory, *args, ranks=ranks, env=env)
             assert len(done[key].hashes()) == ranks
         return done[key]
 

@@ -1,0 +1,314 @@
+"""How long the training thread stands still for one snapshot of its whole state into shared memory.
+
+    python benchmarks/bench_snapshot.py [--sizes 256M,1G,4G] [--rounds 3] [--snapshots 6]
+
+Each sample is a fresh process that trains a real model (linear layers and norms) with Adam until its parameters and
+moments fill the size. The first snapshot is *cold* (nothing of the way has run or has touched its memory), the
+following ones are *warm*. All rows write to /dev/shm:
+
+* synchronous: `Guard.step_end` with ``snapshot_every=1``
+* overlapped: `Guard.step_end` with a longer interval, and what the next `optimizer.step` waits for the copy; forward
+  and backward between take at least twice as long as a memcpy of the state, as they do in reality
+* DCP `async_save`: the call (its files are written later, and waited for outside of the measurement)
+* `torch.save`: the call
+
+The floor is a plain memcpy of the same tensors into a warm mapping of /dev/shm. It is measured in the same process,
+in turn with the snapshots, and ratios are taken inside a process, because the speed of shared machines drifts.
+`step longer by` is the whole step with a snapshot against one without: what two cores and one memory bus lose to the
+copy, stall included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import mmap
+import os
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+METHODS = ("synchronous", "overlapped", "dcp.async_save", "torch.save")
+TARGETS = {"synchronous": 1.15, "overlapped": 0.1}
+SHM = Path("/dev/shm")
+WIDTH = 2048
+EVERY = 4  # steps between overlapped snapshots
+_GIB = 1 << 30
+
+Samples = dict[str, list[float]]
+"""Seconds: "stall" (first one cold), "memcpy", and for ours "plain" and "with" (whole steps)."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=parse_sizes, default="256M,1G,4G", help="of the state, comma between them")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per method and size (default 3)")
+    parser.add_argument("--snapshots", type=int, default=6, help="per process (default 6)")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma between them (default: all)")
+    parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(json.dumps(measure(args.child, args.sizes[0], args.snapshots)))
+        return
+    print_setting()
+    methods = [method for method in METHODS if method in args.methods.split(",")]
+    for nbytes in args.sizes:
+        if problem := lacks(nbytes):
+            print(f"\n{nbytes / _GIB:g} GiB is left out: {problem}")
+            continue
+        found: dict[str, list[Samples]] = {method: [] for method in methods}
+        for number in range(args.rounds):
+            for index in range(len(methods)):
+                method = methods[(index + number) % len(methods)]
+                found[method].append(run_child(method, nbytes, args.snapshots))
+        print_table(found, nbytes)
+
+
+def parse_sizes(text: str) -> list[int]:
+    sizes = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MG])i?B?", part.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(f"{part!r}: give sizes such as 256M or 1G")
+        sizes.append(int(float(match[1]) * (1 << (20 if match[2] == "M" else 30))))
+    return sizes
+
+
+def lacks(nbytes: int) -> str | None:
+    """What this machine has not enough of: the training, two slots and the floor's mapping lie in memory together."""
+    status = os.statvfs(SHM)
+    free = status.f_bavail * status.f_frsize
+    if free < 3 * nbytes + (64 << 20):
+        return f"{SHM} has {free / _GIB:.1f} GiB free, {3 * nbytes / _GIB:.1f} are needed"
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    needed = int(4.5 * nbytes) + _GIB
+    if available < needed:
+        return f"{available / _GIB:.1f} GiB of memory are available, about {needed / _GIB:.1f} are needed"
+    return None
+
+
+def run_child(method: str, nbytes: int, snapshots: int) -> Samples:
+    command = [sys.executable, __file__, "--child", method, "--sizes", f"{nbytes >> 20}M"]
+    command += ["--snapshots", str(snapshots)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    result: Samples = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+class Training:
+    """A model and Adam, `nbytes` of parameters and moments together."""
+
+    def __init__(self, nbytes: int) -> None:
+        torch.manual_seed(0)
+        numbers = nbytes // 12  # three floats for each parameter
+        per_block = WIDTH * (WIDTH + 3)
+        blocks = max(1, numbers // per_block)
+        layers: list[nn.Module] = []
+        with torch.no_grad():
+            for _ in range(blocks):
+                layers += [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)]
+            rest = max(1, (numbers - blocks * per_block) // (WIDTH + 1))
+            layers.append(nn.Linear(WIDTH, rest))
+        self.model = nn.Sequential(*layers)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4)
+        self.batch = torch.randn(4, WIDTH)
+
+    def gradients(self) -> None:
+        """One forward and backward."""
+        self.model(self.batch).square().mean().backward()
+
+    def gradients_for(self, seconds: float) -> None:
+        """As many of them as fill the time."""
+        end = time.perf_counter() + seconds
+        self.gradients()
+        while time.perf_counter() < end:
+            self.gradients()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def tensors(self) -> list[torch.Tensor]:
+        moments = [t for state in self.optimizer.state.values() for t in state.values()]
+        return [*(p.detach() for p in self.model.parameters()), *moments]
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+class Floor:
+    """A plain memcpy of all tensors into a warm mapping."""
+
+    def __init__(self, folder: Path, tensors: list[torch.Tensor]) -> None:
+        self._tensors = tensors
+        size = sum(tensor.nbytes for tensor in tensors)
+        with open(folder / "floor", "wb+") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._map = mmap.mmap(file.fileno(), size)
+        self._address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+        self.seconds()
+        self.seconds()
+
+    def seconds(self) -> float:
+        began = time.perf_counter()
+        address = self._address
+        for tensor in self._tensors:
+            ctypes.memmove(address, tensor.data_ptr(), tensor.nbytes)
+            address += tensor.nbytes
+        return time.perf_counter() - began
+
+
+def measure(method: str, nbytes: int, snapshots: int) -> Samples:
+    """One process's samples. What it leaves in /dev/shm is removed."""
+    torch.set_num_threads(1)
+    logging.getLogger("mindx_elastic").setLevel(logging.ERROR)
+    training = Training(nbytes)
+    with tempfile.TemporaryDirectory(prefix="bench_snapshot-", dir=SHM) as name:
+        folder = Path(name)
+        os.environ["MINDX_ARENA_DIR"] = name
+        if method in TARGETS:
+            return measure_ours(training, folder, snapshots, synchronous=method == "synchronous")
+        training.gradients()
+        training.update()
+        floor = Floor(folder, training.tensors())
+        samples: Samples = {"stall": [], "memcpy": []}
+        with _SAVERS[method](folder) as save:
+            for _ in range(snapshots):
+                samples["stall"].append(save(training.state()))
+                samples["memcpy"].append(floor.seconds())
+                training.gradients()
+                training.update()
+        return samples
+
+
+def measure_ours(training: Training, folder: Path, snapshots: int, *, synchronous: bool) -> Samples:
+    import mindx_elastic as mx
+
+    every = 1 if synchronous else EVERY
+    samples: Samples = {"stall": [], "memcpy": [], "plain": [], "with": []}
+    with tempfile.TemporaryDirectory(prefix="bench_snapshot-") as directory:
+        guard = mx.Guard(
+            model=training.model, optimizer=training.optimizer, directory=directory, signals=(), snapshot_every=every
+        )
+        with guard:
+            training.gradients()
+            training.update()  # the moments exist from here on
+            floor = Floor(folder, training.tensors())
+            samples["memcpy"] += [floor.seconds() for _ in range(3)]
+            work_s = 0.0 if synchronous else 2 * min(samples["memcpy"])
+            while len(samples["stall"]) < snapshots:
+                measure_step(guard, training, work_s, samples)
+                if guard.position.step % every == every - 1:
+                    samples["memcpy"].append(floor.seconds())
+    return samples
+
+
+def measure_step(guard: Any, training: Training, work_s: float, samples: Samples) -> None:
+    """From one boundary to just before the next one; `work_s` seconds of gradients, 0: no overlap to wait for."""
+    waited = guard._update_gate.waited_s
+    began = time.perf_counter()
+    guard.step_end()
+    stall = time.perf_counter() - began
+    training.gradients_for(work_s)
+    training.update()
+    stall += guard._update_gate.waited_s - waited
+    seconds = time.perf_counter() - began
+    has_snapshot = work_s == 0.0 or guard.position.step % EVERY == 0
+    samples["with" if has_snapshot else "plain"].append(seconds)
+    if has_snapshot:
+        samples["stall"].append(stall)
+
+
+@contextmanager
+def torch_saver(folder: Path) -> Iterator[Callable[[Any], float]]:
+    def save(state: Any) -> float:
+        began = time.perf_counter()
+        torch.save(state, folder / "state.pt")
+        return time.perf_counter() - began
+
+    yield save
+
+
+@contextmanager
+def dcp_saver(folder: Path) -> Iterator[Callable[[Any], float]]:
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # it refuses to work without
+
+    def save(state: Any) -> float:
+        target = folder / "dcp"
+        began = time.perf_counter()
+        future: Any = dcp.async_save(state, checkpoint_id=target)
+        seconds = time.perf_counter() - began
+        future.result()
+        shutil.rmtree(target)
+        return seconds
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield save
+    dist.destroy_process_group()
+
+
+_SAVERS = {"dcp.async_save": dcp_saver, "torch.save": torch_saver}
+
+
+# --- what is printed --------------------------------------------------------------------------------------------------
+
+
+def print_setting() -> None:
+    cpu = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
+    print(f"command   {shlex.join(['python', *sys.argv])}")
+    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}")
+    print(f"versions  python {platform.python_version()}, torch {torch.__version__}")
+
+
+def print_table(found: dict[str, list[Samples]], nbytes: int) -> None:
+    """One line a method; milliseconds, and times a memcpy of the same process."""
+    print(f"\n{nbytes / _GIB:g} GiB, stall in ms")
+    print(f"  {'':<15} {'memcpy':>8} {'cold':>9} {'warm':>9} {'min':>8} {'max':>8}   warm / memcpy  cold / memcpy")
+    for method, rounds in found.items():
+        floors = [statistics.median(samples["memcpy"]) for samples in rounds]
+        warm = [value for samples in rounds for value in samples["stall"][1:]]
+        cold = statistics.median(samples["stall"][0] for samples in rounds)
+        ratio = statistics.median(statistics.median(s["stall"][1:]) / f for s, f in zip(rounds, floors, strict=True))
+        cold_ratio = statistics.median(s["stall"][0] / f for s, f in zip(rounds, floors, strict=True))
+        ms = [1e3 * value for value in (statistics.median(floors), cold, statistics.median(warm), min(warm), max(warm))]
+        line = f"  {method:<15} {ms[0]:8.1f} {ms[1]:9.1f} {ms[2]:9.1f} {ms[3]:8.1f} {ms[4]:8.1f}"
+        line += f" {ratio:15.3f} {cold_ratio:14.3f}"
+        if method in TARGETS:
+            verdict = "met" if ratio <= TARGETS[method] else "MISSED"
+            line += f"   target {TARGETS[method]:g}: {verdict}"
+        print(line)
+    if overlapped := found.get("overlapped"):
+        plain = statistics.median(value for samples in overlapped for value in samples["plain"])
+        longer = statistics.median(value for samples in overlapped for value in samples["with"][1:]) - plain
+        print(f"  overlapped: step longer by {1e3 * longer:.1f} ms (a step without a snapshot: {1e3 * plain:.1f} ms)")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""Put a checkpoint out of the way from which several attempts have gone on and died."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from mindx_elastic.events import logger
+
+__all__ = ["set_checkpoint_aside"]
+
+_MAX_BYTES = 1 << 16
+
+
+def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Path]:
+    """Move all files of the step that `path` belongs to into the quarantine of their directory.
+
+    arenas: the job's folders in shared memory. They are written to disk first and then removed, so that the next
+    attempt starts from what is on disk, and nothing of other steps is lost. Returns the files moved. Never raises: a
+    file that cannot be moved is a warning.
+    """
+    from mindx_elastic.persist.catalog import read_entry, scan
+    from mindx_elastic.persist.storage import quarantine
+
+    entry = read_entry(path)
+    moment = None if entry is None or entry.info is None else entry.info.moment
+    directory = _directory_of(path, arenas)
+    for arena in arenas:
+        _empty_arena(arena)
+    if moment is None or directory is None:
+        logger.warning("%s is not there any more; nothing to set aside", path)
+        return []
+    moved = []
+    for other in scan(directory).entries:
+        if other.info is not None and other.info.moment == moment:
+            try:
+                moved.append(quarantine(other.path, reason, directory))
+            except OSError as error:
+                logger.warning("%s cannot be set aside: %s", other.path, error)
+    logger.warning("set aside: %d files of step %d, now below %s", len(moved), moment[2], directory / "quarantine")
+    return moved
+
+
+def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
+    """The checkpoint directory: above the rank's folder, or named by the arena's owner."""
+    for arena in arenas:
+        if path.is_relative_to(arena):
+            with suppress(OSError, ValueError, KeyError, TypeError):
+                fd = os.open(arena / "owner.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                with open(fd, "rb") as file:
+                    return Path(json.loads(file.read(_MAX_BYTES))["directory"])
+            return None
+    folder = path.parent
+    if re.fullmatch(r"rank_\d+", folder.name):
+        folder = folder.parent
+    return folder.parent if folder.name.startswith("tft_saved_checkpoints") else folder
+
+
+def _empty_arena(arena: Path) -> None:
+    from mindx_elastic.agent.flushing import flush_arena
+
+    flush_arena(arena)
+    with suppress(OSError):
+        shutil.rmtree(arena)

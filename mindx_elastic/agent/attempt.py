@@ -1,0 +1,321 @@
+"""One attempt, from the moment its workers run until the last of them has ended.
+
+The main thread sleeps until something happens: a worker ends (pidfd), the agent gets a signal, a node comes or is lost,
+a timer is due. Twice a second it looks at the pages (hangs, first steps) and at the platform's files.
+
+How workers are stopped depends on whether they have a guard:
+
+* without one, as torchrun does it: SIGTERM, and SIGKILL at the end of the grace period;
+* with one, a failure is told to them as an order (they save their last boundary and leave by themselves), a stop as the
+  signal itself. Whoever has not begun to stop after half the grace period gets a SIGTERM, at its end everybody SIGKILL.
+
+Signals go to the trainer processes alone, SIGKILL to all that is left of them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
+from mindx_elastic.agent.folder import AgentFolder
+from mindx_elastic.agent.hang import HangWatch, Stuck
+from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.membership import Membership
+from mindx_elastic.agent.stacks import write_stacks
+from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
+from mindx_elastic.agent_link import CONTROL_SIGNAL
+from mindx_elastic.alarm.alarm import signal_name
+from mindx_elastic.alarm.fault_info import FaultWatch
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.policy import EXIT_TEMPORARY
+from mindx_elastic.status_page import Status, WorkerPhase
+
+__all__ = ["Attempt", "Surroundings"]
+
+_LOOK_S = 0.5
+_LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that another one leaves
+_STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
+_NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
+_UNKILLABLE_S = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What an attempt needs besides its workers; the same for all attempts but for `membership`."""
+
+    folder: AgentFolder
+    inbox: SignalInbox
+    hang: HangWatch
+    faults: FaultWatch
+    membership: Membership | None
+    """None: there can be no other nodes."""
+    events: EventLog
+    grace_s: float
+    stacks: Path
+    on_look: Callable[[Mapping[int, Status]], None]
+    """Called twice a second with the pages."""
+
+
+class Attempt:
+    """Main thread only. `run` it once."""
+
+    def __init__(self, workers: Workers, around: Surroundings, *, number: int) -> None:
+        self.workers, self._around, self._number = workers, around, number
+        self.stop: StopKind | None = None
+        self.failed_at: float | None = None
+        """`time.monotonic` of the failure, as far as it is known."""
+        self.noticed_at: float | None = None
+        self.abandoned: list[int] = []
+        """Ranks that not even SIGKILL could end."""
+        self._signum: int | None = None
+        self._num_heard = 0
+        self._cause, self._cause_rank, self._fault_code = "", -1, EXIT_TEMPORARY
+        self._deadline: float | None = None
+        self._timers: list[tuple[float, int, Callable[[], None]]] = []
+        self._ids = itertools.count()
+        self._lost_since: float | None = None
+        self._woke_at = time.monotonic()
+
+    def run(self) -> Ending:
+        """Wait for the end of all workers, stopping them where that is called for."""
+        self._after(0.0, self._look)
+        while self.workers.live:
+            self._step()
+        membership = self._around.membership
+        ending = conclude(
+            self.workers.exits,
+            self.stop,
+            signum=self._signum,
+            cause=self._cause,
+            rank=self._cause_rank,
+            code=self._fault_code,
+        )
+        if (
+            ending.outcome == "stopped"
+            and self.stop is None
+            and self._signum is None
+            and membership
+            and membership.ask()
+        ):
+            # Another node's agent was faster to stop everybody for the newcomer.
+            return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
+        return ending
+
+    def _step(self) -> None:
+        membership, inbox = self._around.membership, self._around.inbox
+        fds = [inbox.fd] if membership is None else [inbox.fd, membership.fd]
+        found = self.workers.wait(self._timers[0][0] - time.monotonic(), fds)
+        self._woke_at = time.monotonic()
+        inbox.drain()
+        for signum in inbox.heard[self._num_heard :]:
+            self._hear_signal(signum)
+        self._num_heard = len(inbox.heard)
+        for end in found:
+            self._hear_end(end)
+        if membership is not None:
+            self._look_at_nodes(membership)
+        while self._timers and self._timers[0][0] <= time.monotonic():
+            heapq.heappop(self._timers)[2]()
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._ids), action))
+
+    def _look(self) -> None:
+        self._after(_LOOK_S, self._look)
+        statuses = self.workers.statuses()
+        self._around.on_look(statuses)
+        if self.stop is not None or self._signum is not None:
+            return
+        event = self._around.faults.poll()
+        if event is not None:
+            self._hear_fault(event.kind, event.reason)
+            return
+        stuck = self._around.hang.observe(statuses, time.monotonic_ns())
+        announcement = self._around.hang.announcement
+        if announcement:
+            logger.info("%s", announcement)
+        if stuck and self._deadline is None:
+            self._hear_hang(stuck, statuses)
+
+    # --- what can happen ----------------------------------------------------------------------------------------------
+
+    def _hear_signal(self, signum: int) -> None:
+        if self._signum is not None:
+            logger.warning("%s again; the workers have %.1f s left", signal_name(signum), self._left())
+            return
+        self._signum = signum
+        logger.warning("%s: the job stops; the workers have %.1f s", signal_name(signum), self._left())
+        self._around.events.emit("signal", reason=signal_name(signum), outcome="stopping")
+        if self.stop is not None or self._deadline is not None:
+            return  # they are being stopped already
+        self.stop = StopKind.SIGNAL
+        self._begin_stop()
+        for rank in list(self.workers.live):
+            kind = signum
+            if self.workers.is_guarded(rank) and not self.workers.catches(rank, signum):
+                kind = signal.SIGTERM  # SIGHUP would kill it without a checkpoint
+            self.workers.send(rank, kind)
+
+    def _hear_fault(self, kind: str, reason: str) -> None:
+        logger.warning("%s: the job stops; the workers have %.1f s", reason, self._left())
+        self._around.events.emit("fault", reason=reason, kind=kind)
+        self.stop, self._cause = StopKind.FAULT, reason
+        self._begin_stop()
+        self._give_order(kind, reason)
+
+    def _hear_end(self, end: WorkerExit) -> None:
+        what = meaning(end)
+        outcome = what.value
+        step = None if end.status is None else end.status.step
+        self._around.events.emit(
+            "worker_end" if what is not Meaning.FAILED else "worker_death",
+            step=step,
+            reason=describe(end),
+            outcome=outcome,
+            worker_rank=end.rank,
+            worker_pid=end.pid,
+        )
+        if what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP):
+            why = describe(end)
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
+            self._fail("", -1, f"rank {end.rank} is gone: {why}")
+        elif what is Meaning.LEFT and self.stop is None and self._deadline is None:
+            if self.workers.live:
+                logger.info("rank %d has left with exit code %d; waiting for the others", end.rank, end.code)
+            self._begin_stop(half_way=False)
+            for rank in list(self.workers.live):
+                if self.workers.is_guarded(rank):
+                    self._after(_LEAVE_TOO_S, lambda rank=rank: self._urge(rank))  # type: ignore[misc]
+                elif self.workers.status(rank) is None:
+                    self.workers.send(rank, signal.SIGTERM)
+
+    def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
+        states = {each.rank: process_state(statuses[each.rank].pid) for each in stuck}
+        idle_s = stuck[0].idle_s
+        files = write_stacks(self.workers, statuses, self._around.stacks, attempt=self._number)
+        for each in stuck:
+            note = " (stopped, as by SIGSTOP)" if states[each.rank] == "T" else ""
+            logger.error("rank %d hangs%s: no step for %.1f s after step %d", each.rank, note, each.idle_s, each.step)
+        logger.error("stacks: %s", ", ".join(map(str, files)) or "none could be written")
+        cause = f"hang: no step for {idle_s:.1f} s"
+        ranks = [each.rank for each in stuck]
+        self._around.events.emit("hang", step=stuck[0].step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
+        culprits = _culprits(stuck, states, statuses)
+        subject = f"rank {stuck[0].rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
+        self._fail(cause, stuck[0].rank, f"{subject} stuck: {cause}")
+        self.failed_at = time.monotonic() - idle_s
+        for rank in culprits:
+            if states[rank] == "T":
+                self.workers.kill(rank)
+            else:
+                self._after(min(_STUCK_S, self._around.grace_s / 4), lambda rank=rank: self._end_stuck(rank))  # type: ignore[misc]
+
+    def _look_at_nodes(self, membership: Membership) -> None:
+        with suppress(BlockingIOError):
+            os.read(membership.fd, 512)
+        if self.stop is not None or self._signum is not None or self._deadline is not None:
+            return
+        if membership.num_waiting > 0:
+            logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
+            self._around.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
+            self.stop = StopKind.MEMBERSHIP
+            self._begin_stop()
+            for rank in list(self.workers.live):
+                self.workers.send(rank, signal.SIGTERM)
+        elif not membership.lost:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = time.monotonic()
+            logger.warning("%s; waiting %g s for a sign", membership.lost, _NODE_PATIENCE_S)
+            self._after(_NODE_PATIENCE_S + 0.01, lambda: None)
+        elif time.monotonic() - self._lost_since > _NODE_PATIENCE_S:
+            statuses = self.workers.statuses().values()
+            if not statuses:
+                return  # nobody could save anything; as under torchrun, the workers find out by themselves
+            if any(s.boundary_ns > self._lost_since * 1e9 or s.phase == WorkerPhase.BETWEEN for s in statuses):
+                self._lost_since = time.monotonic()  # its agent may be gone, but its workers train on
+                self._after(_NODE_PATIENCE_S + 0.01, lambda: None)
+                return
+            cause = f"a node is lost: {membership.lost}"
+            logger.error("%s", cause)
+            self._fail(cause, -1, cause)
+            self.failed_at = self._lost_since
+
+    # --- stopping -----------------------------------------------------------------------------------------------------
+
+    def _left(self) -> float:
+        return self._around.grace_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+
+    def _begin_stop(self, *, half_way: bool = True) -> None:
+        if self._deadline is not None:
+            return
+        self._deadline = time.monotonic() + self._around.grace_s
+        if half_way:
+            for rank in list(self.workers.live):
+                self._after(self._around.grace_s / 2, lambda rank=rank: self._urge(rank))  # type: ignore[misc]
+        self._after(self._around.grace_s, self._kill_all)
+
+    def _fail(self, cause: str, rank: int, reason: str) -> None:
+        """A failure: the others save what they have. `cause` and `rank` where no worker's own end tells them."""
+        self.noticed_at = time.monotonic()
+        self.failed_at = min(self._woke_at, self.noticed_at)
+        self.stop, self._cause, self._cause_rank = StopKind.FAILURE, cause, rank
+        self._begin_stop()
+        self._give_order("peer", reason)
+
+    def _give_order(self, kind: str, reason: str) -> None:
+        around = self._around
+        ordered = True
+        try:
+            around.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY)
+        except OSError as error:
+            ordered = False
+            logger.warning("%s: no order can be written (%s); SIGTERM instead", around.folder.path, error)
+        for rank in list(self.workers.live):
+            guarded = ordered and self.workers.is_guarded(rank)
+            status = self.workers.status(rank)
+            if guarded:
+                self.workers.send(rank, CONTROL_SIGNAL)
+            if not guarded or (status is not None and status.phase == WorkerPhase.STARTING):
+                self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and nobody who would read an order
+
+    def _urge(self, rank: int) -> None:
+        """A guarded rank that has not begun to stop by itself."""
+        status = self.workers.status(rank) if rank in self.workers.live else None
+        if status is not None and status.phase < WorkerPhase.STOPPING:
+            logger.warning("rank %d has not begun to stop; SIGTERM", rank)
+            self.workers.send(rank, signal.SIGTERM)
+
+    def _end_stuck(self, rank: int) -> None:
+        status = self.workers.status(rank) if rank in self.workers.live else None
+        if status is not None and status.phase < WorkerPhase.STOPPING:
+            self.workers.kill(rank)
+
+    def _kill_all(self) -> None:
+        for rank in list(self.workers.live):
+            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._around.grace_s)
+            self.workers.kill(rank)
+        self._after(_UNKILLABLE_S, self._abandon)
+
+    def _abandon(self) -> None:
+        for rank, process in list(self.workers.live.items()):
+            state = process_state(process.pid)
+            logger.error("rank %d (pid %d, state %s) survives SIGKILL; it is given up", rank, process.pid, state)
+            self.abandoned.append(rank)
+            self.workers.give_up(rank)
+
+
+def _culprits(stuck: list[Stuck], states: Mapping[int, str], statuses: Mapping[int, Status]) -> list[int]:
+    """Whoever the others wait for: stopped processes, else those behind, else those that hang while others do not."""
+    stopped = [each.rank for each in stuck if states[each.rank] == "T"]
+    newest = max(status.step for status in statuses.values())
+    behind = [each.rank for each in stuck if each.step < newest]
+    return stopped or behind or ([each.rank for each in stuck] if len(stuck) < len(statuses) else [])

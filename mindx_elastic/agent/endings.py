@@ -1,0 +1,160 @@
+"""What the ends of an attempt's workers mean together: finished, stopped as asked, or failed, and with which code.
+
+==================  ================================================================================================
+one worker          when
+==================  ================================================================================================
+`FINISHED`          exit code 0
+`LEFT`              its page says that it left gracefully with this very code, or a script without a guard chose one of
+                    the codes that say so (`GRACEFUL_CODES`)
+`ENDED_BY_US`       ended by a signal that the agent had sent it
+`FAILED`            everything else
+==================  ================================================================================================
+
+Pure: no clock, no processes.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.policy import EXIT_TEMPORARY
+from mindx_elastic.status_page import WorkerPhase
+
+__all__ = ["GRACEFUL_CODES", "Ending", "Meaning", "StopKind", "conclude", "describe", "meaning", "shell_code"]
+
+GRACEFUL_CODES = frozenset(
+    {*(exit_code_of_signal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)), EXIT_TEMPORARY}
+)
+# What a guarded rank gives as its reason when another rank has failed (`Alarms.of_death`, `Alarms.of_exception`).
+_ELSEWHERE = re.compile(r"^(exception: |ranks? [\d, ]+ (is|are) (gone|stuck)|a node is lost|the agent .*is gone)")
+
+
+class Meaning(Enum):
+    """What the end of one worker means."""
+
+    FINISHED = "finished"
+    LEFT = "left gracefully"
+    ENDED_BY_US = "ended by the agent"
+    FAILED = "failed"
+
+
+class StopKind(Enum):
+    """Why the agent made its workers stop; None of these: they ended by themselves."""
+
+    SIGNAL = "signal"
+    """The agent was told to stop."""
+    FAULT = "fault"
+    """The platform has reported a fault, or asks for the end."""
+    MEMBERSHIP = "membership"
+    """Nodes come or come back: everybody meets anew."""
+    FAILURE = "failure"
+    """A worker failed or hangs, or a node is lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How an attempt ended."""
+
+    outcome: str
+    """``finished``, ``stopped`` (no restart wanted), ``failed`` or ``membership``."""
+    code: int
+    """What the agent leaves with, should this be the end."""
+    cause: str = ""
+    """For a person; empty when it finished."""
+    rank: int = -1
+    """Whose failure it was; -1 for nobody's in particular."""
+    first: WorkerExit | None = None
+    """The first worker that failed."""
+    elsewhere: bool = False
+    """The failure was another node's; ours only noticed it."""
+
+
+def shell_code(code: int) -> int:
+    """128 + number for a process that a signal ended, the code itself otherwise."""
+    return code if code >= 0 else exit_code_of_signal(-code)
+
+
+def meaning(end: WorkerExit) -> Meaning:
+    if end.code == 0:
+        return Meaning.FINISHED
+    status = end.status
+    if status is not None and status.phase == WorkerPhase.LEFT and status.exit_code == end.code:
+        return Meaning.LEFT
+    if end.code < 0 and -end.code in end.sent:
+        return Meaning.ENDED_BY_US
+    return Meaning.LEFT if end.code in GRACEFUL_CODES else Meaning.FAILED
+
+
+def describe(end: WorkerExit) -> str:
+    """``killed by SIGKILL``, ``exit code 1: ValueError: bad sample``."""
+    if end.code < 0:
+        return f"killed by {signal_name(-end.code)}"
+    reason = end.message
+    if end.status is not None and end.status.reason:
+        reason = end.status.reason.removeprefix("exception: ")
+    return f"exit code {end.code}: {reason}" if reason else f"exit code {end.code}"
+
+
+def conclude(
+    exits: Sequence[WorkerExit],
+    stop: StopKind | None,
+    *,
+    signum: int | None = None,
+    cause: str = "",
+    rank: int = -1,
+    code: int = EXIT_TEMPORARY,
+) -> Ending:
+    """The ending of an attempt all of whose workers have ended.
+
+    exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
+    agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault.
+    """
+    meanings = [meaning(end) for end in exits]
+    if all(m is Meaning.FINISHED for m in meanings):
+        return Ending(outcome="finished", code=0)
+    left = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.LEFT]
+    failed = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.FAILED]
+    if signum is not None:
+        return Ending(outcome="stopped", code=_stop_code(exits, left, signum), cause=signal_name(signum))
+    if stop is StopKind.FAULT:
+        return Ending(outcome="stopped", code=left[0].code if left else code, cause=cause)
+    if failed or stop is StopKind.FAILURE:
+        return _failure(failed, left, cause, rank)
+    if stop is StopKind.MEMBERSHIP:
+        return Ending(outcome="membership", code=EXIT_TEMPORARY, cause="nodes have come or come back")
+    if not left:  # signals of ours without a reason of ours: cannot be
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause="stopped without a reason")
+    first = left[0]
+    reason = "" if first.status is None else first.status.reason
+    if first.code == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
+        return Ending(outcome="failed", code=first.code, cause=reason, first=first, elsewhere=True)
+    return Ending(outcome="stopped", code=first.code, cause=reason or describe(first), first=first)
+
+
+def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: str, rank: int) -> Ending:
+    first = failed[0] if failed else None
+    if first is not None and not cause:
+        cause, rank = describe(first), first.rank
+    if first is not None:
+        code = shell_code(first.code)
+    else:
+        code = left[0].code if left else EXIT_TEMPORARY
+    return Ending(outcome="failed", code=code, cause=cause, rank=rank, first=first, elsewhere=rank < 0)
+
+
+def _stop_code(exits: Sequence[WorkerExit], left: Sequence[WorkerExit], signum: int) -> int:
+    """Exit code after a signal to the agent: what the workers make of it, else 128 + number."""
+    if left:
+        return left[0].code
+    guarded = [end for end in exits if end.status is not None and end.code > 0]
+    if guarded:
+        return guarded[0].code
+    codes = {end.code for end in exits}
+    only = codes.pop()
+    return only if not codes and only > 0 else exit_code_of_signal(signum)

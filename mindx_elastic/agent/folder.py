@@ -1,0 +1,138 @@
+"""The agent's private folder: where its workers' pages and its orders to them lie.
+
+::
+
+    {base}/mindx-elastic-{uid}/agent-{pid}-{random}/     mode 700
+        agent.json                                       who: pid, start time, process-id namespace
+        control.json                                     the newest order, see `agent_link`
+        rank_{r}.page                                    see `status_page`
+
+Removed at the agent's end. What a killed agent left is removed by the next one of the same user: its process is gone,
+or its process id belongs to a process that started at another time. Folders of agents in other process-id namespaces
+(containers that share /dev/shm) are left alone; nothing here can say whether they live.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agent.liveness import is_alive
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.capture.arena import user_folder
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
+from mindx_elastic.status_page import read_page
+
+__all__ = ["AgentFolder", "remove_dead_folders"]
+
+_IDENTITY = "agent.json"
+_PREFIX = "agent-"
+_MAX_BYTES = 1 << 16
+
+
+class AgentFolder:
+    """Create it in the main thread; `remove` it at the end."""
+
+    def __init__(self, base: Path) -> None:
+        """base: a memory file system, as a rule /dev/shm.
+
+        Raises UsageError when the user's part of it belongs to somebody else: pages there could be read or replaced.
+        """
+        identity = own_identity()
+        try:
+            self.path = _create(base)
+        except OSError as error:
+            fallback = Path(tempfile.gettempdir())
+            logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
+            self.path = _create(fallback)
+        (self.path / _IDENTITY).write_text(identity)
+        remove_dead_folders(self.path.parent)
+        self._sequence = 0
+
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> None:
+        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Raises OSError."""
+        self._sequence += 1
+        content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
+        temp = self.path / f".control.{self._sequence}"
+        temp.write_text(json.dumps(content))
+        os.replace(temp, self.path / "control.json")
+
+    def forget_workers(self) -> None:
+        """Before new workers start: the pages and orders of the old ones."""
+        for path in [*self.path.glob("rank_*.page"), self.path / "control.json"]:
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Never raises: what is left is the next agent's to clean."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        with suppress(OSError):  # other agents, or arenas, are still there
+            self.path.parent.rmdir()
+
+
+def remove_dead_folders(parent: Path) -> list[Path]:
+    """Remove the folders of this user's dead agents below `parent` and return them. Never raises."""
+    own = json.loads(own_identity())
+    removed = []
+    for folder in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError, ValueError):
+            if not _is_own(folder) or not _is_dead(_read_identity(folder / _IDENTITY), own):
+                continue
+            pages = [read_page(page) for page in folder.glob("rank_*.page")]
+            if not any(page and is_alive(page.pid, time.time()) for page in pages):  # workers may still be saving
+                shutil.rmtree(folder)
+                removed.append(folder)
+                logger.debug("removed %s, left by an agent that was killed", folder)
+    return removed
+
+
+def _create(base: Path) -> Path:
+    parent = user_folder(base)
+    for _ in range(5):  # the last rank of another job may take the empty parent away in between
+        with suppress(FileExistsError):
+            parent.mkdir(mode=0o700)
+        status = os.lstat(parent)
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+            raise UsageError(
+                f"{parent} is not a folder of this user's own with mode 700: somebody else could change what is in it. "
+                "Remove it, or give another place in MINDX_ARENA_DIR"
+            )
+        folder = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
+        with suppress(FileNotFoundError):
+            folder.mkdir(mode=0o700)
+            return folder
+    raise FileNotFoundError(2, "it is removed again and again", str(parent))
+
+
+def _is_own(folder: Path) -> bool:
+    status = os.lstat(folder)
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+def _read_identity(path: Path) -> dict[str, Any]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(fd, "rb") as file:
+        content = json.loads(file.read(_MAX_BYTES))
+    if not isinstance(content, dict):
+        raise ValueError("no object")
+    return content
+
+
+def _is_dead(agent: dict[str, Any], own: dict[str, Any]) -> bool:
+    pid, started, space = agent.get("pid"), agent.get("started"), agent.get("space")
+    if not isinstance(pid, int) or not space or space != own["space"]:
+        return False
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return True
+    fields = text.rpartition(")")[2].split()
+    return fields[0] in ("Z", "X") or fields[19] != started  # numbered from the third, the state

@@ -1,0 +1,126 @@
+"""The signals that the agent hears.
+
+Handlers only mark. The main loop polls `fd`; while the main thread is inside torch (a rendezvous, a barrier), where it
+could wait for other nodes for many minutes, the handler raises torch's own `SignalException` there instead.
+
+That does not help inside C++ (a read from a store whose machine is gone): Python runs no handler before the call
+returns. So a helper thread gives such a wait a few seconds after the signal and then ends the process; at these moments
+no worker of ours is alive.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import FrameType
+
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from mindx_elastic.events import logger
+
+__all__ = ["SignalInbox", "parse_signals"]
+
+_PATIENCE_S = 3.0
+
+
+def parse_signals(names: str) -> tuple[int, ...]:
+    """``SIGTERM,SIGINT`` -> numbers; what does not exist here is left out with a warning, as torchrun does."""
+    found = []
+    for name in names.split(","):
+        try:
+            found.append(int(signal.Signals[name.strip()]))
+        except KeyError:
+            if name.strip():
+                logger.warning("--signals-to-handle: there is no signal %s here", name.strip())
+    return tuple(found)
+
+
+class SignalInbox:
+    """Main thread only. Use as a context manager; handlers are restored at the end."""
+
+    def __init__(self, signals: Sequence[int], *, on_stuck: Callable[[int], None]) -> None:
+        """on_stuck: called in a helper thread when the main thread does not come back; must end the process."""
+        self._signals, self._on_stuck = tuple(signals), on_stuck
+        self.heard: list[int] = []
+        """All that came, in order."""
+        self._previous: dict[int, object] = {}
+        self._raising = False
+
+    @property
+    def first(self) -> int | None:
+        return self.heard[0] if self.heard else None
+
+    def __enter__(self) -> SignalInbox:
+        self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in self._signals:
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue  # nohup: whoever started us wants that ignored
+            self._previous[number] = signal.getsignal(number)
+        self.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            with suppress(TypeError, ValueError, OSError):  # None: not installed from Python
+                signal.signal(number, handler)  # type: ignore[arg-type]
+        signal.set_wakeup_fd(self._wakeup)
+        os.close(self.fd)
+        os.close(self._writer)
+
+    def install(self) -> None:
+        """Take the signals (again): torch installs handlers of its own each time it starts workers."""
+        for number in self._previous:
+            signal.signal(number, self._mark)
+
+    def drain(self) -> None:
+        """Empty the pipe behind `fd`; what came is in `heard`."""
+        with suppress(BlockingIOError):
+            while os.read(self.fd, 512):
+                pass
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Inside, a signal that comes (or has come) raises SignalException. For waits that torch makes."""
+        over, wake = os.pipe2(os.O_CLOEXEC)
+        done = threading.Event()
+        self._raising = True
+        thread = threading.Thread(target=self._watch, args=(over, done), name="mindx-patience", daemon=True)
+        try:
+            if self.heard:
+                self._raise(self.heard[0])
+            thread.start()
+            yield
+        finally:
+            self._raising = False
+            done.set()
+            os.close(wake)
+            if thread.ident is not None:
+                thread.join()
+            os.close(over)
+
+    def _mark(self, signum: int, frame: FrameType | None) -> None:
+        self.heard.append(signum)
+        if self._raising:
+            self._raise(signum)
+
+    def _raise(self, signum: int) -> None:
+        self._raising = False
+        number = signal.Signals(signum)
+        raise SignalException(f"the agent got {number.name}", sigval=number)
+
+    def _watch(self, over: int, done: threading.Event) -> None:
+        poll = select.poll()
+        poll.register(over, select.POLLHUP)
+        poll.register(self.fd, select.POLLIN)
+        ready = [fd for fd, _ in poll.poll()]
+        if over in ready or done.wait(_PATIENCE_S):
+            return
+        with suppress(OSError):
+            signals = [number for number in os.read(self.fd, 512) if number in self._previous]
+            if signals:
+                self._on_stuck(signals[0])

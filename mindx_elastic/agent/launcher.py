@@ -1,0 +1,221 @@
+"""``mindx-elastic run``: from a command line to an exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch.distributed.elastic import events as torch_events
+from torch.distributed.elastic import metrics
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+from torch.distributed.launcher.api import LaunchConfig
+
+from mindx_elastic.agent import child
+from mindx_elastic.agent.flushing import flush_arena
+from mindx_elastic.agent.folder import AgentFolder
+from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
+from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+from mindx_elastic.agent.options import Launch, parse
+from mindx_elastic.agent.supervisor import Supervisor, print_block
+from mindx_elastic.alarm.alarm import exit_code_of_signal
+from mindx_elastic.alarm.fault_info import FaultWatch
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.policy import EXIT_TEMPORARY
+
+__all__ = ["launch"]
+
+
+_NEWER_FIELDS = (
+    *("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters"),
+    "virtual_local_rank",
+)
+"""What some versions of torch from 2.6 on lack."""
+_LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
+
+
+class _AgentFilter(RankFilter):
+    """Tells the agent's lines from its workers'."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.mindx_where = "mindx_elastic agent"
+        return True
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """Run the job that the command line describes to its end; the agent's exit code. Main thread, once a process.
+
+    Raises UsageError for what cannot work, before anything is started.
+    """
+    plan = parse(arguments)
+    options, config = plan.options, plan.config
+    attach_console(_AgentFilter(), options.log_level)
+    # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals = getattr(
+        config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+    )
+    folder = AgentFolder(options.arena_base)
+
+    def give_up(signum: int) -> NoReturn:
+        folder.remove()
+        os._exit(exit_code_of_signal(signum))
+
+    try:
+        with SignalInbox(parse_signals(signals), on_stuck=give_up) as inbox:
+            return _run(plan, folder, inbox)
+    finally:
+        folder.remove()
+
+
+def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
+    options, config = plan.options, plan.config
+    _set_environment(plan, folder)
+    events = EventLog(options.run_dir / "events.jsonl", run_id=config.run_id)
+    events.emit(
+        "agent_start",
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        agent_dir=str(folder.path),
+        command=list(plan.command),
+        max_restarts=config.max_restarts,
+        grace_s=options.grace_s,
+    )
+    least = "" if config.min_nodes == config.max_nodes else f"{config.min_nodes} to "
+    nodes = "" if config.max_nodes == 1 else f" on each of {least}{config.max_nodes} nodes"
+    count = f"{config.nproc_per_node} worker{'s' * (config.nproc_per_node != 1)}"
+    logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
+    handler = None
+    supervisor = None
+    code = 1
+    try:
+        try:
+            with inbox.interrupting():
+                handler = _open_rendezvous(config)
+        except ValueError as error:
+            raise UsageError(f"the rendezvous cannot be opened: {error}") from error
+        supervisor = _make_supervisor(plan, handler, folder, inbox, events)
+        metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
+        supervisor.run()
+        code = supervisor.ending.code
+        torch_events.record(supervisor.get_event_succeeded(), config.event_log_handler)
+    except SignalException as stop:
+        code = exit_code_of_signal(stop.sigval)
+    except RendezvousError as error:  # the node that hosts it may not be up yet
+        code = EXIT_TEMPORARY
+        logger.error("the rendezvous cannot be opened: %s", error.__cause__ or error)
+    finally:
+        if supervisor is not None:
+            _conclude(supervisor, handler, inbox)
+        outcome = "failed" if supervisor is None else supervisor.ending.outcome
+        outcome = f"{outcome}, exit code {code}"
+        events.emit("agent_end", pid=os.getpid(), host=socket.gethostname(), outcome=outcome, exit_code=code)
+    return code
+
+
+def _set_environment(plan: Launch, folder: AgentFolder) -> None:
+    """What the workers inherit: the same for all of them."""
+    options = plan.options
+    os.environ["MINDX_AGENT_PID"] = str(os.getpid())
+    os.environ["MINDX_AGENT_DIR"] = str(folder.path)
+    os.environ["MINDX_RUN_DIR"] = str(options.run_dir)
+    os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
+    if options.tell_grace:
+        os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"
+
+
+def _open_rendezvous(config: LaunchConfig) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        backend=config.rdzv_backend,
+        endpoint=config.rdzv_endpoint,
+        run_id=config.run_id,
+        min_nodes=config.min_nodes,
+        max_nodes=config.max_nodes,
+        local_addr=config.local_addr,
+        **config.rdzv_configs,
+    )
+    handler = rendezvous_registry.get_rendezvous_handler(parameters)
+    return FreshStoreRendezvous(handler) if handler.get_backend() == "static" else handler
+
+
+def _make_supervisor(
+    plan: Launch, handler: RendezvousHandler, folder: AgentFolder, inbox: SignalInbox, events: EventLog
+) -> Supervisor:
+    config = plan.config
+    known = {field.name for field in fields(WorkerSpec)}
+    more: dict[str, Any] = {
+        name: getattr(config, name) for name in _NEWER_FIELDS if name in known and hasattr(config, name)
+    }
+    shim = (sys.executable, "-I", "-S", str(Path(child.__file__).resolve()), str(os.getpid()))
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=shim[0],
+        args=(*shim[1:], *plan.command),
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=None if plan.master is None else plan.master[0],
+        master_port=None if plan.master is None else plan.master[1],
+        local_addr=config.local_addr,
+        **more,
+    )
+    assert config.logs_specs is not None
+    return Supervisor(
+        spec,
+        config.logs_specs,
+        options=plan.options,
+        folder=folder,
+        inbox=inbox,
+        events=events,
+        faults=FaultWatch(FaultPaths.from_env()),
+        num_nodes=config.max_nodes,
+        start_method=config.start_method,
+        log_line_prefix_template=config.log_line_prefix_template,
+    )
+
+
+def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: SignalInbox) -> None:
+    """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
+    ending, account = supervisor.ending, supervisor.account
+    if ending.outcome != "finished":
+        for arena in sorted(supervisor.arenas):
+            for line in flush_arena(Path(arena)):
+                logger.info("from memory to disk: %s", line)
+    if handler is not None and ending.outcome != "stopped":
+        # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so
+        # that the job can be started again under the same id.
+        try:
+            with inbox.interrupting():
+                handler.shutdown()
+        except (Exception, SignalException) as error:
+            logger.debug("the rendezvous could not be closed: %s", error)
+    account.settle(ending)
+    account.ledger.close(ending.outcome, exit_code=ending.code)
+    if account.is_eventful:
+        print_block(account.ledger.render())
+    if supervisor.error_file:
+        _hand_on_error(supervisor.error_file, ending.code)
+    said = f": {ending.cause}" if ending.cause else ""
+    what = {"finished": "has finished", "stopped": "has stopped"}.get(ending.outcome, "has failed")
+    logger.log(_LEVELS.get(ending.outcome, logging.ERROR), "the job %s%s; exit code %d", what, said, ending.code)
+
+
+def _hand_on_error(file: str, code: int) -> None:
+    """As torchrun does: the first failed worker's error file becomes ours, for whoever started the agent."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE") and os.path.isfile(file):
+        try:
+            get_error_handler().dump_error_file(file, code)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.debug("the error file %s could not be handed on: %s", file, error)

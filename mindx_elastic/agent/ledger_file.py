@@ -1,0 +1,172 @@
+"""Reads back from ``events.jsonl`` what agents have written there.
+
+The file may hold more than that: the workers' events (when the run directory is the checkpoint directory), lines of
+other programs, lines cut off by a kill or a full disk, and several runs of an agent, one after the other or, on a
+shared file system, beside each other. Nothing of it is trusted: a value of the wrong type is taken as unknown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agent.ledger import AttemptRecord
+
+__all__ = ["EVENTS_FILE", "AgentRun", "load", "load_runs"]
+
+EVENTS_FILE = "events.jsonl"
+_START, _END = "agent_start", "agent_end"
+_ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
+_OURS = (_START, _END, "summary", *_ATTEMPTS)
+_MAX_LINE = 1 << 20
+
+
+@dataclass
+class AgentRun:
+    """One agent's life, as its events tell it."""
+
+    pid: int | None = None
+    host: str = ""
+    agent_dir: str = ""
+    """Its private folder; gone after a clean end."""
+    started: float | None = None
+    """Unix seconds."""
+    ended: float | None = None
+    """None: it runs, or it was killed."""
+    outcome: str = ""
+    """How it ended, in its own words."""
+    summary: dict[str, Any] | None = None
+    records: list[AttemptRecord] = field(default_factory=list)
+    """The oldest first."""
+
+
+def load(path: Path) -> list[AttemptRecord]:
+    """The attempts of the newest agent in the events file `path`; empty when there is none.
+
+    Raises OSError when the file cannot be read.
+    """
+    runs = load_runs(path)
+    return runs[-1].records if runs else []
+
+
+def load_runs(path: Path) -> list[AgentRun]:
+    """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
+    runs: list[AgentRun] = []
+    for line in _events(path):
+        if line["event"] == _START:
+            runs.append(_begin(line))
+            continue
+        run = _owner(runs, line)
+        if run is None:
+            runs.append(run := _begin(line))
+        _add(run, line)
+    for run in runs:
+        run.records.sort(key=lambda record: record.attempt)
+    return runs
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO of that name must not block
+    with open(fd, "rb") as file:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise OSError(f"{path} is not a regular file")
+        while data := file.readline(_MAX_LINE):
+            line = _parse(data)
+            if line is not None and line.get("event") in _OURS:
+                yield line
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    for text in (data, data[start:] if start > 0 else b""):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            return line
+    return None
+
+
+def _begin(line: dict[str, Any]) -> AgentRun:
+    return AgentRun(
+        pid=_whole(line.get("pid")),
+        host=_text(line.get("host")),
+        agent_dir=_text(line.get("agent_dir")),
+        started=_real(line.get("time")),
+    )
+
+
+def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
+    """Whose line it is: that of the newest run with its pid and host. Pids come again, in containers always."""
+    pid, host = _whole(line.get("pid")), _text(line.get("host"))
+    for run in reversed(runs):
+        if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
+            return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
+    return None
+
+
+def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
+    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
+    known = {record.attempt for record in run.records}
+    return run.ended is not None or run.summary is not None or line.get("attempt") in known
+
+
+def _add(run: AgentRun, line: dict[str, Any]) -> None:
+    event = line["event"]
+    run.host = run.host or _text(line.get("host"))
+    if event == "summary":
+        run.summary = line
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    elif event == _END:
+        run.ended = _real(line.get("time"))
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    else:
+        _add_attempt(run, line)
+
+
+def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
+    number = _whole(line.get("attempt"))
+    if number is None:
+        return
+    record = next((known for known in run.records if known.attempt == number), None)
+    if record is None:
+        record = AttemptRecord(attempt=number)
+        run.records.append(record)
+    if line["event"] == "attempt_start":
+        record.started = record.started or _real(line.get("time"))
+    else:
+        line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
+    for name, read in _READERS.items():
+        value = read(line.get(name))
+        if value not in (None, "") and (name != "outcome" or line["event"] != "attempt_start"):
+            setattr(record, name, value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
+    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
+    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost"), _whole),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s"), _real),
+    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
+}
+"""How each field of `AttemptRecord` but its number is read."""

@@ -1,0 +1,268 @@
+"""The options of ``mindx-elastic run``: torchrun's own, with its own parser, and ours beside them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from mindx_elastic.config import MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.errors import UsageError
+
+__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "Launch", "parse"]
+
+DEFAULT_MAX_RESTARTS = 3
+_PROG = "mindx-elastic run"
+_DESCRIPTION = """\
+Start a training script on this node's devices as torchrun does, and keep the job alive: a killed worker, a hanging
+one or a lost agent costs no more steps than it must. A script without mindx_elastic runs as under torchrun; one with
+a Guard, Model or our callbacks saves its last step whatever happens, and goes on from it after the restart."""
+_EPILOG = """\
+exit codes: 0 finished; the script's own code when it fails (128 + number when a signal killed it); 143 after a graceful
+stop on SIGTERM; 75 worth a restart (fault report, flag file, nodes that cannot meet); 2 wrong usage.
+
+torchrun's options, with the same meaning; only --max-restarts differs: without it there are {restarts} restarts, not 0.
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AgentOptions:
+    """What the agent itself wants to know; checked."""
+
+    grace_s: float
+    """Seconds that workers get to stop in."""
+    tell_grace: bool
+    """It was given to the agent, so that the workers must know it."""
+    snapshot_every: str
+    """As in ``MINDX_SNAPSHOT_EVERY``."""
+    hang_timeout_s: float | None
+    """Seconds without a step; None: learned, 0: never."""
+    run_dir: Path
+    """Absolute; exists."""
+    restarts_window_s: float | None
+    """Seconds within which --max-restarts counts; None: the whole job."""
+    crash_loop: int
+    """Equal failures in a row that stop the job; 0: never."""
+    arena_base: Path
+    """Memory file system for the agent's folder."""
+    log_level: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Everything that the command line says."""
+
+    options: AgentOptions
+    config: LaunchConfig
+    command: tuple[str, ...]
+    """The worker's program and its arguments."""
+    master: tuple[str, int] | None
+    """MASTER_ADDR and MASTER_PORT that the user has fixed for the workers' store."""
+
+
+def parse(arguments: Sequence[str]) -> Launch:
+    """Read the command line, behind ``run``. Prints help and leaves for ``--help``, leaves with 2 for unknown options.
+
+    Raises UsageError for what cannot work. Creates the run directory and torch's log directory.
+    """
+    if any(each in ("-h", "--help") for each in _before_script(arguments)):
+        print(_help())
+        raise SystemExit(0)
+    args = _parser().parse_args(list(arguments))
+    settings = Settings.from_env()
+    options = _options(args, settings)
+    _check_script(args)
+    if args.log_dir is None:
+        args.log_dir = str(options.run_dir / "logs")
+    master = _simplify_rendezvous(args)
+    run_path, args.run_path = args.run_path, False  # ours are new processes in any case
+    if run_path:
+        args.no_python = args.module = False
+    try:
+        config, command, command_arguments = config_from_args(args)
+    except (AssertionError, ValueError, RuntimeError, OSError) as error:
+        raise UsageError(str(error)) from error
+    if shutil.which(str(command)) is None:
+        raise UsageError(f"{command}: no such program (or it may not be executed)")
+    return Launch(options=options, config=config, command=(str(command), *map(str, command_arguments)), master=master)
+
+
+def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
+    def add(name: str, **more: Any) -> None:
+        parser.add_argument(name, **{**more, "help": SUPPRESS if hidden else more["help"]})
+
+    add(
+        "--grace",
+        type=_seconds(0.5, 86400),
+        metavar="SECONDS",
+        help="how long workers get to save and leave, on every way to stop them (default: --shutdown-timeout, "
+        "MINDX_GRACE_S, or 30)",
+    )
+    add(
+        "--snapshot-every",
+        type=_snapshots,
+        metavar="N|auto|0",
+        help="steps between two snapshots in shared memory, which outlive a kill; auto: as often as costs less than "
+        "1%% of the step time; 0: none (default: MINDX_SNAPSHOT_EVERY, or auto)",
+    )
+    add(
+        "--hang-timeout",
+        type=_seconds(0, 1e7, word="auto"),
+        default="auto",
+        metavar="SECONDS|auto|0",
+        help="a rank that passes no step for so long counts as stuck: stacks are written, the others save, the job "
+        "restarts; auto learns it from the steps; 0 never (default: auto)",
+    )
+    add(
+        "--run-dir",
+        metavar="DIR",
+        default="mindx-run",
+        help="where events.jsonl, stacks and logs go (default: ./mindx-run)",
+    )
+    add(
+        "--max-restarts-window",
+        type=_seconds(1, 1e9),
+        metavar="SECONDS",
+        help="count --max-restarts over the last so many seconds, not over the whole job",
+    )
+    add(
+        "--crash-loop",
+        type=_count,
+        default=3,
+        metavar="K",
+        help="stop after the same failure at the same step K times in a row; 0: never (default: 3)",
+    )
+
+
+def _parser() -> ArgumentParser:
+    parser = get_args_parser()
+    parser.prog = _PROG
+    if "PET_MAX_RESTARTS" not in os.environ:
+        parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    _add_options(parser, hidden=True)
+    return parser
+
+
+def _help() -> str:
+    ours = ArgumentParser(
+        prog=_PROG, usage=f"{_PROG} [options] [torchrun options] script.py [arguments]", description=_DESCRIPTION
+    )
+    _add_options(ours, hidden=False)
+    theirs = _parser()
+    theirs.usage = SUPPRESS
+    theirs.description = None
+    _, _, rest = theirs.format_help().partition("positional arguments:")
+    return f"{ours.format_help()}\n{_EPILOG.format(restarts=DEFAULT_MAX_RESTARTS)}\npositional arguments:{rest}"
+
+
+def _before_script(arguments: Sequence[str]) -> Sequence[str]:
+    """The arguments that can be options of ours: `--help` behind the script is the script's."""
+    known = {text: action for action in _parser()._actions for text in action.option_strings}
+    index = 0
+    while index < len(arguments):
+        text = arguments[index]
+        if text == "--" or not text.startswith("-"):
+            break
+        action = known.get(text)
+        index += 2 if action is not None and action.nargs is None else 1
+    return arguments[:index]
+
+
+def _options(args: Namespace, settings: Settings) -> AgentOptions:
+    shutdown_timeout = getattr(args, "shutdown_timeout", None)
+    grace_s = args.grace if args.grace is not None else shutdown_timeout
+    memory = MemorySettings.from_env()
+    every = args.snapshot_every or os.environ.get("MINDX_SNAPSHOT_EVERY", "").strip() or "auto"
+    return AgentOptions(
+        grace_s=settings.grace_s if grace_s is None else settings.with_grace(grace_s).grace_s,
+        tell_grace=grace_s is not None,
+        snapshot_every=every,
+        hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
+        run_dir=_make_run_dir(args.run_dir),
+        restarts_window_s=args.max_restarts_window,
+        crash_loop=args.crash_loop,
+        arena_base=memory.base or Path("/dev/shm"),
+        log_level=settings.log_level,
+    )
+
+
+def _make_run_dir(text: str) -> Path:
+    path = Path(text).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--run-dir {path} cannot be created: {error.strerror}; give another one") from error
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"--run-dir {path} cannot be written to; give another one")
+    return path
+
+
+def _check_script(args: Namespace) -> None:
+    if args.module or args.no_python or "PYTHON_EXEC" in os.environ:
+        return
+    if not os.path.exists(args.training_script):
+        raise UsageError(f"{args.training_script}: no such file")
+
+
+def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:
+    """What torchrun's own `run` does before it reads the rest, and more of it.
+
+    A job of one node always gets a private rendezvous on a free port, so that each restart meets in a fresh store
+    (`fresh_store`); a MASTER_PORT that the user has fixed stays what the workers use.
+    """
+    master = None
+    if args.standalone:
+        args.rdzv_backend, args.rdzv_endpoint, args.rdzv_id = "c10d", "localhost:0", str(uuid.uuid4())
+    elif args.rdzv_backend == "static" and not args.rdzv_endpoint:
+        try:
+            _, max_nodes = parse_min_max_nnodes(args.nnodes)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"--nnodes {args.nnodes}: {error}") from error
+        if max_nodes == 1:
+            if args.master_port is not None:
+                master = (args.master_addr, args.master_port)
+                args.master_addr = "127.0.0.1"
+            else:
+                args.rdzv_id = str(uuid.uuid4())
+            args.rdzv_backend, args.rdzv_endpoint, args.node_rank = "c10d", "localhost:0", 0
+    if args.master_port is None:
+        args.master_port = 29500
+    return master
+
+
+def _seconds(low: float, high: float, *, word: str = "") -> Any:
+    def read(text: str) -> float | str:
+        if word and text == word:
+            return text
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if not (low <= value <= high or (word and value == 0)):
+            or_word = f', or "{word}"' if word else ""
+            raise ArgumentTypeError(f"{text!r}: give seconds from {low:g} to {high:g}{or_word}")
+        return value
+
+    return read
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentTypeError(f"{text!r}: give a whole number from 0")
+    return int(text)
+
+
+def _snapshots(text: str) -> str:
+    try:
+        parse_snapshot_every(text, "--snapshot-every")
+    except UsageError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text

@@ -1,0 +1,260 @@
+"""The agent proper: torch's `LocalElasticAgent` with another way to start, watch and stop its workers.
+
+Rendezvous, ranks, roles, logs and environment stay torch's. Ours are: the shim that ties each worker to the agent
+(`child`), the loop that waits for events instead of sleeping (`attempt`), graceful stops, exit codes that mean
+something (`endings`), and the decision whether another restart helps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousError
+
+from mindx_elastic.agent.account import Account
+from mindx_elastic.agent.aside import set_checkpoint_aside
+from mindx_elastic.agent.attempt import Attempt, Surroundings
+from mindx_elastic.agent.crash_loop import CrashLoop
+from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.folder import AgentFolder
+from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.membership import Membership
+from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.restarts import Restarts
+from mindx_elastic.agent.workers import Workers
+from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.alarm.fault_info import FaultWatch
+from mindx_elastic.events import EventLog, logger
+from mindx_elastic.policy import EXIT_TEMPORARY
+
+__all__ = ["Supervisor"]
+
+_FLUSH_POLL_S = 0.5
+_MAX_ERROR_BYTES = 1 << 20
+
+
+class Supervisor(LocalElasticAgent):
+    """One node's agent. Main thread only: a worker gets its death signal when the *thread* that started it ends."""
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        *,
+        options: AgentOptions,
+        folder: AgentFolder,
+        inbox: SignalInbox,
+        events: EventLog,
+        faults: FaultWatch,
+        num_nodes: int,
+        **torch_arguments: Any,
+    ) -> None:
+        """num_nodes: most that may take part; with one there is nobody to ask for."""
+        super().__init__(spec, logs_specs, **torch_arguments)
+        self.account = Account(events)
+        self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
+        """How it all ended."""
+        self.arenas: set[str] = set()
+        """Folders of shared memory that the workers have used."""
+        self.error_file = ""
+        """What the first failed worker wrote about its exception; empty: nothing."""
+        self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
+        self._faults, self._num_nodes = faults, num_nodes
+        self._hang = HangWatch(options.hang_timeout_s)
+        self._crash_loop = CrashLoop(options.crash_loop)
+        self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
+        self._number = -1
+        self._error_files: dict[int, str] = {}
+
+    # --- the run ------------------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        attempt: Attempt | None = None
+        try:
+            while True:
+                self._hold_start()
+                self._initialize_workers(self._worker_group)
+                attempt = self._run_attempt()
+                if not self._goes_on(attempt):
+                    break
+                self._remaining_restarts -= self.ending.outcome == "failed"
+            if self.ending.outcome == "finished" and self._worker_group.group_world_size != 1:
+                with self._inbox.interrupting():
+                    self._exit_barrier()  # type: ignore[no-untyped-call]
+        except SignalException as stop:
+            if self.ending.outcome != "finished":
+                code = exit_code_of_signal(stop.sigval)
+                self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
+        except (RendezvousError, torch.distributed.DistError) as error:
+            self.ending = self._end_without_nodes(error)
+        return self._result(attempt)
+
+    def _hold_start(self) -> None:
+        """The platform may still be clearing the devices."""
+        held = False
+        while self._faults.flushing():
+            if not held:
+                logger.warning("the platform is clearing faults (FaultFlushing in reset.json): the start is held back")
+                self._events.emit("hold", reason="FaultFlushing")
+                held = True
+            with self._inbox.interrupting():
+                time.sleep(_FLUSH_POLL_S)
+        if held:
+            logger.info("the platform has cleared the faults: starting")
+
+    def _run_attempt(self) -> Attempt:
+        group, membership = self._worker_group, None
+        num_nodes, node = int(group.group_world_size or 1), int(group.group_rank or 0)
+        if self._num_nodes > 1:
+            interval = group.spec.monitor_interval
+            membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
+        ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
+        workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
+        around = Surroundings(
+            folder=self._folder,
+            inbox=self._inbox,
+            hang=self._hang,
+            faults=self._faults,
+            membership=membership,
+            events=self._events,
+            grace_s=self._options.grace_s,
+            stacks=self._options.run_dir / "stacks",
+            on_look=self.account.look,
+        )
+        self._faults.world_size = group.workers[0].world_size
+        self._hang.reset()
+        attempt = Attempt(workers, around, number=self._number)
+        self.account.start_attempt(
+            self._number,
+            world_size=group.workers[0].world_size,
+            num_workers=len(ranks),
+            node=node,
+            restarts=self._restarts.total,
+        )
+        try:
+            self.ending = attempt.run()
+        finally:
+            workers.close()
+            if membership is not None:
+                membership.stop()
+        self.account.end_attempt(attempt, self.ending)
+        self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
+        self._shutdown(signal.SIGKILL, 1)  # nobody is left but those who survive SIGKILL
+        return attempt
+
+    def _goes_on(self, attempt: Attempt) -> bool:
+        """Whether to start again after this ending; says why not."""
+        ending = self.ending
+        if ending.outcome == "membership":
+            self._events.emit("restart", reason=ending.cause)
+            return True
+        if ending.outcome != "failed":
+            return False
+        if attempt.abandoned:
+            logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
+            return False
+        verdict = self._crash_loop.judge(self.account.failure(attempt, ending))
+        allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
+        if verdict.explanation and (allowed or verdict.action == "stop"):
+            logger.error("%s", verdict.explanation)
+            self._events.emit("crash_loop", reason=verdict.explanation, outcome=verdict.action, path=verdict.path)
+        if not allowed:
+            if verdict.action != "stop":
+                logger.error("no restart: %s", self._restarts.why_not)
+            return False
+        if verdict.action == "set_aside":
+            set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
+        print_block(self.account.ledger.render())
+        logger.warning("restart %s", self._restarts.count)
+        self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
+        return True
+
+    def _end_without_nodes(self, error: Exception) -> Ending:
+        what = f"{type(error).__name__}: {error}".rstrip(": ")
+        logger.error("the nodes cannot meet (any more): %s", what)
+        if self._number >= 0 and self.ending.outcome == "stopped":
+            return self.ending
+        cause = f"{self.ending.cause}; then the nodes could not meet: {what}" if self._number >= 0 else what
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+
+    def _result(self, attempt: Attempt | None) -> RunResult:
+        """What torch's own bookkeeping wants to know."""
+        if self.ending.outcome == "finished":
+            values = dict.fromkeys(worker.global_rank for worker in self._worker_group.workers)
+            return RunResult(state=WorkerState.SUCCEEDED, return_values=values)
+        failures = {}
+        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        for end in attempt.workers.exits if attempt is not None else ():
+            if end.code != 0 and end.rank in local:
+                file = self._error_file(local[end.rank])
+                failures[end.rank] = ProcessFailure(
+                    local_rank=local[end.rank], pid=end.pid, exitcode=end.code, error_file=file
+                )
+        if self.ending.first is not None and self.ending.first.rank in local:
+            self.error_file = self._error_file(local[self.ending.first.rank])
+        return RunResult(state=WorkerState.FAILED, failures=failures)
+
+    # --- torch's steps, changed ---------------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        with self._inbox.interrupting():
+            super()._rendezvous(worker_group)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._folder.forget_workers()
+        self._number += 1
+        os.environ["MINDX_ATTEMPT"] = str(self._number)
+        try:
+            ids: dict[int, Any] = super()._start_workers(worker_group)
+        finally:
+            self._inbox.install()  # torch has just put its own handlers there
+        self._error_files = dict(getattr(self._pcontext, "error_files", {}))
+        return ids
+
+    def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, *more: Any) -> None:
+        """Stop what torch runs beside the workers (log tails, watchdog), which have ended unless something broke."""
+        if self._pcontext is None:
+            return
+        try:
+            super()._shutdown(death_sig, timeout)
+        except TypeError:  # older than the second argument
+            super()._shutdown(death_sig)
+        self._pcontext = None
+
+    # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _error_file(self, local_rank: int) -> str:
+        return str(self._error_files.get(local_rank) or "")
+
+    def _error_of(self, rank: int) -> str:
+        """What a script with torch's ``@record`` wrote about its exception: one line, or nothing."""
+        local = {worker.global_rank: worker.local_rank for worker in self._worker_group.workers}
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self._error_file(local[rank]), "rb") as file:
+                message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
+            text = message["message"] if isinstance(message, dict) else message
+            return str(text).strip().partition("\n")[0][:300]
+        return ""
+
+
+def print_block(text: str) -> None:
+    """Several lines for a person, without a prefix on each."""
+    with suppress(OSError, ValueError):  # a closed stderr is no reason to stop
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()

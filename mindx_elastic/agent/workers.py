@@ -1,0 +1,165 @@
+"""The worker processes of one attempt: how they are waited for, signalled, looked at and ended."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mindx_elastic.status_page import Status, WorkerPhase, page_path, read_page
+
+__all__ = ["WorkerExit", "Workers", "process_state"]
+
+_NO_PIDFD_POLL_S = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerExit:
+    """How one worker ended."""
+
+    rank: int
+    """Global rank."""
+    pid: int
+    code: int
+    """Exit code; minus the signal's number when a signal ended it."""
+    at: float
+    """`time.monotonic` when it was noticed."""
+    status: Status | None = None
+    """The last that its page said; None without a guard."""
+    sent: frozenset[int] = field(default_factory=frozenset)
+    """Signals that the agent had sent it."""
+    message: str = ""
+    """The exception that the script left in its error file, one line; mostly empty."""
+
+
+class Workers:
+    """Main thread only. Waits on pidfds, so that a death is noticed at once, and reaps each worker exactly once."""
+
+    def __init__(
+        self,
+        processes: Mapping[int, subprocess.Popen[bytes]],
+        pages: Path,
+        error_of: Callable[[int], str] = lambda rank: "",
+    ) -> None:
+        """processes: by global rank, each the leader of its own session. error_of: what a failed rank has said."""
+        self.processes = dict(processes)
+        self.live = dict(processes)
+        self.exits: list[WorkerExit] = []
+        """In the order in which they were noticed; of several at once those ended by a signal come first."""
+        self._pages, self._error_of = pages, error_of
+        self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
+        self._fds: dict[int, int] = {}
+        for rank, process in processes.items():
+            with suppress(OSError, AttributeError):  # an old kernel or a sandbox; then it is polled
+                self._fds[rank] = os.pidfd_open(process.pid)
+
+    def wait(self, timeout_s: float, other_fds: Iterable[int] = ()) -> list[WorkerExit]:
+        """Sleep until a worker ends, one of `other_fds` is readable or the time is over; the workers that ended."""
+        if len(self._fds) < len(self.live):
+            timeout_s = min(timeout_s, _NO_PIDFD_POLL_S)
+        poll = select.poll()
+        for fd in [*other_fds, *(fd for rank, fd in self._fds.items() if rank in self.live)]:
+            poll.register(fd, select.POLLIN)
+        poll.poll(max(0.0, timeout_s) * 1000)
+        found = [end for rank in list(self.live) if (end := self._reap(rank)) is not None]
+        # Whoever was killed has not died of the others' failure, but they may have of its.
+        found.sort(key=lambda end: (end.code >= 0, end.rank))
+        self.exits += found
+        return found
+
+    def _reap(self, rank: int) -> WorkerExit | None:
+        process = self.live[rank]
+        try:
+            done = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            if done is None:
+                return None
+            if done.si_code != os.CLD_EXITED or signal.SIGKILL in self._sent[rank]:
+                # Not a way out of its own: loader workers may be left. Its number is nobody else's until it is reaped.
+                self._kill_group(process.pid)
+        except ChildProcessError:  # reaped by somebody else; Popen knows, or takes it for 0
+            pass
+        code = process.poll()
+        if code is None:
+            return None
+        del self.live[rank]
+        if rank in self._fds:
+            os.close(self._fds.pop(rank))
+        status, sent = self.status(rank), frozenset(self._sent[rank])
+        now, message = time.monotonic(), self._error_of(rank) if code > 0 else ""
+        return WorkerExit(rank=rank, pid=process.pid, code=code, at=now, status=status, sent=sent, message=message)
+
+    def status(self, rank: int) -> Status | None:
+        """What the rank's page says now; None when it has none of this process."""
+        status = read_page(page_path(self._pages, rank))
+        return status if status is not None and status.pid == self.processes[rank].pid else None
+
+    def statuses(self) -> dict[int, Status]:
+        """The pages of the live workers that have one."""
+        found = {rank: self.status(rank) for rank in self.live}
+        return {rank: status for rank, status in found.items() if status is not None}
+
+    def last_statuses(self) -> dict[int, Status]:
+        """The last that is known of all workers, dead or alive."""
+        dead = {end.rank: end.status for end in self.exits if end.status is not None}
+        return {**dead, **self.statuses()}
+
+    def is_guarded(self, rank: int) -> bool:
+        """Whether the worker is inside its guard, so that it can save and leave by itself."""
+        status = self.status(rank)
+        return status is not None and WorkerPhase.STARTING <= status.phase < WorkerPhase.LEFT
+
+    def catches(self, rank: int, signum: int) -> bool:
+        """Whether the worker has a handler for the signal."""
+        for line in _proc(self.live[rank].pid, "status").splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
+        return False
+
+    def send(self, rank: int, signum: int) -> None:
+        """Signal the trainer alone: its loader workers must not get what is meant for it."""
+        if rank in self.live:
+            self._sent[rank].add(signum)
+            with suppress(ProcessLookupError):
+                os.kill(self.live[rank].pid, signum)
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL for the worker and everything in its process group."""
+        if rank in self.live:
+            self._sent[rank].add(signal.SIGKILL)
+            self._kill_group(self.live[rank].pid)
+
+    @staticmethod
+    def _kill_group(pid: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+
+    def give_up(self, rank: int) -> None:
+        """Not even SIGKILL ends it: count it as killed and do not wait for it any more."""
+        process = self.live.pop(rank)
+        if rank in self._fds:
+            os.close(self._fds.pop(rank))
+        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL, at=time.monotonic())
+        self.exits.append(end)
+
+    def close(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+
+def process_state(pid: int) -> str:
+    """One letter as in ps (R running, S sleeping, D uninterruptible, T stopped, Z ended); empty when it is gone."""
+    return _proc(pid, "stat").rpartition(")")[2][1:2]
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text()
+    except OSError:
+        return ""

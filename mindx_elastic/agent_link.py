@@ -1,0 +1,90 @@
+"""The worker's side of its agent: who that is, its orders, the page that it reads, and stacks on demand.
+
+Everything comes through the environment that `mindx-elastic run` sets; without it all of this is absent, and nothing
+else in a worker depends on an agent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from mindx_elastic.config import AgentInfo, RankInfo
+from mindx_elastic.errors import ArenaError
+from mindx_elastic.events import logger
+from mindx_elastic.status_page import StatusPage, WorkerPhase, page_path
+
+__all__ = ["CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+
+CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
+CONTROL_FILE = "control.json"
+STACK_SIGNAL = signal.SIGRTMAX - 2
+_MAX_BYTES = 1 << 16
+
+
+class AgentLink:
+    """Open it in the main thread; close it when the guard is left."""
+
+    def __init__(self, info: AgentInfo, ranks: RankInfo) -> None:
+        """Raises ArenaError when the agent's folder is not what it should be."""
+        self._folder = info.folder
+        self._seen = -1
+        try:
+            self.page = StatusPage(page_path(info.folder, ranks.rank))
+        except OSError as error:
+            raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
+        self._stacks: IO[str] | None = None
+        if info.run_dir is not None:
+            self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
+
+    def _register_stacks(self, folder: Path, name: str) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._stacks = open(folder / name, "a")  # noqa: SIM115  # open as long as the guard
+            # In C, without the interpreter: a rank that is stuck shows where.
+            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+        except OSError as error:
+            logger.warning("stacks of a hang cannot be written to %s (%s)", folder, error)
+
+    def announce(self, step: int, path: Path) -> None:
+        """This checkpoint is about to be loaded."""
+        self.page.set_text("resumed_path", str(path))
+        self.page.set(resumed_step=step)
+
+    def enter(self, step: int | None, run_id: str, arena: Path | None) -> None:
+        """The state is back and training begins."""
+        self.page.set_text("run_id", run_id)
+        self.page.set_text("arena", "" if arena is None else str(arena))
+        self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)
+
+    def between(self, begins: bool) -> None:
+        """Training thread: a time between two steps begins or ends; nobody may take it for a hang."""
+        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+            self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
+            self.page.set(phase=WorkerPhase.BETWEEN if begins else WorkerPhase.TRAINING)
+
+    def orders(self) -> dict[str, Any] | None:
+        """Watcher thread, after `CONTROL_SIGNAL`: what the agent asks for, once for each order."""
+        with suppress(OSError, ValueError):
+            with open(self._folder / CONTROL_FILE, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            if isinstance(content, dict) and isinstance(content.get("kind"), str) and "reason" in content:
+                sequence = content.get("seq")
+                if isinstance(sequence, int) and sequence != self._seen:
+                    self._seen = sequence
+                    return content
+        return None
+
+    def close(self) -> None:
+        self.page.set(phase=WorkerPhase.LEFT)
+        if self._stacks is not None:
+            faulthandler.unregister(STACK_SIGNAL)
+            # Until the process ends, or a late request for a stack would kill it.
+            with suppress(OSError, ValueError):
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+            self._stacks.close()

@@ -1,0 +1,107 @@
+"""The other ranks on this machine: their death is heard at once, without an agent, a store or a collective.
+
+Each rank tells the others its process id and the process-id namespace it lives in; those that share it are watched
+through a pidfd, which becomes readable when the process is gone, however it died (SIGKILL by the OOM killer, a
+segmentation fault). A number that was reused meanwhile is told apart by the process's start time.
+
+Rejected: time-outs on the store (5 s for what is known in a millisecond); the agent as a messenger (there is none under
+plain torchrun); connections between ranks (a listener and a port a rank, for the same information).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.events import logger
+
+__all__ = ["PeerWatch", "own_identity"]
+
+
+def own_identity() -> str:
+    """What a rank publishes at the start: JSON of its pid, start time and process-id namespace."""
+    return json.dumps({"pid": os.getpid(), "started": _start_time(os.getpid()), "space": _pid_space()})
+
+
+def _pid_space() -> str:
+    """Names the process-id namespace, over all machines; empty where /proc does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
+
+
+def _start_time(pid: int) -> str:
+    """Start time of a process in clock ticks since the boot, as /proc has it; empty when it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (OSError, IndexError):
+        return ""
+
+
+class PeerWatch:
+    """Watches the peers of this machine. `identities` by rank, as `own_identity` made them."""
+
+    def __init__(self, identities: Sequence[str], *, rank: int) -> None:
+        self.gone: list[int] = []
+        """Ranks found dead so far, in the order in which they were found."""
+        self._fds: dict[int, int] = {}
+        mine = json.loads(identities[rank])
+        for peer, text in enumerate(identities):
+            content = json.loads(text)
+            if peer == rank or not mine["space"] or content["space"] != mine["space"]:
+                continue
+            self._open(peer, int(content["pid"]), str(content["started"]))
+
+    def _open(self, peer: int, pid: int, started: str) -> None:
+        try:
+            fd = os.pidfd_open(pid)  # close-on-exec by itself
+        except ProcessLookupError:
+            self.gone.append(peer)
+            return
+        except (OSError, AttributeError) as error:  # an old kernel, or a sandbox that forbids it
+            logger.debug("rank %d cannot be watched (%s)", peer, error)
+            return
+        if _start_time(pid) != started:  # somebody else has its number already
+            os.close(fd)
+            self.gone.append(peer)
+            return
+        self._fds[peer] = fd
+
+    def start(self, watcher: Watcher, on_death: Callable[[int], None]) -> None:
+        """Call ``on_death(rank)`` in the watcher thread for each peer that is or will be gone."""
+        for peer in list(self.gone):
+            watcher.post(lambda peer=peer: on_death(peer))  # type: ignore[misc]
+        for peer, fd in self._fds.items():
+            watcher.watch(fd, lambda peer=peer: self._hear(peer, on_death))  # type: ignore[misc]
+
+    def _hear(self, peer: int, on_death: Callable[[int], None]) -> None:
+        if peer not in self.gone:
+            self.gone.append(peer)
+        on_death(peer)
+
+    def look(self) -> list[int]:
+        """Peers that are gone now, whether or not the watcher has come to it. Any thread, never blocks."""
+        poll = select.poll()
+        peers = {fd: peer for peer, fd in self._fds.items()}
+        for fd in peers:
+            poll.register(fd, select.POLLIN)
+        found = [peers[fd] for fd, _ in poll.poll(0)]
+        return list(dict.fromkeys([*self.gone, *found]))
+
+    def watched(self) -> list[int]:
+        """Peers on this machine that are watched, dead or alive."""
+        return sorted({*self._fds, *self.gone})
+
+    def close(self) -> None:
+        """After the watcher has stopped."""
+        for fd in self._fds.values():
+            with suppress(OSError):
+                os.close(fd)
+        self._fds.clear()

@@ -1,0 +1,82 @@
+"""Keeps a replica's own small state of every boundary in shared memory; see `capture.boundary_ring`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from mindx_elastic.capture.arena import RankArena
+from mindx_elastic.capture.boundary_ring import BoundaryRing
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.errors import ArenaError, UnsupportedStateError
+from mindx_elastic.events import logger
+from mindx_elastic.persist.packed import pack_state
+
+__all__ = ["BOUNDARIES_FILE", "BoundaryLog"]
+
+BOUNDARIES_FILE = "boundaries"
+_SPARE = 2.0  # room for a state that grows (lists of numbers in a scheduler or a callback)
+_LEAST = 1 << 16
+
+
+class BoundaryLog:
+    """One per guard of a replicated job. Training thread only."""
+
+    def __init__(
+        self, arena: RankArena, collector: Collector, modules: Iterable[nn.Module], next_step: Callable[[], int]
+    ) -> None:
+        """`modules`: the wrapped ones, whose forward ends before any gradient is reduced; `next_step`: the coming."""
+        self._arena, self._collector, self._next_step = arena, collector, next_step
+        self._ring: BoundaryRing | None = None
+        self._run_id, self._attempt = "", 0
+        self._trusted = False
+        self._broken = False
+        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in modules]
+
+    def begin(self, run_id: str, attempt: int) -> None:
+        """Keep all boundaries from here on. Not the one that the job starts from: that one is durable."""
+        self._run_id, self._attempt = run_id, attempt
+
+    def at_boundary(self) -> None:
+        """A boundary has just been copied by the collector."""
+        came_true = self._collector.ahead_came_true()
+        if came_true is not None:
+            self._trusted = came_true and (self._trusted or not self._doubted)
+            self._doubted |= not came_true
+        self._write(self._collector.position.step, self._collector.volatile(), forecast=False)
+
+    _doubted = False  # once a forecast was wrong, none is trusted any more
+
+    def _forward_ended(self) -> None:
+        if self._run_id and not self._broken and not self._doubted:
+            ahead = self._collector.copy_ahead()
+            if ahead is not None:
+                self._write(self._next_step(), ahead, forecast=True)
+
+    def _write(self, step: int, state: dict[str, Any], *, forecast: bool) -> None:
+        if self._broken:
+            return
+        try:
+            pieces = pack_state(state)
+            trusted = self._trusted or not forecast
+            ring = self._ring or self._open(pieces)
+            if not ring.write(self._attempt, step, pieces, forecast=forecast, trusted=trusted):
+                ring.close()
+                self._open(pieces).write(self._attempt, step, pieces, forecast=forecast, trusted=trusted)
+        except (ArenaError, UnsupportedStateError, OSError) as error:
+            self._broken = True
+            logger.warning("%s; boundaries are no longer kept in memory, training goes on", error)
+
+    def _open(self, pieces: Sequence[memoryview]) -> BoundaryRing:
+        capacity = max(_LEAST, int(_SPARE * sum(piece.nbytes for piece in pieces)))
+        capacity += -capacity % 64
+        self._ring = BoundaryRing(self._arena.folder / BOUNDARIES_FILE, self._run_id, capacity)
+        return self._ring
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._ring is not None:
+            self._ring.close()

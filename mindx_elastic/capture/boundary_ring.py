@@ -1,0 +1,150 @@
+"""The boundary ring: a rank's volatile state at its last boundaries, in shared memory, written at every step.
+
+Where every rank holds the same weights (DDP), the weights of a killed rank live on in the others; what dies with it are
+its own random generators, buffers and counters. They are a few kilobytes, so they are kept for every boundary. The last
+places hold the *forecast*: generators and buffers as they were at the end of the newest forward, before the gradients
+were reduced. The survivors of a rank that was killed in its update have passed the boundary that it did not reach; a
+rank whose random generators do not move between forward and boundary, which is checked at every boundary, would have
+reached it with exactly these.
+
+A file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags, digest, bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from mindx_elastic.capture.arena import ArenaFile
+
+__all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
+
+NUM_BOUNDARIES = 4
+NUM_FORECASTS = 2
+_MAGIC = b"mindxbr1"
+_TOP = struct.Struct("<8sQ64s")  # magic, bytes of a place, run id
+_TOP_ROOM = 128
+_HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
+_HEAD_ROOM = 64
+_FORECAST, _TRUSTED = 1, 2
+
+
+@dataclass(frozen=True)
+class BoundaryRecord:
+    """One boundary, or the forecast of one."""
+
+    run_id: str
+    attempt: int
+    step: int
+    content: bytes
+    forecast: bool
+    trusted: bool
+    """A forecast: the ones before it have all come true. A boundary always is."""
+
+
+class BoundaryRing:
+    """The writer's side, training thread only. `capacity` is the room of one place in bytes."""
+
+    def __init__(self, path: Path, run_id: str, capacity: int) -> None:
+        """Open or make the file; what an earlier process wrote is kept until it is overwritten.
+
+        Raises ArenaError when there is no room.
+        """
+        self._file = ArenaFile(path)
+        self._run_id = run_id.encode()[:64]
+        self.capacity = capacity
+        old = _read_top(path)
+        if old is not None and old[1] == run_id and old[0] >= capacity:
+            self.capacity = old[0]
+        else:
+            path.unlink(missing_ok=True)
+        self._stride = _HEAD_ROOM + self.capacity
+        size = _TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * self._stride
+        self._map = self._file.resize(size)
+        sequences = [self._sequence(place) for place in range(NUM_BOUNDARIES + NUM_FORECASTS)]
+        self._next = max(sequences) // 2 + 1
+        self._places = [sequences[:NUM_BOUNDARIES].index(min(sequences[:NUM_BOUNDARIES])), 0]
+        self._map[: _TOP.size] = _TOP.pack(_MAGIC, self.capacity, self._run_id)
+
+    def write(
+        self, attempt: int, step: int, pieces: Sequence[memoryview], *, forecast: bool = False, trusted: bool = True
+    ) -> bool:
+        """Keep one record; False when it does not fit (`capacity`)."""
+        length = sum(piece.nbytes for piece in pieces)
+        if length > self.capacity:
+            return False
+        kind = int(forecast)
+        place = self._places[kind] + (NUM_BOUNDARIES if forecast else 0)
+        start = _TOP_ROOM + place * self._stride
+        sequence, self._next = self._next, self._next + 1
+        struct.pack_into("<Q", self._map, start, 2 * sequence - 1)
+        digest = xxhash.xxh3_128()
+        position = start + _HEAD_ROOM
+        for piece in pieces:
+            self._map[position : position + piece.nbytes] = piece
+            digest.update(piece)
+            position += piece.nbytes
+        flags = (_FORECAST if forecast else 0) | (_TRUSTED if trusted else 0)
+        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest.digest())
+        struct.pack_into("<Q", self._map, start, 2 * sequence)
+        self._places[kind] = (self._places[kind] + 1) % (NUM_FORECASTS if forecast else NUM_BOUNDARIES)
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _sequence(self, place: int) -> int:
+        return int(struct.unpack_from("<Q", self._map, _TOP_ROOM + place * self._stride)[0])
+
+
+def read_ring(path: Path) -> list[BoundaryRecord]:
+    """Every sound record of a ring, whoever wrote it and however it ended; the newest first. Raises OSError."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(fd).st_size
+        if size < _TOP_ROOM:
+            return []
+        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
+            return sorted(_records(data, size), key=lambda r: (r.attempt, r.step, not r.forecast), reverse=True)
+    finally:
+        os.close(fd)
+
+
+def _read_top(path: Path) -> tuple[int, str] | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        data = os.pread(fd, _TOP_ROOM, 0)
+    finally:
+        os.close(fd)
+    return _parse_top(data)
+
+
+def _parse_top(data: bytes) -> tuple[int, str] | None:
+    if len(data) < _TOP.size:
+        return None
+    magic, capacity, run_id = _TOP.unpack(data[: _TOP.size])
+    return (capacity, run_id.rstrip(b"\0").decode("utf-8", "replace")) if magic == _MAGIC else None
+
+
+def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
+    top = _parse_top(data[:_TOP_ROOM])
+    if top is None or size != _TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * (_HEAD_ROOM + top[0]):
+        return
+    capacity, run_id = top
+    for place in range(NUM_BOUNDARIES + NUM_FORECASTS):
+        start = _TOP_ROOM + place * (_HEAD_ROOM + capacity)
+        sequence, attempt, step, length, flags, digest = _HEAD.unpack_from(data, start)
+        if sequence == 0 or sequence % 2 or length > capacity:
+            continue
+        content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
+        if xxhash.xxh3_128_digest(content) == digest:
+            yield BoundaryRecord(run_id, attempt, step, content, bool(flags & _FORECAST), bool(flags & _TRUSTED))

@@ -1,0 +1,175 @@
+"""``mindx-elastic clean``: remove what dead jobs have left in shared memory."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    JSON_SCHEMA,
+    fail,
+    human_age,
+    human_size,
+    make_console,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.leftovers import AgentLeftover, ArenaLeftover
+
+__all__ = ["clean_command"]
+
+_REMOVED, _WOULD, _KEPT, _IN_USE, _FAILED = "removed", "would remove", "kept", "in use", "FAILED"
+
+
+def clean_command(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Remove snapshots too that a job could still go on from.")
+    ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="The memory file system to look at; without it MINDX_ARENA_DIR, else /dev/shm.", metavar="DIR"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+) -> None:
+    """Remove what dead jobs of this user have left in shared memory.
+
+    A job that ends well leaves nothing there. One that was killed whole leaves its agent's folder, which is
+    removed, and its snapshots. Those may be the only copy of its newest steps, and the next start with the same
+    command goes on from them: they stay, and are listed, unless their checkpoint directory has gone or --all is
+    given. What a living process uses is never removed, nor anything of another user.
+
+    \b
+    [bold]Exit code[/bold]
+    0  done, also when there was nothing to remove (no checkpoint on a disk is ever touched)
+    1  something could not be removed
+    2  wrong usage, for example no such DIR
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic clean --dry-run
+    mindx-elastic clean
+    mindx-elastic clean --all
+    mindx-elastic clean --json | jq '.arenas[] | select(.action == "kept")'
+    """
+    base = _default_base() if base is None else base
+    if not base.is_dir():
+        fail(f"{base} is not a folder")
+    report = _clean(base, dry_run=dry_run, everything=everything)
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(make_console(), report)
+    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"]]):
+        raise typer.Exit(EXIT_BAD)
+
+
+def _default_base() -> Path:
+    from mindx_elastic.config import MemorySettings
+
+    return MemorySettings.from_env().base or Path("/dev/shm")
+
+
+def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
+    from mindx_elastic.agent.leftovers import find_agents, find_arenas, find_others
+
+    try:
+        agents, arenas, others = find_agents(base), find_arenas(base), find_others(base)
+    except OSError as error:
+        fail(str(error))
+    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in agents]
+    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in arenas]
+    done = [entry for entry in [*agent_entries, *arena_entries] if entry["action"] in (_REMOVED, _WOULD)]
+    return {
+        "schema": JSON_SCHEMA,
+        "base": str(base),
+        "dry_run": dry_run,
+        "freed_bytes": sum(entry["size_bytes"] for entry in done),
+        "agents": agent_entries,
+        "arenas": arena_entries,
+        "not_ours": [str(path) for path in others],
+    }
+
+
+def _treat_agent(agent: AgentLeftover, *, dry_run: bool) -> dict[str, Any]:
+    action, why = (
+        (_IN_USE, agent.in_use) if agent.in_use else _remove(agent.path, f"agent {agent.pid} is gone", dry_run)
+    )
+    common = {"path": str(agent.path), "action": action, "why": why}
+    return {**common, "pid": agent.pid, "size_bytes": agent.size, "age_s": round(agent.age_s, 3)}
+
+
+def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> dict[str, Any]:
+    if arena.in_use:
+        action, why = _IN_USE, arena.in_use
+    elif arena.directory and not arena.directory_exists:
+        action, why = _remove(arena.path, "its checkpoint directory has gone", dry_run)
+    elif everything:
+        action, why = _remove(arena.path, "--all", dry_run)
+    else:
+        action, why = _KEPT, "" if arena.directory else "whose it is cannot be read"
+    return {
+        "path": str(arena.path),
+        "action": action,
+        "why": why,
+        "directory": arena.directory or None,
+        "directory_exists": arena.directory_exists,
+        "run_id": arena.run_id or None,
+        "ranks": list(arena.ranks),
+        "newest_step": arena.newest_step,
+        "size_bytes": arena.size,
+        "age_s": round(arena.age_s, 3),
+    }
+
+
+def _remove(path: Path, why: str, dry_run: bool) -> tuple[str, str]:
+    from mindx_elastic.agent.leftovers import remove
+
+    if dry_run:
+        return _WOULD, why
+    try:
+        return (_REMOVED, why) if remove(path) else (_IN_USE, "a job has begun to use it")
+    except OSError as error:
+        return _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or path)}"
+
+
+def _print(console: Console, report: dict[str, Any]) -> None:
+    def say(line: str) -> None:
+        console.print(printable(line), soft_wrap=True)
+
+    for agent in report["agents"]:
+        say(f"{agent['action']}  {agent['path']}: {agent['why']}, {human_size(agent['size_bytes'])}")
+    for arena in report["arenas"]:
+        say(f"{arena['action']}  {arena['path']}: {_describe(arena)}")
+    for path in report["not_ours"]:
+        say(f"left alone  {path}: not a folder of ours")
+    kept = [arena for arena in report["arenas"] if arena["action"] == _KEPT]
+    if kept:
+        say("to go on from what was kept, start the job again with the same command")
+        say("to drop it: mindx-elastic clean --all")
+    if not report["agents"] and not report["arenas"]:
+        say(f"nothing of this user's jobs in {report['base']}")
+        return
+    verb = "would be freed" if report["dry_run"] else "freed"
+    say(f"{human_size(report['freed_bytes'])} {verb}")
+
+
+def _describe(arena: dict[str, Any]) -> str:
+    """What is in it, or was: with --all, that is what is lost."""
+    step = arena["newest_step"]
+    content = "no snapshot of all ranks" if step is None else f"snapshot of step {step}"
+    words = [f"{content} for {arena['directory'] or 'an unknown directory'}"]
+    words += [f"run {arena['run_id']}"] if arena["run_id"] else []
+    ranks = len(arena["ranks"])
+    words += [f"{ranks} rank{'' if ranks == 1 else 's'}", human_size(arena["size_bytes"])]
+    words.append(f"begun {human_age(arena['age_s'])} ago")
+    return ", ".join(words) + (f" ({arena['why']})" if arena["why"] else "")

@@ -1,0 +1,187 @@
+"""``mindx-elastic status``: what happened to a job that an agent ran, and where its workers are now."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mindx_elastic.cli.common import (
+    EXIT_NOTHING,
+    JSON_SCHEMA,
+    fail,
+    human_age,
+    is_folder,
+    make_console,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.ledger_file import AgentRun
+
+__all__ = ["status_command"]
+
+
+def status_command(
+    path: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN_DIR",
+            help="The --run-dir of mindx-elastic run, or its events.jsonl.",
+            show_default=False,
+            readable=False,
+        ),
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+) -> None:
+    """Show what happened to a job: its attempts, why each ended, what was saved and lost, how long it took.
+
+    Times are seconds after the failure. While the agent runs on this machine, the live steps of its workers are
+    shown too. Where several agents have written to the same directory, the newest is shown.
+
+    \b
+    [bold]Exit code[/bold]
+    0  a run was found and shown, however it went
+    2  wrong usage, for example no such RUN_DIR
+    3  no agent has run there (no checkpoint is looked at: inspect does that)
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic status run
+    mindx-elastic status run --json | jq '.totals'
+    """
+    from mindx_elastic.agent.ledger_file import EVENTS_FILE, load_runs
+
+    file = path / EVENTS_FILE if is_folder(path) else path
+    try:
+        runs = load_runs(file)
+    except FileNotFoundError:
+        runs = []
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror or error}")
+    report = _report(path, runs, now=time.time())
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        _print(make_console(), report, runs)
+    if not runs:
+        raise typer.Exit(EXIT_NOTHING)
+
+
+def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
+    """The JSON document; what is printed comes from it, so that the two cannot disagree."""
+    from mindx_elastic.agent.ledger import add_up
+
+    report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
+    if not runs:
+        return {**report, "agent": None, "attempts": [], "totals": None, "workers": []}
+    run = runs[-1]
+    running = _is_running(run)
+    agent = {
+        "pid": run.pid,
+        "host": run.host or None,
+        "running": running,
+        "started": run.started,
+        "ended": run.ended,
+        "outcome": run.outcome or None,
+        "agent_dir": run.agent_dir or None,
+        "age_s": None if run.started is None else round(now - run.started, 3),
+    }
+    attempts = [{**asdict(record), "pause_s": record.pause_s} for record in run.records]
+    workers = _workers(Path(run.agent_dir)) if run.agent_dir and running is not None and run.ended is None else []
+    return {**report, "agent": agent, "attempts": attempts, "totals": asdict(add_up(run.records)), "workers": workers}
+
+
+def _is_running(run: AgentRun) -> bool | None:
+    """None: it is another machine's, so this one cannot tell."""
+    from mindx_elastic.agent.liveness import is_alive
+
+    if run.ended is not None:
+        return False
+    if run.host and run.host != socket.gethostname():
+        return None
+    return run.pid is not None and is_alive(run.pid, run.started)
+
+
+def _workers(agent_dir: Path) -> list[dict[str, Any]]:
+    """What the workers' pages say now, by rank."""
+    from mindx_elastic.agent.liveness import is_alive
+    from mindx_elastic.status_page import WorkerPhase, read_page
+
+    phases = {phase.value: phase.name.lower() for phase in WorkerPhase}
+    found = []
+    for page in agent_dir.glob("rank_*.page"):
+        rank, status = page.stem.removeprefix("rank_"), read_page(page)
+        if not rank.isdecimal() or status is None:
+            continue
+        idle_s = (time.monotonic_ns() - status.boundary_ns) / 1e9 if status.boundary_ns else None
+        worker = {
+            "rank": int(rank),
+            "pid": status.pid,
+            "alive": is_alive(status.pid, None),
+            "phase": phases.get(status.phase),
+            "step": status.step,
+            "since_boundary_s": None if idle_s is None else round(idle_s, 3),
+            "boundaries": status.boundaries,
+            "resumed_step": status.resumed_step,
+            "saved_step": status.saved_step,
+            "reason": status.reason or None,
+        }
+        found.append(worker)
+    return sorted(found, key=lambda worker: int(str(worker["rank"])))
+
+
+def _print(console: Console, report: dict[str, Any], runs: list[AgentRun]) -> None:
+    from mindx_elastic.agent.ledger import add_up, draw, totals_line
+
+    if not runs:
+        console.print(printable(f"no agent has run in {report['run_dir']}"), soft_wrap=True)
+        return
+    run, agent = runs[-1], report["agent"]
+    console.print(printable(_agent_line(agent)), style="bold", soft_wrap=True)
+    still_open = {True: "running", False: "no end recorded", None: "no end recorded yet"}[agent["running"]]
+    console.print(draw(run.records, still_open=still_open, width=console.width), soft_wrap=False)
+    if report["workers"]:
+        console.print()
+        console.print(_worker_table(report["workers"]))
+    console.print()
+    console.print(totals_line(add_up(run.records)), soft_wrap=True)
+    older = report["older_runs"]
+    if older:
+        console.print(f"{older} older run{'' if older == 1 else 's'} of an agent in the same file: not shown")
+
+
+def _agent_line(agent: dict[str, Any]) -> str:
+    name = "agent" if agent["pid"] is None else f"agent {agent['pid']}"
+    name += f" on {agent['host']}" if agent["host"] else ""
+    age = "" if agent["age_s"] is None else f", begun {human_age(agent['age_s'])} ago"
+    if agent["ended"] is not None:
+        outcome = f": {agent['outcome']}" if agent["outcome"] else ""
+        return f"{name} has ended{age}{outcome}"
+    if agent["running"] is None:
+        return f"{name} has not recorded its end{age}; whether it runs can be seen on that machine only"
+    if agent["running"]:
+        return f"{name} runs{age}"
+    return f"{name} is gone without recording its end: it was killed{age}; start the same command again to go on"
+
+
+def _worker_table(workers: list[dict[str, Any]]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("rank", "pid", "now", "step", "last step"):
+        table.add_column(name, justify="left" if name == "now" else "right", no_wrap=True)
+    for worker in workers:
+        phase = (worker["phase"] or "?") if worker["alive"] else "gone"
+        idle = "-" if worker["since_boundary_s"] is None else f"{human_age(worker['since_boundary_s'])} ago"
+        step = "-" if worker["step"] < 0 else str(worker["step"])
+        cells = (str(worker["rank"]), str(worker["pid"]), phase, step, idle)
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table

@@ -1,0 +1,82 @@
+"""Everything that a guard listens to while it is entered, and where it goes: signals, flag files, the platform's fault
+
+reports, the other ranks, their deaths, the agent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
+from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
+from mindx_elastic.alarm.peers import PeerWatch, own_identity
+from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.config import FaultPaths, RankInfo, Settings
+from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.stopping import Stopper
+
+__all__ = ["Listening", "find_peers"]
+
+_START_TIMEOUT_S = 600.0
+_FAULT_POLL_S = 1.0
+
+
+def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
+    """Learn which ranks live on this machine. Main thread, all ranks together."""
+    exchange.publish("identity", own_identity())
+    return PeerWatch(exchange.collect("identity", _START_TIMEOUT_S), rank=ranks.rank)
+
+
+class Listening:
+    """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
+
+    def __init__(self, watcher: Watcher, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
+        self._watcher, self._settings, self._policies, self._ranks = watcher, settings, policies, ranks
+        self._link: AgentLink | None = None
+        self.handlers: SignalHandlers
+
+    def start(
+        self, stack: ExitStack, stopper: Stopper, exchange: Exchange, peers: PeerWatch, link: AgentLink | None
+    ) -> None:
+        """Main thread. `stack` restores the handlers at the end."""
+        self._stopper, self._link = stopper, link
+        alarms, post = stopper.alarms, self._watcher.post
+        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content))))
+        peers.start(self._watcher, stopper.hear_death)
+        for policy in self._policies:
+            if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:
+                flag = FlagFile(policy.flag_file)
+                watch_flag_file(
+                    self._watcher, flag, self._settings.flag_poll_s, lambda path: stopper.hear(alarms.of_flag(path))
+                )
+        self._watch_faults()
+        signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
+        if link is not None:
+            signals.append(CONTROL_SIGNAL)
+        self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
+        stack.enter_context(self.handlers)
+
+    def _watch_faults(self) -> None:
+        """The agent watches for its workers; without one each rank does."""
+        paths = FaultPaths.from_env()
+        wanted = any("fault" in policy.alarms for policy in self._policies)
+        if self._link is not None or not wanted or not (paths.fault_dir.is_dir() or paths.reset_dir.is_dir()):
+            return
+        watch = FaultWatch(paths, world_size=self._ranks.world_size)
+        watch_fault_info(self._watcher, watch, _FAULT_POLL_S, self._hear_fault)
+
+    def _hear_fault(self, event: FaultEvent) -> None:
+        self._stopper.hear(self._stopper.alarms.of_fault(event.reason))
+
+    def hear_signal(self, signum: int) -> None:
+        """Watcher thread."""
+        if self._stopper.finished or not self.handlers.hear(signum):
+            return
+        if signum != CONTROL_SIGNAL or self._link is None:
+            self._stopper.hear_signal(signum)
+        elif (orders := self._link.orders()) is not None:
+            self._stopper.hear(self._stopper.alarms.of_agent(orders))

@@ -1,0 +1,207 @@
+"""Keeps copies of other ranks' files, and gives them back: one small server a rank.
+
+Whoever does not know the rank's token gets no answer. With it one can store, delete and read checkpoint files of the
+job, in the rank folders of the guard's own directories, and nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import CheckpointError
+from mindx_elastic.events import logger
+from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, header_digest, rank_of
+from mindx_elastic.persist.format import open_checkpoint, read_header
+
+__all__ = ["Server"]
+
+_FIRST_WORD_S = 10.0
+_MAX_CONNECTIONS = 256  # the ranks of a node that has far more of them than ours, and their retries
+_RECHECK_S = 1.0
+
+
+class Server:
+    """Listens from the moment it is made until `close`. `sources`: the ranks whose copies are kept here."""
+
+    def __init__(
+        self, ranks: RankInfo, roots: Sequence[Path], sources: Collection[int], host: str, *, patience_s: float = 20.0
+    ) -> None:
+        """Raises OSError when `host` cannot be listened on."""
+        self._ranks, self._roots, self._sources = ranks, tuple(roots), frozenset(sources)
+        self._patience_s = patience_s
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        self.endpoint = Endpoint(host, int(self._listener.getsockname()[1]), secrets.token_hex(16))
+        self._changed = threading.Condition()
+        self._channels: set[Channel] = set()
+        self._present: dict[int, Channel] = {}
+        self._receiving = 0
+        self._last_received = 0.0
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="mindx-mirror", daemon=True)
+        self._thread.start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._closed:
+                    return
+                time.sleep(0.1)  # no descriptor is free: it would fail at once again
+                continue
+            channel = Channel(sock, deadline=time.monotonic() + _FIRST_WORD_S, patience_s=self._patience_s)
+            with self._changed:
+                full = self._closed or len(self._channels) >= _MAX_CONNECTIONS
+                if not full:
+                    self._channels.add(channel)
+            if full:
+                channel.__exit__(None, None, None)
+                continue
+            threading.Thread(target=self._serve, args=(channel,), name="mindx-mirror-peer", daemon=True).start()
+
+    def _serve(self, channel: Channel) -> None:
+        try:
+            with channel:
+                request = channel.receive()
+                if not hmac.compare_digest(str(request.get("token")).encode(), self.endpoint.token.encode()):
+                    logger.debug("a connection without the right token is ended")
+                    return
+                channel.deadline = float("inf")  # its waits are bounded one by one
+                try:
+                    self._answer(channel, request)
+                except (CheckpointError, OSError) as error:
+                    channel.send({"error": f"{type(error).__name__}: {error}"[:500]})
+        except OSError as error:
+            logger.debug("a connection has ended: %s", error)
+        except Exception:
+            logger.exception("a request of another rank met an unexpected error")
+        finally:
+            with self._changed:
+                self._channels.discard(channel)
+                self._changed.notify_all()
+
+    def _answer(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        operations: dict[object, Callable[[Channel, Mapping[str, Any]], None]] = {
+            "here": self._here,
+            "put": self._put,
+            "get": self._get,
+            "drop": self._drop,
+            "knock": lambda channel, request: channel.send({}),
+        }
+        operation = operations.get(str(request.get("op")))
+        if operation is None:
+            raise OSError(f"there is no operation {request.get('op')!r}")
+        operation(channel, request)
+
+    def _here(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        source = self._source(request)
+        with self._changed:
+            self._present[source] = channel
+        channel.send({})
+        channel.wait_for_end()
+        with self._changed:
+            if self._present.get(source) is channel:
+                del self._present[source]
+            self._changed.notify_all()
+
+    def _put(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        path, source = self._path(request), self._source(request)
+        if self._has(path, request):
+            channel.send({"have": True})
+            return
+        with self._changed:
+            self._receiving += 1
+        try:
+            with Incoming(path, request.get("size")) as incoming:
+                channel.send({"send": True})
+                incoming.receive(channel, rank=source, world_size=self._ranks.world_size)
+        finally:
+            with self._changed:
+                self._receiving -= 1
+                self._last_received = time.monotonic()
+                self._changed.notify_all()
+        channel.send({})
+
+    def _has(self, path: Path, request: Mapping[str, Any]) -> bool:
+        """The very same file is there: sent before, or written by its owner to a disk that the nodes share."""
+        with suppress(OSError, CheckpointError), open_checkpoint(path) as (fd, header):
+            return (header.file_size, header_digest(fd, header)) == (request.get("size"), request.get("header"))
+        return False
+
+    def _get(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        with open_checkpoint(self._path(request)) as (fd, header):
+            channel.send({"size": header.file_size})
+            channel.send_file(fd, header.file_size)
+
+    def _drop(self, channel: Channel, request: Mapping[str, Any]) -> None:
+        """Delete a copy of a periodic file of the same run, as its owner has done with its own."""
+        path, source = self._path(request), self._source(request)
+        with suppress(FileNotFoundError):
+            info = read_header(path).info
+            if (info.kind, info.run_id, info.rank) != ("periodic", request.get("run_id"), source):
+                raise OSError(f"{path.name} is no periodic file of rank {source} and this run")
+            path.unlink()
+        channel.send({})
+
+    def _path(self, request: Mapping[str, Any]) -> Path:
+        root, name = request.get("root"), request.get("name")
+        rank = rank_of(name)
+        if rank is None or not isinstance(name, str) or rank >= self._ranks.world_size:
+            raise OSError(f"{name!r} is no place for a checkpoint file")
+        if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < len(self._roots):
+            raise OSError(f"there is no directory {root!r}")
+        return self._roots[root] / name
+
+    def _source(self, request: Mapping[str, Any]) -> int:
+        """Who asks, as one whose files are kept here; a path must be its own."""
+        rank = request.get("rank")
+        if isinstance(rank, bool) or not isinstance(rank, int) or rank not in self._sources:
+            raise OSError(f"rank {rank!r} has its copies elsewhere")
+        if "name" in request and rank_of(request["name"]) != rank:
+            raise OSError(f"{request['name']!r} is not a file of rank {rank}")
+        return rank
+
+    def wait_for_sources(self, deadline: float, *, quiet_s: float, is_alive: Callable[[int], bool]) -> None:
+        """Wait until no source has anything more to send; at most until `deadline`.
+
+        A source that is not ``is_alive(rank)`` is not waited for; nor is any when nothing has come in for `quiet_s`.
+        """
+        began = time.monotonic()
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._is_idle, max(0.0, min(_RECHECK_S, deadline - time.monotonic())))
+                now = time.monotonic()
+                quiet = not self._receiving and now >= max(began, self._last_received) + quiet_s
+                if self._is_idle() or quiet or now >= deadline:
+                    return
+                waiting = [] if self._receiving else list(self._present)
+            for source in waiting:
+                if not is_alive(source):
+                    with self._changed:
+                        self._present.pop(source, None)
+
+    def _is_idle(self) -> bool:
+        return not self._present and not self._receiving
+
+    def close(self) -> None:
+        """Break off whatever is under way, and end all threads."""
+        with self._changed:
+            self._closed = True
+            for channel in self._channels:
+                channel.abort()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`; a forked child may hold the socket too
+        self._listener.close()
+        self._thread.join(5.0)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._channels, 5.0)

@@ -1,0 +1,266 @@
+"""What two ranks say to each other when a checkpoint file is copied, and how long they wait for it.
+
+::
+
+    4 bytes   b"MXC1"
+    4 bytes   length of the JSON text, big endian, at most `MAX_MESSAGE_BYTES`
+    JSON      an object
+
+Every connection carries one request and its answers:
+
+=========  =========================================  ============================================================
+``op``     further fields                             then
+=========  =========================================  ============================================================
+``here``                                              ``{}``; the connection stays open for as long as files come
+``knock``                                             ``{}``
+``put``    ``root, name, size, header``               ``{"have": true}``, or ``{"send": true}``, a file, ``{}``
+``get``    ``root, name``                             ``{"size": n}`` and a file
+``drop``   ``root, name, run_id``                     ``{}``
+=========  =========================================  ============================================================
+
+A file is its bytes and the 16 bytes of their xxh3-128. Each request has ``token`` (the one that the server has
+published) and ``rank`` (who asks); an answer with ``error`` is the end. ``header`` is the xxh3-128 of the bytes before
+the data section, which hold the digests of all tensors: it names the content. No object is ever built from a message.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.persist.catalog import TFT_FOLDER
+from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
+from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
+from mindx_elastic.persist.writer import keep_older
+
+__all__ = ["MAX_FILE_BYTES", "MAX_MESSAGE_BYTES", "Channel", "Endpoint", "Incoming", "ask", "header_digest", "rank_of"]
+
+MAX_MESSAGE_BYTES = 16 << 10
+MAX_FILE_BYTES = 1 << 46
+PATIENCE_S = 20.0
+"""Longest wait for the next bytes; a disk that flushes gigabytes needs some of it."""
+CONNECT_S = 3.0
+
+_MAGIC = b"MXC1"
+_PREFIX = struct.Struct(">4sI")
+_PIECE_BYTES = 1 << 20
+_RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
+_FILE_NAME = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}\.safetensors")
+
+
+def rank_of(name: object) -> int | None:
+    """The rank whose file the relative path `name` is; None for a path that our own writer would not make.
+
+    ``rank_{r}/{file}.safetensors``, and the same below the folder of a TFT tree; nothing else.
+    """
+    if not isinstance(name, str):
+        return None
+    *above, folder, file = ["", *name.split("/")]  # one more, so that there are two at least
+    in_rank = _RANK_FOLDER.fullmatch(folder)
+    if len(above) not in (1, 2) or (len(above) == 2 and not TFT_FOLDER.fullmatch(above[1])):
+        return None
+    return int(in_rank[1]) if in_rank is not None and _FILE_NAME.fullmatch(file) else None
+
+
+def header_digest(fd: int, header: Header) -> str:
+    """Names the content of a checkpoint file: its header holds the digests of all tensors."""
+    return xxhash.xxh3_128_hexdigest(os.pread(fd, header.data_start, 0))
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a rank's server listens."""
+
+    host: str
+    port: int
+    token: str
+
+    def encode(self) -> str:
+        return json.dumps({"host": self.host, "port": self.port, "token": self.token})
+
+    @classmethod
+    def decode(cls, text: str) -> Endpoint:
+        content = json.loads(text)
+        return cls(str(content["host"]), int(content["port"]), str(content["token"]))
+
+
+class Channel:
+    """One connection. Every wait ends after `patience_s` seconds, and at `deadline` (`time.monotonic`): TimeoutError.
+
+    Whatever else goes wrong is an OSError too. One thread, except `abort`.
+    """
+
+    def __init__(self, sock: socket.socket, *, deadline: float = math.inf, patience_s: float = PATIENCE_S) -> None:
+        self._socket, self.deadline, self.patience_s = sock, deadline, patience_s
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.abort()
+        self._socket.close()
+
+    def abort(self) -> None:
+        """End the connection, for the other side and for a thread that waits in it. Any thread.
+
+        Not by closing alone: a forked child (a loader's worker) may hold the same connection.
+        """
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, message: Mapping[str, Any]) -> None:
+        text = json.dumps(message).encode()
+        if len(text) > MAX_MESSAGE_BYTES:
+            raise OSError(f"a message of {len(text)} bytes is too long")
+        self._send(_PREFIX.pack(_MAGIC, len(text)) + text)
+
+    def receive(self) -> dict[str, Any]:
+        magic, length = _PREFIX.unpack(self._receive_exactly(_PREFIX.size))
+        if magic != _MAGIC or length > MAX_MESSAGE_BYTES:
+            raise ConnectionError("the other side does not speak our protocol")
+        try:
+            content = json.loads(self._receive_exactly(length))
+        except (ValueError, RecursionError):
+            raise ConnectionError("the other side has sent a message that is no JSON") from None
+        if not isinstance(content, dict):
+            raise ConnectionError("the other side has sent a message that is no object")
+        return content
+
+    def answer(self) -> dict[str, Any]:
+        """The next message; raises ConnectionError with the other side's words when it says no."""
+        content = self.receive()
+        if "error" in content:
+            raise ConnectionError(str(content["error"])[:500])
+        return content
+
+    def send_file(self, fd: int, size: int) -> None:
+        """Send the first `size` bytes of `fd`, and their digest."""
+        digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_PIECE_BYTES))
+        sent = 0
+        while sent < size:
+            count = os.preadv(fd, [buffer[: min(_PIECE_BYTES, size - sent)]], sent)
+            if count == 0:
+                raise OSError("the file was cut off while it was read")
+            digest.update(buffer[:count])
+            self._send(buffer[:count])
+            sent += count
+        self._send(digest.digest())
+
+    def receive_file(self, fd: int, size: int) -> None:
+        """Write what `send_file` sends, and flush it. Raises CorruptCheckpointError for a digest that differs."""
+        digest, buffer = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())
+        left = size
+        with closing(BlockWriter(fd, 0)) as blocks:
+            while left:
+                count = self._receive_some(view[: min(_PIECE_BYTES, left)])
+                digest.update(view[:count])
+                blocks.put(buffer[:count])
+                left -= count
+            blocks.finish()
+        if self._receive_exactly(digest.digest_size) != digest.digest():
+            raise CorruptCheckpointError("the file was damaged on its way")
+        os.ftruncate(fd, size)  # direct I/O writes whole blocks
+        os.fsync(fd)
+
+    def wait_for_end(self) -> None:
+        """Block until the other side, or `abort`, ends the connection. The only wait here without a bound."""
+        self._socket.settimeout(None)
+        with suppress(OSError):
+            self._socket.recv(1)
+
+    def _arm(self) -> None:
+        left = min(self.patience_s, self.deadline - time.monotonic())
+        if left <= 0:
+            raise TimeoutError("no time is left")
+        self._socket.settimeout(left)
+
+    def _send(self, data: bytes | memoryview) -> None:
+        self._arm()
+        self._socket.sendall(data)
+
+    def _receive_some(self, view: memoryview) -> int:
+        self._arm()
+        count = self._socket.recv_into(view)
+        if count == 0:
+            raise ConnectionError("the other side has ended the connection")
+        return count
+
+    def _receive_exactly(self, size: int) -> bytes:
+        data = bytearray(size)
+        view, done = memoryview(data), 0
+        while done < size:
+            done += self._receive_some(view[done:])
+        return bytes(data)
+
+
+def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, **fields: Any) -> Channel:
+    """Connect and send a request; the caller reads the answer and closes. Raises OSError."""
+    connect_s = min(CONNECT_S, deadline - time.monotonic())
+    if connect_s <= 0:
+        raise TimeoutError("no time is left")
+    channel = Channel(socket.create_connection((endpoint.host, endpoint.port), connect_s), deadline=deadline)
+    try:
+        channel.send({"token": endpoint.token, "rank": rank, "op": op, **fields})
+    except BaseException:
+        channel.__exit__(None, None, None)
+        raise
+    return channel
+
+
+class Incoming:
+    """A file that is coming in: reserves the space at once, appears under its name whole and durable, or not at all."""
+
+    def __init__(self, path: Path, size: object) -> None:
+        """Raises OSError when there is no room, or for a size that cannot be."""
+        if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= MAX_FILE_BYTES:
+            raise OSError(f"{size!r} is no size of a file")
+        self._path, self._size = path, size
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._fd, self._temp = create_temp(path)
+        try:
+            if not preallocate(self._fd, size):
+                check_free_space(path.parent, size)
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+
+    def __enter__(self) -> Incoming:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._temp.unlink(missing_ok=True)  # gone already when all went well
+        os.close(self._fd)
+
+    def receive(self, channel: Channel, *, rank: int, world_size: int) -> CheckpointInfo:
+        """Take the bytes from `channel` and give the file its name. Raises CheckpointError for no file of `rank`."""
+        channel.receive_file(self._fd, self._size)
+        info = read_header(self._temp).info
+        if (info.rank, info.world_size) != (rank, world_size):
+            problem = f"a file of rank {info.rank} of {info.world_size}, not of {rank} of {world_size}"
+            raise CorruptCheckpointError(f"{self._path.name}: {problem}", path=self._path)
+        keep_older(self._path, info)
+        publish(self._temp, self._path)
+        for folder in (self._path.parent, self._path.parent.parent):
+            fsync_dir(folder)
+        return info

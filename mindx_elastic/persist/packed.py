@@ -1,0 +1,70 @@
+"""A small nested state as one run of bytes, for places that are no files of their own.
+
+::
+
+    8 bytes   length of the JSON text, little endian
+    JSON      {"tree": ..., "tensors": [[name, dtype, shape], ...]}      (see `flatten`)
+    bytes     of the tensors, one after the other
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import torch
+
+from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.persist.dtypes import BY_NAME, NAMES
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.unflatten import unflatten
+
+__all__ = ["flat_bytes", "pack_state", "unpack_state"]
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes in file order, on its device; copies only where they do not lie in that order."""
+    if not tensor.is_contiguous():
+        # On the host: a training job has no spare accelerator memory.
+        tensor = tensor.cpu().contiguous()
+    # Not reshape(-1): it keeps the odd strides that tensors of one or no element may have, which view() then refuses.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def pack_state(state: object) -> list[memoryview]:
+    """`state` in pieces, to be put one after the other. They look into the state's own CPU tensors, nothing is copied.
+
+    Raises UnsupportedStateError as `flatten` does.
+    """
+    tree, tensors = flatten(state)
+    named = [[name, NAMES[tensor.dtype], list(tensor.shape)] for name, tensor in tensors.items()]
+    text = json.dumps({"tree": tree, "tensors": named}, separators=(",", ":")).encode()
+    pieces = [memoryview(struct.pack("<Q", len(text)) + text)]
+    for tensor in tensors.values():
+        if tensor.numel():
+            pieces.append(flat_bytes(tensor.detach().cpu()).numpy().data)
+    return pieces
+
+
+def unpack_state(data: bytes) -> Any:
+    """The inverse of `pack_state`; every tensor has memory of its own. Raises CorruptCheckpointError."""
+    try:
+        (length,) = struct.unpack_from("<Q", data)
+        content = json.loads(data[8 : 8 + length])
+        position = 8 + length
+        tensors: dict[str, torch.Tensor] = {}
+        for name, dtype, shape in content["tensors"]:
+            tensor = torch.empty(shape, dtype=BY_NAME[dtype])
+            if tensor.nbytes:
+                source = data[position : position + tensor.nbytes]
+                if len(source) != tensor.nbytes:
+                    raise ValueError("cut off")
+                flat_bytes(tensor).numpy().data[:] = source
+            position += tensor.nbytes
+            tensors[name] = tensor
+        if position != len(data):
+            raise ValueError(f"{len(data)} bytes instead of {position}")
+        return unflatten(content["tree"], tensors)
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError, struct.error) as error:
+        raise CorruptCheckpointError(f"malformed packed state: {error!r}") from error

@@ -1,0 +1,156 @@
+"""One page of memory per worker: the worker writes where it stands, its agent reads it, neither ever waits.
+
+The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
+machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
+same clock in all processes of a machine. The training thread pays three stores a step (0.3 us).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+__all__ = ["PAGE_BYTES", "Status", "StatusPage", "WorkerPhase", "page_path", "read_page"]
+
+PAGE_BYTES = 4096
+_MAGIC = 0x6D696E6478303031  # "mindx001"
+_FIELDS = (
+    *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
+    *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns"),
+)
+_INDEX = {name: index for index, name in enumerate(_FIELDS)}
+# offset, room
+_TEXTS = {"reason": (1024, 1024), "resumed_path": (2048, 1024), "run_id": (3072, 128), "arena": (3200, 896)}
+
+
+class WorkerPhase(IntEnum):
+    """What a worker is doing."""
+
+    STARTING = 1
+    """The guard is being entered: reading checkpoints, waiting for the other ranks."""
+    TRAINING = 2
+    BETWEEN = 3
+    """Between two steps, for as long as it takes: an evaluation, a periodic save."""
+    STOPPING = 4
+    """An alarm was heard; the state is being saved."""
+    LEFT = 5
+    """The guard was left: finished, stopped gracefully (`exit_code`), or failed."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What one page said at one moment."""
+
+    pid: int = 0
+    phase: int = 0
+    """A `WorkerPhase`; 0 while there is no guard."""
+    step: int = -1
+    """Last boundary passed."""
+    boundary_ns: int = 0
+    """When; 0 before the first boundary of this attempt."""
+    first_boundary_ns: int = 0
+    """When the first boundary of this attempt was passed; 0 before."""
+    boundaries: int = 0
+    """How many in this attempt."""
+    resumed_step: int = -1
+    """Step this attempt went on from; -1 for a fresh start, and before it is known."""
+    saved_step: int = -1
+    """Step that was saved because of an alarm; -1 when none was."""
+    saved_ns: int = 0
+    alarm_ns: int = 0
+    """When the alarm was heard; 0 while none was."""
+    exit_code: int = -1
+    """What a graceful stop leaves with; -1 for none."""
+    entered_ns: int = 0
+    """When the guard was entered and the state was back."""
+    reason: str = ""
+    """The alarm's or the exception's, one line."""
+    resumed_path: str = ""
+    run_id: str = ""
+    arena: str = ""
+    """Folder of the job's arenas in shared memory; empty where there are none."""
+
+
+def page_path(agent_dir: Path, rank: int) -> Path:
+    """Where the page of global rank `rank` lies."""
+    return agent_dir / f"rank_{rank}.page"
+
+
+class StatusPage:
+    """The worker's side. Any thread may set a field; `pass_boundary` belongs to the training thread."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the page, replacing an older one of the same rank. Raises OSError."""
+        path.unlink(missing_ok=True)
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(fd, PAGE_BYTES)
+            self._map = mmap.mmap(fd, PAGE_BYTES)
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._map).cast("q")
+        for name in ("resumed_step", "saved_step", "exit_code", "step"):
+            self._words[_INDEX[name]] = -1
+        self._words[_INDEX["pid"]] = os.getpid()
+        self._words[_INDEX["phase"]] = WorkerPhase.STARTING
+        self._words[_INDEX["magic"]] = _MAGIC
+
+    @property
+    def phase(self) -> int:
+        return self._words[_INDEX["phase"]]
+
+    @property
+    def started(self) -> bool:
+        """Whether a boundary was passed in this attempt."""
+        return self._words[_INDEX["boundaries"]] > 0
+
+    def set(self, **fields: int) -> None:
+        for name, value in fields.items():
+            self._words[_INDEX[name]] = value
+
+    def set_text(self, name: str, text: str) -> None:
+        """`reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
+        offset, room = _TEXTS[name]
+        data = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
+        self._map[offset : offset + room] = data
+
+    def pass_boundary(self, step: int) -> None:
+        words, now = self._words, time.monotonic_ns()
+        if not words[5]:
+            words[5] = now
+        words[3] = step
+        words[4] = now
+        words[6] += 1
+
+    def close(self) -> None:
+        self._words.release()
+        self._map.close()
+
+
+def read_page(path: Path) -> Status | None:
+    """The agent's side: what `path` says now; None when there is no page (yet) or it is none of ours."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        data = os.pread(fd, PAGE_BYTES, 0)
+    finally:
+        os.close(fd)
+    if len(data) != PAGE_BYTES:
+        return None
+    words = memoryview(data).cast("q")
+    if words[0] != _MAGIC:
+        return None
+    texts = {
+        name: data[offset : offset + room].partition(b"\0")[0].decode("utf-8", "replace")
+        for name, (offset, room) in _TEXTS.items()
+    }
+    numbers = {name: words[index] for name, index in _INDEX.items() if name != "magic"}
+    content: dict[str, Any] = {**numbers, **texts}
+    return Status(**content)

@@ -1,0 +1,122 @@
+"""What a guard stands among: the other ranks, the agent of its machine, the shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from mindx_elastic.agent_link import AgentLink
+from mindx_elastic.agreement.connect import open_exchange, store_host
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
+from mindx_elastic.events import EventLog
+from mindx_elastic.memory import open_memory
+from mindx_elastic.mirror.mirror import open_mirror
+from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.resuming import Start
+from mindx_elastic.saving import Saver
+from mindx_elastic.status_page import StatusPage
+
+__all__ = ["Surroundings"]
+
+
+class Surroundings:
+    """One per guard. Main thread; `stack` closes everything in the end."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        directories: Sequence[Path],
+        saver: Saver,
+        snapshot_every: int | str | None,
+        redundancy: int | None,
+    ) -> None:
+        """Raises UsageError for settings that cannot be. All ranks together."""
+        ranks = saver.ranks
+        self.exchange = open_exchange(ranks)
+        stack.callback(self.exchange.close)
+        agent = AgentInfo.from_env()
+        self.link = None if agent is None else AgentLink(agent, ranks)
+        if self.link is not None:
+            stack.callback(self.link.close)
+        settings = MemorySettings.from_env().with_every(snapshot_every)
+        self.memory = open_memory(settings, directories[0], ranks, replicated=saver.replicated)
+        self.keep_memory = True
+        """Until all ranks are known to be safe on disk."""
+        stack.callback(self._close_memory)
+        copies = RedundancySettings.from_env().with_copies(redundancy)
+        self.mirror = saver.mirror = open_mirror(copies, ranks, directories, self.exchange, saver.events, store_host())
+        """Keeps copies of the files on other nodes; None where there are none to keep."""
+        if self.mirror is not None:
+            stack.callback(self.mirror.close)
+
+    @property
+    def page(self) -> StatusPage | None:
+        """What the agent reads; None where there is no agent."""
+        return None if self.link is None else self.link.page
+
+    @property
+    def arenas(self) -> Path | None:
+        """The job's folder in shared memory."""
+        return None if self.memory is None else self.memory.folder
+
+    def announce(self, found: Resumed | None) -> None:
+        """Tell the agent what is about to be loaded."""
+        if self.link is not None and found is not None:
+            self.link.announce(found.checkpoint.info.step, found.path)
+
+    def enter(
+        self,
+        start: Start,
+        collector: Collector,
+        update_gate: UpdateGate,
+        events: EventLog,
+        saver: Saver,
+        *,
+        replicas: list[nn.Module],
+        next_step: Callable[[], int],
+    ) -> None:
+        """The state is back and training begins. `replicas`: the DDP modules of a replicated job, else none."""
+        if self.memory is not None:
+            self.memory.start(
+                collector,
+                update_gate,
+                self.exchange,
+                events,
+                replicas=replicas,
+                next_step=next_step,
+                describe=lambda: saver.describe("snapshot"),
+                resumed=None if start.resumed is None else start.resumed.checkpoint.info,
+            )
+        if self.mirror is not None and start.resumed is not None:
+            # Whoever held its copies may have lost them.
+            self.mirror.submit(start.resumed.path, start.resumed.checkpoint.info.step)
+        if self.link is not None:
+            self.link.enter(start.step, start.run_id, self.arenas)
+
+    def at_boundary(self, step: int, *, cut: bool) -> None:
+        """Training thread: `step` has ended; `cut`: it can be resumed from."""
+        if self.memory is not None and cut:
+            self.memory.at_boundary(step)
+        if self.link is not None:
+            self.link.page.pass_boundary(step)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Training thread: nobody may take the time inside for a hang."""
+        if self.link is None:
+            yield
+            return
+        self.link.between(True)
+        try:
+            yield
+        finally:
+            self.link.between(False)
+
+    def _close_memory(self) -> None:
+        if self.memory is not None:
+            self.memory.close(keep=self.keep_memory)

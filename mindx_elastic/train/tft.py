@@ -1,0 +1,185 @@
+"""MindSpore's names for MindIO's fault tolerance: `TFTRegister` and `OptTFTWrapper`, as its documentation uses them.
+
+::
+
+    export MS_ENABLE_TFT='{TTP:1}'
+
+    optimizer = OptTFTWrapper(optimizer)
+    model = Model(network, loss_fn, optimizer)
+    model.train(90, loader, callbacks=[TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")])
+
+In MindIO a controller on one rank watches the others and the wrapper reports each update to it; when the controller's
+rank is killed nothing is saved. Here every rank saves what it holds by itself, so the controller's arguments mean
+nothing and the wrapper has nothing to report: the guard watches every optimizer.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.position import Position
+from mindx_elastic.config import RankInfo, TftSettings
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
+from mindx_elastic.guard import DEFAULT_SIGNALS
+from mindx_elastic.persist.tft_tree import settle_tft_file, tft_path
+from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.train.checkpoint import SavingCallback, directory_path
+
+__all__ = ["OptTFTWrapper", "TFTRegister"]
+
+_PORTS = range(1024, 65536)
+
+
+class TFTRegister(SavingCallback):
+    """Saves the last boundary when the job dies: an exception, a killed rank, a fault report, a signal, a request.
+
+    The files are ``tft_saved_checkpoints-step_{step}/rank_{r}/ttp_rank_{r}-{epoch}_{step_in_epoch}.safetensors`` in
+    `ckpt_save_path`. The same command goes on from the newest step found there; no epoch and no step is to be typed.
+    When a rank is gone, the others save only if they hold the same state (data parallel training); else the save is
+    refused and the job ends with an exit code that is not 0.
+
+    * `ctrl_rank_id`, `ctrl_ip`, `ctrl_port`: MindIO's controller. Checked and without effect: nothing depends on that
+      rank, no port is opened, and rank 0 may be killed like any other.
+    * `ckpt_save_path`: the folder for the trees.
+
+    In a loop of your own, without `Model`, give its wish to the guard:
+    ``Guard(policies=[*TFTRegister(0, "127.0.0.1", 30051, path).exit_policies()], directory=path, ...)``.
+
+    Raises UsageError (a ValueError) for wrong arguments, and without ``MS_ENABLE_TFT='{TTP:1}'``.
+    """
+
+    def __init__(self, ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path: str | os.PathLike[str]) -> None:
+        _require_ttp("TFTRegister")
+        if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
+            raise UsageError(f"ctrl_rank_id={ctrl_rank_id!r}; give a rank, a whole number from 0")
+        if not _is_address(ctrl_ip):
+            raise UsageError(f'ctrl_ip={ctrl_ip!r}; give an IP address or a host name, for example "127.0.0.1"')
+        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or ctrl_port not in _PORTS:
+            raise UsageError(f"ctrl_port={ctrl_port!r}; give a port number, {_PORTS.start} to {_PORTS.stop - 1}")
+        if ckpt_save_path is None:
+            raise UsageError("ckpt_save_path=None; give the folder for the checkpoints")
+        self.ctrl_rank_id, self.ctrl_ip, self.ctrl_port = ctrl_rank_id, ctrl_ip, ctrl_port
+        self.directory = directory_path(ckpt_save_path, "ckpt_save_path")
+
+    @property
+    def ckpt_save_path(self) -> Path:
+        """The folder for the trees."""
+        return self.directory
+
+    def exit_policies(self) -> Sequence[ExitPolicy]:
+        return [
+            ExitPolicy(
+                kind="ttp",
+                alarms=frozenset({"exception", "peer", "fault", "signal", "request"}),
+                name=lambda position: _place(Path(), position, RankInfo.from_env()).name,
+                directory=self.directory,
+                signals=DEFAULT_SIGNALS,
+                place=_place,
+                finish=_finish,
+                needs_replica=True,
+            )
+        ]
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "ctrl_rank_id": self.ctrl_rank_id,
+            "ctrl_ip": self.ctrl_ip,
+            "ctrl_port": self.ctrl_port,
+            "ckpt_save_path": os.path.abspath(self.directory),
+        }
+
+
+class OptTFTWrapper(torch.optim.Optimizer):
+    """Wraps an optimizer; behaves in every way like it: schedulers, gradient scalers, hooks, `Guard` and `Model` accept
+    it, and checkpoints with and without it are the same.
+
+    * `opt`: a `torch.optim.Optimizer`.
+
+    Raises UsageError (a ValueError) without ``MS_ENABLE_TFT='{TTP:1}'``, and TypeError (a UsageError too) for anything
+    but an optimizer.
+    """
+
+    _wrapped_optimizer: torch.optim.Optimizer
+
+    # Everything is asked of the wrapped optimizer; only these are the wrapper's own. `step` is one, because schedulers
+    # replace it by a function that calls the method they found there.
+    _OWN = frozenset({"_wrapped_optimizer", "opt", "step"})
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        if not isinstance(opt, torch.optim.Optimizer):
+            raise _NoOptimizer(f"opt is a {type(opt).__name__}; give the torch.optim.Optimizer to wrap")
+        _require_ttp("OptTFTWrapper")
+        self._wrapped_optimizer = opt
+
+    @property
+    def opt(self) -> torch.optim.Optimizer:
+        """The wrapped optimizer."""
+        return self._wrapped_optimizer
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapped_optimizer.step(*args, **kwargs)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name in OptTFTWrapper._OWN:
+            return object.__getattribute__(self, name)
+        return getattr(object.__getattribute__(self, "_wrapped_optimizer"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in OptTFTWrapper._OWN:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._wrapped_optimizer, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in OptTFTWrapper._OWN:
+            object.__delattr__(self, name)
+        else:
+            delattr(self._wrapped_optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"OptTFTWrapper({self._wrapped_optimizer!r})"
+
+    def __reduce__(self) -> tuple[type[OptTFTWrapper], tuple[torch.optim.Optimizer]]:
+        return OptTFTWrapper, (self._wrapped_optimizer,)
+
+
+class _NoOptimizer(UsageError, TypeError):
+    """As MindSpore, which raises TypeError."""
+
+
+def _require_ttp(who: str) -> None:
+    settings = TftSettings.from_env()
+    if not settings.ttp:
+        raise UsageError(f"{who} is switched on by the environment: export MS_ENABLE_TFT='{{TTP:1}}' before the start")
+    others = sorted(settings.enabled - {"TTP"})
+    if others and RankInfo.from_env().rank == 0:
+        logger.warning("MS_ENABLE_TFT: %s has no effect here, TTP is on", ", ".join(others))
+
+
+def _is_address(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        ipaddress.ip_address(value)
+        return True
+    except ValueError:
+        numeric = re.fullmatch(r"[\d.]+", value)
+        return numeric is None and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,252})", value) is not None
+
+
+def _place(root: Path, position: Position, ranks: RankInfo) -> Path:
+    return tft_path(
+        root, step=position.step, rank=ranks.rank, epoch=position.epoch, step_in_epoch=position.step_in_epoch
+    )
+
+
+def _finish(path: Path, ranks: RankInfo, gone: Callable[[], Collection[int]], timeout_s: float) -> Path:
+    return settle_tft_file(path, world_size=ranks.world_size, gone=gone, timeout_s=timeout_s)

@@ -1,0 +1,133 @@
+"""What the ends of the workers mean together."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning, shell_code
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.status_page import Status, WorkerPhase
+
+TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
+
+
+def end(code: int, rank: int = 0, *, sent: tuple[int, ...] = (), message: str = "") -> WorkerExit:
+    """A worker without a guard."""
+    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, sent=frozenset(sent), message=message)
+
+
+def guarded(
+    code: int, rank: int = 0, *, left: int = -1, reason: str = "", phase: WorkerPhase = WorkerPhase.LEFT
+) -> WorkerExit:
+    """One with a guard that says it leaves with `left`."""
+    status = Status(pid=10 + rank, phase=phase, exit_code=left, reason=reason)
+    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, status=status)
+
+
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        (end(0), Meaning.FINISHED),
+        (end(1), Meaning.FAILED),
+        (end(143), Meaning.LEFT),
+        (end(75), Meaning.LEFT),
+        (end(-KILL), Meaning.FAILED),
+        (end(-TERM), Meaning.FAILED),
+        (end(-TERM, sent=(TERM,)), Meaning.ENDED_BY_US),
+        (end(-KILL, sent=(TERM,)), Meaning.FAILED),
+        (end(1, sent=(TERM,)), Meaning.FAILED),
+        (guarded(5, left=5), Meaning.LEFT),
+        (guarded(5, left=143), Meaning.FAILED),
+        (guarded(1), Meaning.FAILED),
+        (guarded(-KILL, phase=WorkerPhase.TRAINING), Meaning.FAILED),
+    ],
+)
+def test_the_end_of_one_worker(worker: WorkerExit, expected: Meaning) -> None:
+    assert meaning(worker) is expected
+
+
+def test_codes_and_causes_for_people() -> None:
+    assert (shell_code(3), shell_code(-9), shell_code(0)) == (3, 137, 0)
+    assert describe(end(-KILL)) == "killed by SIGKILL"
+    assert describe(end(3)) == "exit code 3"
+    assert describe(end(1, message="ValueError: x")) == "exit code 1: ValueError: x"
+    assert describe(guarded(1, reason="exception: KeyError: 'a'")) == "exit code 1: KeyError: 'a'"
+
+
+def test_all_finished() -> None:
+    assert conclude([end(0), end(0, 1)], None) == Ending(outcome="finished", code=0)
+    assert conclude([end(0)], StopKind.SIGNAL, signum=TERM).outcome == "finished", "it was done before the stop"
+    assert conclude([end(0)], StopKind.MEMBERSHIP).outcome == "finished"
+
+
+@pytest.mark.parametrize(
+    ("workers", "code", "rank", "cause"),
+    [
+        ([end(-KILL, 1), guarded(75, 0, left=75)], 137, 1, "killed by SIGKILL"),
+        ([guarded(75, 0, left=75), end(-KILL, 1)], 137, 1, "killed by SIGKILL"),
+        ([end(1, 1), end(-TERM, 0, sent=(TERM,))], 1, 1, "exit code 1"),
+        ([end(3, 1), end(1, 0)], 3, 1, "exit code 3"),
+        ([end(0, 1), end(2, 0)], 2, 0, "exit code 2"),
+    ],
+)
+def test_the_first_failure_counts(workers: list[WorkerExit], code: int, rank: int, cause: str) -> None:
+    for stop in (None, StopKind.FAILURE):
+        ending = conclude(workers, stop)
+        assert (ending.outcome, ending.code, ending.rank, ending.cause) == ("failed", code, rank, cause)
+        assert not ending.elsewhere
+
+
+def test_a_hang_keeps_its_cause_whoever_was_killed_for_it() -> None:
+    workers = [end(-KILL, 1, sent=(KILL,)), guarded(75, 0, left=75)]
+    ending = conclude(workers, StopKind.FAILURE, cause="hang: no step for 9.0 s", rank=1)
+    assert (ending.outcome, ending.code, ending.rank) == ("failed", 75, 1)
+    assert ending.cause == "hang: no step for 9.0 s"
+
+
+@pytest.mark.parametrize("reason", ["rank 3 is gone on rank 2", "exception: E: x on rank 3", "ranks 2, 3 are stuck: h"])
+def test_a_failure_on_another_node_is_one_here_too(reason: str) -> None:
+    ending = conclude([guarded(75, left=75, reason=reason)], None)
+    assert (ending.outcome, ending.code, ending.elsewhere, ending.rank) == ("failed", 75, True, -1)
+    assert ending.cause == reason
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [(143, "SIGTERM on rank 1"), (75, "flag file /x/graceful_exit.json"), (75, "fault report: rank 1")]
+)
+def test_a_stop_that_another_node_began_is_a_stop(code: int, reason: str) -> None:
+    ending = conclude([guarded(code, left=code, reason=reason), end(0, 1)], None)
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", code, reason)
+
+
+@pytest.mark.parametrize(
+    ("workers", "code"),
+    [
+        ([guarded(143, left=143), guarded(143, 1, left=143)], 143),
+        ([guarded(1), guarded(143, 1, left=143)], 143),
+        ([guarded(1, phase=WorkerPhase.STOPPING)], 1),
+        ([end(-TERM, sent=(TERM,))], 143),
+        ([end(-KILL, sent=(TERM, KILL))], 143),
+        ([end(5), end(5, 1)], 5),
+        ([end(5), end(-TERM, 1, sent=(TERM,))], 143),
+        ([end(0), end(-TERM, 1, sent=(TERM,))], 143),
+    ],
+)
+def test_after_a_signal_to_the_agent(workers: list[WorkerExit], code: int) -> None:
+    for stop in (StopKind.SIGNAL, StopKind.FAILURE, StopKind.MEMBERSHIP):
+        ending = conclude(workers, stop, signum=TERM, cause="whatever")
+        assert (ending.outcome, ending.code, ending.cause) == ("stopped", code, "SIGTERM"), "never a restart"
+
+
+def test_after_a_fault_report() -> None:
+    for workers in ([guarded(75, left=75)], [end(-TERM, sent=(TERM,))], [end(1)]):
+        ending = conclude(workers, StopKind.FAULT, cause="fault report")
+        assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "fault report")
+    assert conclude([guarded(3, left=3)], StopKind.FAULT, cause="x").code == 3, "the policy's own code"
+
+
+def test_for_a_new_node() -> None:
+    assert conclude([guarded(143, left=143)], StopKind.MEMBERSHIP).outcome == "membership"
+    assert conclude([end(-TERM, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "membership"
+    assert conclude([end(1), end(-TERM, 1, sent=(TERM,))], StopKind.MEMBERSHIP).outcome == "failed"

@@ -1,0 +1,112 @@
+"""The agent's private folder, and what killed agents left."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agent.folder import AgentFolder, remove_dead_folders
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.capture.arena import user_folder
+from mindx_elastic.errors import UsageError
+from mindx_elastic.status_page import StatusPage, page_path
+
+
+def test_it_is_private_and_goes_with_the_agent(tmp_path: Path) -> None:
+    folder = AgentFolder(tmp_path)
+    assert folder.path.parent == user_folder(tmp_path)
+    assert folder.path.name.startswith(f"agent-{os.getpid()}-")
+    for path in (folder.path, folder.path.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    folder.remove()
+    assert not list(tmp_path.iterdir())
+    folder.remove()
+
+
+def test_two_agents_of_one_process_do_not_meet(tmp_path: Path) -> None:
+    one, two = AgentFolder(tmp_path), AgentFolder(tmp_path)
+    assert one.path != two.path
+    one.remove()
+    assert two.path.is_dir()
+
+
+def test_orders_are_numbered_and_replace_each_other(tmp_path: Path) -> None:
+    folder = AgentFolder(tmp_path)
+    folder.order("peer", "rank 1 is gone", grace_s=5.0, exit_code=75)
+    folder.order("fault", "x", grace_s=4.0, exit_code=75)
+    content = json.loads((folder.path / "control.json").read_text())
+    assert content == {"kind": "fault", "reason": "x", "grace_s": 4.0, "exit_code": 75, "seq": 2}
+    page = StatusPage(page_path(folder.path, 0))
+    folder.forget_workers()
+    page.close()
+    assert [path.name for path in folder.path.iterdir()] == ["agent.json"]
+
+
+def test_a_place_of_somebody_else_is_refused(tmp_path: Path) -> None:
+    place = user_folder(tmp_path)
+    place.mkdir(mode=0o755)
+    with pytest.raises(UsageError, match="mode 700"):
+        AgentFolder(tmp_path)
+    place.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    place.symlink_to("elsewhere")
+    with pytest.raises(UsageError, match="mode 700"):
+        AgentFolder(tmp_path)
+
+
+def test_without_shared_memory_it_lies_in_the_temporary_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    folder = AgentFolder(tmp_path / "missing")
+    assert folder.path.parent == user_folder(tmp_path)
+    assert "cannot be used" in caplog.text
+    folder.remove()
+
+
+def dead_identity() -> dict[str, object]:
+    process = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    return {**json.loads(own_identity()), "pid": int(process.stdout)}
+
+
+def make_dead(place: Path, name: str, **changes: object) -> Path:
+    folder = place / name
+    folder.mkdir(mode=0o700, parents=True)
+    (folder / "agent.json").write_text(json.dumps({**dead_identity(), **changes}))
+    return folder
+
+
+def test_what_killed_agents_left_is_removed(tmp_path: Path) -> None:
+    place = user_folder(tmp_path)
+    place.mkdir(mode=0o700)
+    gone = make_dead(place, "agent-1-aa")
+    reused = make_dead(place, "agent-2-bb", pid=os.getpid(), started="1")
+    folder = AgentFolder(tmp_path)
+    assert sorted(path.name for path in place.iterdir()) == [folder.path.name]
+    assert not gone.exists() and not reused.exists()
+    folder.remove()
+
+
+def test_what_may_live_is_left_alone(tmp_path: Path) -> None:
+    place = user_folder(tmp_path)
+    place.mkdir(mode=0o700)
+    alive = AgentFolder(tmp_path)
+    other_container = make_dead(place, "agent-3-cc", space="another")
+    unreadable = place / "agent-4-dd"
+    unreadable.mkdir()
+    (unreadable / "agent.json").write_text("{half")
+    (place / "0123456789abcdef").mkdir()
+    saving = make_dead(place, "agent-5-ee")
+    StatusPage(page_path(saving, 0)).close()  # of this very process
+    target = tmp_path / "target"
+    make_dead(tmp_path, "target")
+    (place / "agent-6-ff").symlink_to(target)
+    assert remove_dead_folders(place) == []
+    for path in (alive.path, other_container, unreadable, saving, target / "agent.json"):
+        assert path.exists()

@@ -1,0 +1,147 @@
+"""The command line of ``mindx-elastic run``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agent.options import DEFAULT_MAX_RESTARTS, Launch, parse
+from mindx_elastic.errors import UsageError
+
+
+@pytest.fixture(autouse=True)
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("MINDX_GRACE_S", "MINDX_SNAPSHOT_EVERY", "PET_MAX_RESTARTS", "PYTHON_EXEC"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def read(*arguments: str) -> Launch:
+    return parse([*arguments, "train.py", "--epochs", "3", "--grace", "of the script"])
+
+
+def test_without_options() -> None:
+    plan = read()
+    assert plan.command == (sys.executable, "-u", "train.py", "--epochs", "3", "--grace", "of the script")
+    assert plan.config.max_restarts == DEFAULT_MAX_RESTARTS == 3
+    assert plan.config.nproc_per_node == 1
+    assert (plan.config.rdzv_backend, plan.config.rdzv_endpoint) == ("c10d", "localhost:0")
+    options = plan.options
+    assert (options.grace_s, options.tell_grace) == (30.0, False)
+    assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("auto", None, 3)
+    assert options.restarts_window_s is None
+    assert options.run_dir == Path("mindx-run").absolute()
+    assert options.run_dir.is_dir()
+
+
+def test_ours() -> None:
+    options = read(
+        *("--grace", "7", "--snapshot-every", "4", "--hang-timeout", "0", "--run-dir", "elsewhere/run"),
+        *("--max-restarts-window", "600", "--crash-loop", "5"),
+    ).options
+    assert (options.grace_s, options.tell_grace) == (7.0, True)
+    assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("4", 0.0, 5)
+    assert (options.restarts_window_s, options.run_dir) == (600.0, Path("elsewhere/run").absolute())
+    assert read("--hang-timeout", "12.5").options.hang_timeout_s == 12.5
+
+
+def test_where_the_grace_period_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDX_GRACE_S", "50")
+    assert read().options.grace_s == 50
+    assert not read().options.tell_grace, "the workers have the same variable"
+    assert read("--shutdown-timeout", "9").options.grace_s == 9
+    assert read("--shutdown-timeout", "9", "--grace", "8").options.grace_s == 8
+
+
+def test_snapshots_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINDX_SNAPSHOT_EVERY", "6")
+    assert read().options.snapshot_every == "6"
+    assert read("--snapshot-every", "0").options.snapshot_every == "0"
+
+
+def test_an_explicit_number_of_restarts_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--max-restarts", "0").config.max_restarts == 0
+    assert read("--max_restarts=7").config.max_restarts == 7
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    assert read().config.max_restarts == 2
+
+
+def test_torchrun_s_own_spellings_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("--nproc_per_node", "2").config.nproc_per_node == 2
+    monkeypatch.setenv("PET_NPROC_PER_NODE", "4")
+    assert read().config.nproc_per_node == 4
+    config = read("--nnodes", "1:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", "h:1", "--rdzv-id", "j").config
+    assert (config.min_nodes, config.max_nodes, config.rdzv_endpoint, config.run_id) == (1, 3, "h:1", "j")
+
+
+def test_one_node_always_gets_a_fresh_rendezvous() -> None:
+    plan = read("--master-port", "29999", "--master-addr", "localhost", "--rdzv-id", "mine")
+    assert plan.master == ("localhost", 29999)
+    assert (plan.config.rdzv_backend, plan.config.rdzv_endpoint, plan.config.run_id) == ("c10d", "localhost:0", "mine")
+    two = read("--nnodes", "2", "--node-rank", "1", "--master-addr", "localhost", "--master-port", "29999")
+    assert two.master is None
+    assert (two.config.rdzv_backend, two.config.rdzv_endpoint) == ("static", "localhost:29999")
+    assert read("--standalone", "--master-port", "1").config.rdzv_endpoint == "localhost:0"
+
+
+def test_modules_programs_and_paths() -> None:
+    assert parse(["-m", "some.module", "x"]).command == (sys.executable, "-u", "-m", "some.module", "x")
+    assert parse(["--no-python", "true", "x"]).command == ("true", "x")
+    assert parse(["--run-path", "train.py", "x"]).command == (sys.executable, "-u", "train.py", "x")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "missing.py: no such file"),
+        (["--no-python", "no-such-program"], "no such program"),
+        (["--nnodes", "2:1", "train.py"], "min_nodes"),
+        (["--nnodes", "many", "train.py"], "many"),
+        (["--nproc-per-node", "few", "train.py"], "few"),
+        (["-m", "--no-python", "train.py"], "--no-python"),
+        (["--redirects", "9", "train.py"], "9"),
+        (["--run-dir", "train.py/run", "train.py"], "--run-dir"),
+    ],
+)
+def test_what_cannot_work_is_said_before_anything_starts(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        parse(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--grace", "0", "train.py"],
+        ["--hang-timeout", "-1", "train.py"],
+        ["--hang-timeout", "nan", "train.py"],
+        ["--crash-loop", "x", "train.py"],
+        ["--snapshot-every", "1.5", "train.py"],
+        ["--no-such-option", "train.py"],
+        [],
+    ],
+)
+def test_wrong_values_leave_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(arguments)
+    assert left.value.code == 2
+    assert "mindx-elastic run: error:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["--nproc-per-node", "2", "-h", "train.py"]])
+def test_help_shows_ours_first(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse(arguments)
+    assert left.value.code == 0
+    text = capsys.readouterr().out
+    for name in ("--grace", "--snapshot-every", "--hang-timeout", "--run-dir", "--max-restarts-window", "--crash-loop"):
+        assert 0 < text.index(f"\n  {name}") < text.index("--nproc-per-node")
+        assert text.count(f"\n  {name} ") == 1
+
+
+def test_help_behind_the_script_is_the_script_s() -> None:
+    assert parse(["train.py", "--help"]).command[-1] == "--help"
+    assert parse(["--nnodes", "1", "--", "train.py", "-h"]).command[-1] == "-h"

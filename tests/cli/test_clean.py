@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.capture.arena import RankArena, SlotRecord, SlotState, job_folder, user_folder
+from mindx_elastic.status_page import StatusPage, page_path
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    folder = tmp_path / "shm"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """Of a process that has ended; nobody gets its number so soon."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def make_agent(base: Path, pid: int) -> Path:
+    folder = user_folder(base) / f"agent-{pid}-x1y2"
+    folder.mkdir(parents=True, mode=0o700)
+    (folder / "control.json").write_text("{}")
+    return folder
+
+
+def make_arena(base: Path, directory: Path, steps: list[tuple[int, int]]) -> Path:
+    """The arenas of a job that was killed: for each rank the steps of its two slots."""
+    for rank, pair in enumerate(steps):
+        arena = RankArena(base, directory, rank)
+        for index, step in enumerate(pair):
+            arena.slots[index].resize(8192)
+            state = SlotState.SEALED if step >= 0 else SlotState.EMPTY
+            arena.set_record(index, SlotRecord(state=state, step=step, sequence=max(step, 0), nbytes=8192))
+        arena.describe(directory, "run-a")
+        arena.close()
+    return job_folder(base, directory)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.capture.arena import RankArena
+arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), 1)
+print("held", flush=True)
+sys.stdin.read()
+"""
+FLOCKER = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., None]]:
+    """Start a process that holds something until the end of the test."""
+    processes = []
+
+    def begin(code: str, *words: object) -> None:
+        command = [sys.executable, "-c", code, *map(str, words)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        processes.append(process)
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+
+    yield begin
+    for process in processes:
+        process.communicate()
+
+
+def clean(run: Callable[..., Any], base: Path, *words: str) -> dict[str, Any]:
+    result = run("clean", "--base", base, "--json", *words)
+    assert result.exit_code == 0, result.stderr
+    document: dict[str, Any] = json.loads(result.stdout)
+    return document
+
+
+def test_nothing_there(run: Callable[..., Any], base: Path) -> None:
+    result = run("clean", "--base", base)
+    assert result.exit_code == 0 and result.stdout == f"nothing of this user's jobs in {base}\n"
+    assert run("clean", "--base", base / "no").exit_code == 2
+
+
+def test_the_base_comes_from_the_environment(
+    run: Callable[..., Any], base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(base))
+    assert str(base) in run("clean", "--dry-run").stdout
+
+
+def test_the_folder_of_a_dead_agent_is_removed(run: Callable[..., Any], base: Path, dead_pid: int) -> None:
+    folder = make_agent(base, dead_pid)
+    document = clean(run, base, "--dry-run")
+    assert document["agents"][0]["action"] == "would remove" and folder.exists()
+    (entry,) = clean(run, base)["agents"]
+    assert (entry["action"], entry["pid"], entry["path"]) == ("removed", dead_pid, str(folder))
+    assert not user_folder(base).exists()  # it was the last
+
+
+def test_a_living_agent_stays(run: Callable[..., Any], base: Path) -> None:
+    folder = make_agent(base, os.getpid())
+    (entry,) = clean(run, base, "--all")["agents"]
+    assert (entry["action"], entry["why"]) == ("in use", f"agent {os.getpid()} runs") and folder.exists()
+
+
+def test_a_process_that_has_inherited_the_number_is_no_agent(run: Callable[..., Any], base: Path) -> None:
+    folder = make_agent(base, os.getpid())
+    os.utime(folder, (0, time.time() - 86400 * 365))
+    assert clean(run, base)["agents"][0]["action"] == "removed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "action"),
+    [
+        ({}, "in use"),
+        ({"started": "1"}, "removed"),
+        ({"space": "another/pid:[1]"}, "in use"),
+        ({"started": 3}, "in use"),
+    ],
+)
+def test_what_the_agent_itself_has_written(
+    run: Callable[..., Any], base: Path, changes: dict[str, object], action: str
+) -> None:
+    folder = make_agent(base, os.getpid())
+    (folder / "agent.json").write_text(json.dumps({**json.loads(own_identity()), **changes}))
+    (entry,) = clean(run, base)["agents"]
+    assert entry["action"] == action
+    assert ("another container" in entry["why"]) == ("space" in changes)
+
+
+def test_a_worker_that_outlives_its_agent_keeps_the_folder(run: Callable[..., Any], base: Path, dead_pid: int) -> None:
+    folder = make_agent(base, dead_pid)
+    StatusPage(page_path(folder, 0)).close()
+    (entry,) = clean(run, base)["agents"]
+    assert entry["action"] == "in use" and f"its worker {os.getpid()} still runs" in entry["why"]
+
+
+def test_snapshots_are_kept_while_a_job_can_go_on_from_them(
+    run: Callable[..., Any], base: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / "ckpt"
+    directory.mkdir()
+    folder = make_arena(base, directory, [(16, 17), (17, 18)])
+    (entry,) = clean(run, base)["arenas"]
+    assert entry.pop("size_bytes") >= 4 * 8192 and 0 <= entry.pop("age_s") < 60
+    assert entry == {
+        "path": str(folder),
+        "action": "kept",
+        "why": "",
+        "directory": str(directory),
+        "directory_exists": True,
+        "run_id": "run-a",
+        "ranks": [0, 1],
+        "newest_step": 17,
+    }
+    text = run("clean", "--base", base).stdout
+    assert f"kept  {folder}: snapshot of step 17 for {directory}, run run-a, 2 ranks, " in text
+    assert "start the job again with the same command" in text and "mindx-elastic clean --all" in text
+    assert text.splitlines()[-1] == "0 B freed"
+    (entry,) = clean(run, base, "--all")["arenas"]
+    assert entry["action"] == "removed" and entry["newest_step"] == 17 and not user_folder(base).exists()
+    assert directory.exists()
+
+
+def test_all_says_what_is_lost(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
+    make_arena(base, tmp_path, [(3, 4)])
+    lines = run("clean", "--base", base, "--all").stdout.splitlines()
+    assert lines[0].startswith("removed  ") and f"snapshot of step 4 for {tmp_path}, run run-a, 1 rank, " in lines[0]
+    assert lines[-1].endswith(" freed")
+
+
+def test_snapshots_whose_directory_has_gone_are_removed(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
+    make_arena(base, tmp_path / "gone", [(3, 4)])
+    make_arena(base, tmp_path, [(3, 4)])
+    actions = {entry["directory"]: entry["action"] for entry in clean(run, base)["arenas"]}
+    assert actions == {str(tmp_path / "gone"): "removed", str(tmp_path): "kept"}
+
+
+@pytest.mark.parametrize(
+    "owner", [None, "", "[]", '{"directory": 3}', '{"directory": "ckpt"}', '{"directory": "/a\\u0000"}']
+)
+def test_an_arena_of_nobody_known_is_kept(
+    run: Callable[..., Any], base: Path, tmp_path: Path, owner: str | None
+) -> None:
+    folder = make_arena(base, tmp_path, [(-1, -1)])
+    (folder / "owner.json").unlink()
+    if owner is not None:
+        (folder / "owner.json").write_text(owner)
+    (entry,) = clean(run, base)["arenas"]
+    assert (entry["action"], entry["directory"], entry["newest_step"]) == ("kept", None, None)
+    assert "no snapshot of all ranks for an unknown directory" in run("clean", "--base", base, "--all").stdout
+
+
+def test_an_arena_in_use_is_never_removed(
+    run: Callable[..., Any], base: Path, tmp_path: Path, start: Callable[..., None]
+) -> None:
+    folder = make_arena(base, tmp_path / "gone", [(3, 4), (3, 4)])
+    start(HOLDER, base, tmp_path / "gone")
+    (entry,) = clean(run, base, "--all")["arenas"]
+    assert (entry["action"], entry["why"]) == ("in use", "a job runs") and (folder / "rank_0" / "commit").exists()
+
+
+def test_the_other_kind_of_lock_counts_too(
+    run: Callable[..., Any], base: Path, tmp_path: Path, start: Callable[..., None], dead_pid: int
+) -> None:
+    arena, agent = make_arena(base, tmp_path, [(3, 4)]), make_agent(base, dead_pid)
+    (agent / "lock").touch()
+    start(FLOCKER, arena / "rank_0" / "lock")
+    start(FLOCKER, agent / "lock")
+    document = clean(run, base, "--all")
+    assert [entry["action"] for entry in (*document["agents"], *document["arenas"])] == ["in use", "in use"]
+
+
+def test_a_job_that_is_just_starting(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
+    folder = job_folder(base, tmp_path)
+    folder.mkdir(parents=True)
+    assert clean(run, base, "--all")["arenas"][0]["action"] == "in use"
+    os.utime(folder, (0, 0))
+    assert clean(run, base, "--all")["arenas"][0]["action"] == "removed"
+
+
+def test_links_and_other_names_are_left_alone(
+    run: Callable[..., Any], base: Path, tmp_path: Path, dead_pid: int
+) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").touch()
+    user = user_folder(base)
+    user.mkdir(mode=0o700)
+    (user / ("a" * 16)).symlink_to(elsewhere)
+    (user / f"agent-{dead_pid}-link").symlink_to(elsewhere)
+    (user / "notes").mkdir()
+    (user / ("b" * 16)).touch()
+    document = clean(run, base, "--all")
+    assert document["agents"] == document["arenas"] == [] and len(document["not_ours"]) == 4
+    arena = make_arena(base, tmp_path, [(3, 4)])
+    (arena / "rank_0" / "link").symlink_to(elsewhere)
+    (arena / "rank_7").symlink_to(elsewhere)
+    assert clean(run, base, "--all")["arenas"][0]["action"] == "removed"
+    assert (elsewhere / "precious").exists() and (user / "notes").exists()
+
+
+def test_a_user_folder_of_somebody_else(run: Callable[..., Any], base: Path, tmp_path: Path) -> None:
+    user_folder(base).symlink_to(tmp_path)
+    result = run("clean", "--base", base)
+    assert result.exit_code == 2 and "is not a folder of this user's own" in result.stderr
+
+
+def test_what_cannot_be_removed_is_1(
+    run: Callable[..., Any], base: Path, dead_pid: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    folder = make_agent(base, dead_pid)
+    monkeypatch.setattr("shutil.rmtree", refuse)
+    result = run("clean", "--base", base)
+    assert result.exit_code == 1
+    assert result.stdout.startswith(f"FAILED  {folder}: Permission denied: {folder}")

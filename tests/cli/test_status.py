@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
+from mindx_elastic.events import EventLog
+from mindx_elastic.status_page import StatusPage, WorkerPhase, page_path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def dead_pid() -> int:
+    """Of a process that has ended; nobody gets its number so soon."""
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.fixture
+def sleeper() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    yield process.pid
+    process.communicate(b"\n")
+
+
+def start_agent(run_dir: Path, pid: int, **content: Any) -> EventLog:
+    log = EventLog(run_dir / "events.jsonl", run_id="run-a")
+    log.emit("agent_start", pid=pid, host=socket.gethostname(), **content)
+    return log
+
+
+def record_job(run_dir: Path, *, finished: bool = True) -> None:
+    log = start_agent(run_dir, os.getpid())
+    ledger = Ledger(log)
+    ledger.add(AttemptRecord(attempt=0, world_size=2, resumed_step=-1))
+    ledger.update(
+        0, outcome=FAILED, cause="killed by SIGKILL", cause_rank=1, step_reached=4, saved_step=4, steps_lost=0
+    )
+    ledger.add(AttemptRecord(attempt=1, world_size=2, resumed_step=4))
+    ledger.update(0, detect_s=0.1, save_s=0.2, restart_s=1.0, first_step_s=2.5)
+    if finished:
+        ledger.update(1, outcome=FINISHED, step_reached=9)
+        ledger.close("finished")
+        log.emit("agent_end", outcome="finished", pid=os.getpid())
+
+
+def test_a_finished_job(run: Callable[..., Any], run_dir: Path) -> None:
+    record_job(run_dir)
+    result = run("status", run_dir)
+    assert result.exit_code == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith(f"agent {os.getpid()} on {socket.gethostname()} has ended, begun ")
+    assert lines[0].endswith(": finished")
+    assert any(line.split()[:8] == ["0", "2", "fresh", "4", "rank", "1:", "killed", "by"] for line in lines)
+    assert lines[-1] == "1 failure, 0 steps lost, 2.5 s not training"
+    assert run("status", run_dir / "events.jsonl").stdout == result.stdout
+
+
+def test_json(run: Callable[..., Any], run_dir: Path) -> None:
+    record_job(run_dir)
+    result = run("status", run_dir, "--json")
+    assert result.exit_code == 0
+    document = json.loads(result.stdout)
+    assert set(document) == {"schema", "run_dir", "older_runs", "agent", "attempts", "totals", "workers"}
+    assert (document["schema"], document["run_dir"], document["older_runs"]) == (1, str(run_dir), 0)
+    assert document["agent"].pop("age_s") >= 0 and document["agent"].pop("started") < document["agent"].pop("ended")
+    assert document["agent"] == {
+        "pid": os.getpid(),
+        "host": socket.gethostname(),
+        "running": False,
+        "outcome": "finished",
+        "agent_dir": None,
+    }
+    totals = {"attempts": 2, "failures": 1, "steps_lost": 0, "unknown_losses": 0, "not_training_s": 2.5}
+    assert document["totals"] == totals and document["workers"] == []
+    first, second = document["attempts"]
+    assert (first["cause"], first["cause_rank"], first["first_step_s"]) == ("killed by SIGKILL", 1, 2.5)
+    assert (second["outcome"], second["step_reached"], second["pause_s"]) == ("finished", 9, None)
+
+
+def test_a_running_agent_and_its_workers(run: Callable[..., Any], run_dir: Path, tmp_path: Path, dead_pid: int) -> None:
+    agent_dir = tmp_path / "agent"
+    agent_dir.mkdir()
+    pages = [StatusPage(page_path(agent_dir, rank)) for rank in (0, 10, 9)]
+    try:
+        pages[0].set(phase=WorkerPhase.TRAINING)
+        pages[0].pass_boundary(16)
+        pages[1].set(phase=WorkerPhase.BETWEEN)
+        pages[2].set(pid=dead_pid)
+        (agent_dir / "rank_x.page").write_text("no page")
+        start_agent(run_dir, os.getpid(), agent_dir=str(agent_dir)).emit("attempt_start", attempt=0, world_size=3)
+        document = json.loads(run("status", run_dir, "--json").stdout)
+        lines = run("status", run_dir).stdout.splitlines()
+    finally:
+        for page in pages:
+            page.close()
+    assert document["agent"]["running"] is True
+    assert [worker["rank"] for worker in document["workers"]] == [0, 9, 10]
+    first = document["workers"][0]
+    assert (first["pid"], first["alive"], first["phase"], first["step"]) == (os.getpid(), True, "training", 16)
+    assert 0 <= first["since_boundary_s"] < 60
+    assert lines[0].startswith(f"agent {os.getpid()} on {socket.gethostname()} runs, begun ")
+    assert any("running" in line for line in lines[1:6])
+    rows = [line.split() for line in lines[1:] if line.split()[1:2] in ([str(os.getpid())], [str(dead_pid)])]
+    assert [row[:4] for row in rows] == [
+        ["0", str(os.getpid()), "training", "16"],
+        ["9", str(dead_pid), "gone", "-"],
+        ["10", str(os.getpid()), "between", "-"],
+    ]
+
+
+def test_a_killed_agent(run: Callable[..., Any], run_dir: Path, dead_pid: int) -> None:
+    start_agent(run_dir, dead_pid).emit("attempt_start", attempt=0, pid=dead_pid)
+    lines = run("status", run_dir).stdout.splitlines()
+    assert "is gone without recording its end: it was killed" in lines[0] and "no end recorded" in "".join(lines[1:])
+
+
+def test_a_process_that_has_inherited_the_number(run: Callable[..., Any], run_dir: Path, sleeper: int) -> None:
+    started = {"time": time.time() - 3600, "event": "agent_start", "pid": sleeper, "host": socket.gethostname()}
+    (run_dir / "events.jsonl").write_text(json.dumps(started) + "\n")
+    assert json.loads(run("status", run_dir, "--json").stdout)["agent"]["running"] is False
+
+
+def test_an_agent_of_another_machine(run: Callable[..., Any], run_dir: Path) -> None:
+    log = EventLog(run_dir / "events.jsonl")
+    log.emit("agent_start", pid=1, host="another-machine", agent_dir=str(run_dir))
+    assert json.loads(run("status", run_dir, "--json").stdout)["agent"]["running"] is None
+    assert "can be seen on that machine only" in run("status", run_dir).stdout
+
+
+def test_older_runs_are_counted(run: Callable[..., Any], run_dir: Path) -> None:
+    for _ in range(3):
+        record_job(run_dir)
+    result = run("status", run_dir)
+    assert result.stdout.splitlines()[-1] == "2 older runs of an agent in the same file: not shown"
+    assert result.stdout.count("killed by") == 1
+
+
+@pytest.mark.parametrize("content", [None, "", '{"time": 1, "event": "resume", "rank": 0}\n'])
+def test_nothing_there_is_3(run: Callable[..., Any], run_dir: Path, content: str | None) -> None:
+    if content is not None:
+        (run_dir / "events.jsonl").write_text(content)
+    result = run("status", run_dir)
+    assert result.exit_code == 3 and result.stdout == f"no agent has run in {run_dir}\n"
+    document = json.loads(run("status", run_dir, "--json").stdout)
+    assert document["agent"] is None and document["attempts"] == []
+
+
+def test_wrong_usage_is_2(run: Callable[..., Any], run_dir: Path) -> None:
+    assert "does not exist" in run("status", run_dir / "no").stderr
+    (run_dir / "events.jsonl").mkdir()
+    result = run("status", run_dir)
+    assert result.exit_code == 2 and "cannot be read" in result.stderr
+
+
+def test_the_table_fits_its_terminal(run: Callable[..., Any], run_dir: Path) -> None:
+    record_job(run_dir)
+    for columns in (60, 100):
+        lines = run("status", run_dir, columns=columns).stdout.splitlines()[1:]
+        assert lines and max(map(len, lines)) <= columns

@@ -1,0 +1,347 @@
+"""``mindx-elastic run`` with scripts that have never heard of us: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import JOBS, Job, children, events, start_agent, wait_until
+
+pytestmark = pytest.mark.slow
+
+PLAIN = "agent_plain.py"
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The default run directory lies in the working directory; folders of the agents in the test's own place."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "shm"))
+
+
+def agent(*args: object, **more: Any) -> Any:
+    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
+    return start_agent(PLAIN, *args, env=env, **more)
+
+
+def environments(job: Job) -> dict[int, dict[str, Any]]:
+    found = [json.loads(match[1]) for match in job.matches(r"^ENV (.*)")]
+    return {int(each["env"]["RANK"]): each for each in found}
+
+
+def nothing_left() -> bool:
+    return not list(Path("shm").glob("*/agent-*"))
+
+
+# --- a drop-in for torchrun ---
+
+
+def test_a_script_sees_what_it_sees_under_torchrun() -> None:
+    with agent("show", "--flag", "x y", ranks=2) as job:
+        job.expect(0)
+    ours = environments(job)
+    assert sorted(ours) == [0, 1]
+    env = ours[1]["env"]
+    expected = {
+        "RANK": "1",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": "1",
+        "ROLE_WORLD_SIZE": "2",
+        "ROLE_NAME": "default",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "MINDX_ATTEMPT": "0",
+        "MINDX_SNAPSHOT_EVERY": "auto",
+        "MINDX_AGENT_PID": str(job.process.pid),
+        "OMP_NUM_THREADS": "1",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert env["MASTER_ADDR"] and int(env["MASTER_PORT"]) and env["TORCHELASTIC_RUN_ID"]
+    assert "MINDX_GRACE_S" not in env, "only told when it was given"
+    assert env["MINDX_RUN_DIR"] == str(Path("mindx-run").absolute())
+    assert ours[1]["argv"] == ["show", "--flag", "x y"]
+    assert ours[1]["cwd"] == os.getcwd()
+    assert nothing_left()
+    assert events(Path("mindx-run"))[0]["event"] == "agent_start"
+    assert events(Path("mindx-run"), "agent_end")[0]["exit_code"] == 0
+
+
+def test_options_reach_the_script() -> None:
+    options = ["--grace", "7", "--snapshot-every", "5", "--max-restarts", "1", "--master-port", str(free_port())]
+    with agent("show", options=options) as job:
+        job.expect(0)
+    env = environments(job)[0]["env"]
+    assert env["MINDX_GRACE_S"] == "7"
+    assert env["MINDX_SNAPSHOT_EVERY"] == "5"
+    assert env["TORCHELASTIC_MAX_RESTARTS"] == "1"
+    assert env["MASTER_PORT"] == options[-1]
+
+
+def test_redirects_and_tee_write_logs_per_rank() -> None:
+    with agent("show", ranks=2, options=["--log-dir", "logs", "--redirects", "3", "--tee", "0:1"]) as job:
+        job.expect(0)
+    assert len(list(Path("logs").glob("*/attempt_0/*/stdout.log"))) == 2
+    err = next(Path("logs").glob("*/attempt_0/1/stderr.log"))
+    assert err.read_text() == "ERR 1\n"
+    assert job.matches(r"^\[default0\]:READY 0"), "rank 0 is shown as well"
+    assert not job.matches("READY 1")
+
+
+def test_a_module_and_a_program_that_is_no_python() -> None:
+    with start_agent(None, "leave", "0", options=["-m", "tests.jobs.agent_plain"]) as job:
+        job.expect(0)
+    assert job.matches("READY 0")
+    script = Path("script.sh")
+    script.write_text("#!/bin/sh\necho SHELL $RANK $1\nexit 5\n")
+    script.chmod(0o755)
+    with start_agent("./script.sh", "word", options=["--no-python", "--max-restarts", "0"]) as job:
+        job.expect(5)
+    assert job.matches("^SHELL 0 word")
+
+
+def test_run_path_runs_the_script() -> None:
+    with agent("leave", "4", options=["--run-path", "--max-restarts", "0"]) as job:
+        job.expect(4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "missing.py: no such file"),
+        (["--nnodes", "0", str(JOBS / PLAIN)], "min_nodes"),
+        (["--grace", "never", str(JOBS / PLAIN)], "--grace"),
+        (["--no-such-option", str(JOBS / PLAIN)], "no-such-option"),
+        (["--snapshot-every", "-1", str(JOBS / PLAIN)], "--snapshot-every"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2_and_starts_nothing(arguments: Sequence[str], message: str) -> None:
+    with start_agent(None, options=arguments) as job:
+        job.expect(2)
+    assert any(message in line for line in job.lines)
+    assert not job.matches("READY")
+
+
+# --- exit codes ---
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 75, 143])
+def test_the_script_s_exit_code_is_the_agent_s(code: int) -> None:
+    with agent("leave", str(code), ranks=2, options=["--max-restarts", "0"]) as job:
+        job.expect(code)
+    assert nothing_left()
+
+
+def test_killed_by_a_signal_is_128_and_its_number() -> None:
+    with agent("die", str(int(signal.SIGKILL)), "1", ranks=2, options=["--max-restarts", "0"]) as job:
+        job.expect(137)
+    assert job.matches(r"rank 1 .*killed by SIGKILL")
+
+
+def test_the_first_failure_counts_not_those_that_follow() -> None:
+    with agent("leave", "3", "1", ranks=2, options=["--max-restarts", "0"]) as job:
+        job.expect(3)
+
+
+def test_the_exception_is_named() -> None:
+    with agent("record", options=["--max-restarts", "0"]) as job:
+        job.expect(1)
+    assert job.matches(r"exit code 1: ValueError: a bad sample")
+
+
+# --- restarts ---
+
+
+def test_workers_meet_again_after_one_was_killed() -> None:
+    with agent("gloo", "2", ranks=2, options=["--standalone"]) as job:
+        job.expect(0)
+    sums = job.matches(r"^SUM (\d) (\d) 3 (\d+)")
+    assert sorted((int(m[1]), int(m[2])) for m in sums) == [(r, a) for r in range(2) for a in range(3)]
+    assert job.matches("restart 2 of 3")
+    attempts = events(Path("mindx-run"), "attempt_start")
+    assert [event["attempt"] for event in attempts] == [0, 1, 2]
+    assert events(Path("mindx-run"), "summary")[0]["failures"] == 2
+
+
+def test_a_fixed_master_port_is_kept_over_restarts() -> None:
+    port = free_port()
+    with agent("gloo", "1", ranks=2, options=["--master-port", str(port)]) as job:
+        job.expect(0)
+    assert {match[3] for match in job.matches(r"^SUM (\d) (\d) 3 (\d+)")} == {str(port)}
+
+
+def test_no_restart_where_none_is_allowed() -> None:
+    with agent("gloo", "1", ranks=2, options=["--max-restarts", "0"]) as job:
+        job.expect(137)
+    assert len(job.matches("READY")) == 2
+
+
+def test_the_window_forgets_old_restarts() -> None:
+    """One restart within a second, and each attempt takes longer than that."""
+    options = ["--max-restarts", "1", "--max-restarts-window", "1"]
+    with agent("late", "1.2", "2", options=options) as job:
+        job.expect(0)
+    assert len(job.matches("restart 1 of 1 within 1 s")) == 2
+
+
+# --- stops ---
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> None:
+    with agent("wait", ranks=2) as job:
+        job.wait_for("WAITING", 2)
+        job.process.send_signal(signum)
+        job.expect(128 + signum)
+    assert len(job.matches("READY")) == 2, "no restart"
+    assert nothing_left()
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (143, 143)])
+def test_the_workers_answer_to_a_stop_is_handed_on(code: int, expected: int) -> None:
+    with agent("handle", str(code), ranks=2) as job:
+        job.wait_for("WAITING", 2)
+        job.process.send_signal(signal.SIGTERM)
+        job.process.send_signal(signal.SIGTERM)
+        job.expect(expected)
+    assert len(job.matches("GOT")) == 2, "each trainer once"
+
+
+def test_loader_workers_do_not_get_the_signal() -> None:
+    with agent("nest") as job:
+        job.wait_for("CHILD-READY")
+        job.wait_for("WAITING")
+        job.process.send_signal(signal.SIGTERM)
+        job.expect(143)
+    assert job.matches("PARENT-LEAVES")
+    assert not job.matches("CHILD-SIGTERM")
+
+
+def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
+    with agent("nest", options=["--max-restarts", "0"]) as job:
+        pid = int(job.wait_for(r"CHILD-READY (\d+)")[0][1])
+        job.wait_for("WAITING")
+        job.signal_rank(0, signal.SIGKILL)
+        job.expect(137)
+    wait_until(lambda: not Path(f"/proc/{pid}").exists() or is_zombie(pid), "end of the orphan")
+
+
+def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
+    with agent("ignore", options=["--grace", "0.5"]) as job:
+        job.wait_for("WAITING")
+        job.process.send_signal(signal.SIGTERM)
+        job.expect(143)
+    assert job.matches("not gone after 0.5 s; SIGKILL")
+
+
+def test_workers_do_not_outlive_a_killed_agent() -> None:
+    with agent("wait", ranks=2) as job:
+        job.wait_for("WAITING", 2)
+        pids = list(job.pids().values())
+        assert sorted(children(job.process.pid)) == sorted(pids), "the shim has become the worker"
+        job.process.kill()
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers", 5)
+    assert not nothing_left()
+    with agent("leave", "0") as job:
+        job.expect(0)
+    assert nothing_left(), "the next agent removes what the killed one left"
+
+
+# --- two nodes ---
+
+
+def test_two_agents_meet_and_restart_together() -> None:
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    options += ["--rdzv-id", "two"]
+    with (
+        agent("gloo", "1", options=options, run_dir=Path("a")) as one,
+        agent("gloo", "1", options=options, run_dir=Path("b")) as two,
+    ):
+        one.expect(0)
+        two.expect(0)
+    done = [match[0] for job in (one, two) for match in job.matches(r"^SUM \d 1 3")]
+    assert sorted(done) == ["SUM 0 1 3", "SUM 1 1 3"]
+
+
+def test_two_static_nodes_restart_together() -> None:
+    port = str(free_port())
+    options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    with (
+        agent("gloo", "1", options=[*options, "--node-rank", "0"], run_dir=Path("a")) as one,
+        agent("gloo", "1", options=[*options, "--node-rank", "1"], run_dir=Path("b")) as two,
+    ):
+        one.expect(0)
+        two.expect(0)
+    assert {match[3] for job in (one, two) for match in job.matches(r"^SUM (\d) (0) 3 (\d+)")} == {port}
+
+
+def test_a_new_node_is_let_in() -> None:
+    options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
+    options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]
+    with agent("world", "2", options=options, run_dir=Path("a")) as one:
+        one.wait_for("WORLD 1")
+        with agent("world", "2", options=options, run_dir=Path("b")) as two:
+            one.expect(0)
+            two.expect(0)
+    assert one.matches("WORLD 2") and two.matches("WORLD 2")
+    assert [event["outcome"] for event in events(Path("a"), "attempt")] == ["restarted for a new node", "finished"]
+
+
+def test_a_signal_ends_an_agent_that_waits_for_other_nodes() -> None:
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    with agent("wait", options=options) as job:
+        wait_until(lambda: list(Path("shm").glob("*/agent-*")), "start of the agent")
+        wait_until(lambda: Path("mindx-run/events.jsonl").exists(), "start of the agent")
+        job.process.send_signal(signal.SIGTERM)
+        job.expect(143)
+    assert nothing_left()
+
+
+# --- the platform ---
+
+
+def test_a_fault_report_stops_the_job(tmp_path: Path) -> None:
+    with agent("wait", ranks=2, env={"MINDX_FAULT_DIR": str(tmp_path / "fault")}) as job:
+        job.wait_for("WAITING", 2)
+        (tmp_path / "fault").mkdir()
+        (tmp_path / "fault" / "fault-npus").write_text('{"FaultRankIds": ["1"], "CreatTime": 1690000000}')
+        job.expect(75)
+    assert events(Path("mindx-run"), "fault")
+    assert len(job.matches("READY")) == 2
+
+
+def test_fault_flushing_holds_the_start_back(tmp_path: Path) -> None:
+    state = tmp_path / "reset" / "reset.json"
+    state.parent.mkdir()
+    state.write_text('{"FaultFlushing": true}')
+    with agent("leave", "0", env={"MINDX_RESET_DIR": str(state.parent)}) as job:
+        job.wait_for("held back")
+        assert not job.matches("READY")
+        state.write_text('{"FaultFlushing": false}')
+        job.expect(0)
+    assert job.matches("READY")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True

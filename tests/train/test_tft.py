@@ -1,0 +1,346 @@
+"""`TFTRegister` and `OptTFTWrapper`: MindSpore's arguments and errors, torch's behaviour, the documented tree."""
+
+from __future__ import annotations
+
+import copy
+import json
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mindx_elastic as mx
+from mindx_elastic import saving as saving_module
+from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.capture.components import unwrap_optimizer
+from mindx_elastic.capture.position import Position
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.policy import ExitPolicy, keep_consistent
+from mindx_elastic.train import OptTFTWrapper, TFTRegister
+from mindx_elastic.train.adoption import adopt
+from tests.train.small_job import make_loader, make_model, same, weights
+from tests.train.test_resume import At, Broken, explode, sigterm, train
+
+
+@pytest.fixture(autouse=True)
+def _tft(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1}")
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
+
+
+def register(path: Any = "ttp") -> TFTRegister:
+    return TFTRegister(0, "127.0.0.1", 30051, path)
+
+
+def tree(root: Path = Path("ttp")) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*.safetensors"))
+
+
+# --- arguments, as MindSpore checks them ---
+
+
+@pytest.mark.parametrize("text", [None, "", "{TTP:0}", "{UCE:1}"])
+def test_both_must_be_switched_on(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
+    if text is None:
+        monkeypatch.delenv("MS_ENABLE_TFT")
+    else:
+        monkeypatch.setenv("MS_ENABLE_TFT", text)
+    for make in (register, lambda: OptTFTWrapper(optimizer())):
+        with pytest.raises(ValueError, match=r"export MS_ENABLE_TFT='\{TTP:1\}'"):
+            make()
+
+
+def test_other_switches_are_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1,UCE:1,ARF:1}")
+    register()
+    (record,) = caplog.records
+    assert record.getMessage() == "MS_ENABLE_TFT: ARF, UCE has no effect here, TTP is on"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"ctrl_rank_id": -1}, "ctrl_rank_id=-1"),
+        ({"ctrl_rank_id": "0"}, "ctrl_rank_id='0'"),
+        ({"ctrl_rank_id": True}, "ctrl_rank_id=True"),
+        ({"ctrl_ip": ""}, "ctrl_ip=''"),
+        ({"ctrl_ip": "300.0.0.1"}, "ctrl_ip='300.0.0.1'"),
+        ({"ctrl_ip": "a b"}, "ctrl_ip='a b'"),
+        ({"ctrl_ip": 127}, "ctrl_ip=127"),
+        ({"ctrl_port": 1023}, "ctrl_port=1023"),
+        ({"ctrl_port": 65536}, "ctrl_port=65536"),
+        ({"ctrl_port": "30051"}, "ctrl_port='30051'"),
+        ({"ckpt_save_path": ""}, "ckpt_save_path=''"),
+        ({"ckpt_save_path": None}, "ckpt_save_path=None"),
+        ({"ckpt_save_path": 3}, "ckpt_save_path=3"),
+    ],
+)
+def test_wrong_arguments(change: dict[str, Any], named: str) -> None:
+    right = {"ctrl_rank_id": 0, "ctrl_ip": "127.0.0.1", "ctrl_port": 30051, "ckpt_save_path": "x"}
+    with pytest.raises(UsageError, match=named):
+        TFTRegister(**{**right, **change})
+
+
+@pytest.mark.parametrize("address", ["10.0.0.1", "::1", "localhost", "job-0.training.svc"])
+def test_addresses(address: str) -> None:
+    callback = TFTRegister(7, address, 1024, Path("x"))
+    assert callback.ckpt_save_path == Path("x") and not Path("x").exists()
+
+
+# --- the wish ---
+
+
+def test_the_policy(tmp_path: Path) -> None:
+    (policy,) = register(tmp_path).exit_policies()
+    assert policy.kind == "ttp" and policy.needs_replica
+    assert policy.alarms == {"exception", "peer", "fault", "signal", "request"}
+    assert policy.place is not None
+    place = policy.place(tmp_path, Position(step=12, epoch=2, step_in_epoch=6), RankInfo(rank=1, world_size=4))
+    assert place == tmp_path / "tft_saved_checkpoints-step_12_tmp/rank_1/ttp_rank_1-2_6.safetensors"
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicated", "kept"),
+    [("peer", False, ["breakpoint"]), ("peer", True, ["breakpoint", "ttp"]), ("fault", False, ["breakpoint", "ttp"])],
+)
+def test_only_good_replicas_are_saved_when_a_rank_is_gone(kind: str, replicated: bool, kept: list[str]) -> None:
+    policies: Sequence[ExitPolicy] = [
+        *mx.ExceptionCheckpoint(directory="x").exit_policies(),
+        *register().exit_policies(),
+    ]
+    assert [policy.kind for policy in keep_consistent(policies, kind, replicated=replicated)] == kept
+
+
+def test_a_rank_without_it_adopts_it() -> None:
+    class Others(LocalExchange):
+        def collect(self, name: str, timeout_s: float) -> list[str]:
+            return ["[]", *super().collect(name, timeout_s)]
+
+    mine = register("here")
+    exchange = Others()
+    assert adopt([mine], exchange, 1) == []
+    spec = mine.spec()
+    assert json.loads(json.dumps(spec)) == spec
+    assert TFTRegister(**spec).spec() == spec and Path(spec["ckpt_save_path"]).is_absolute()
+
+
+# --- in a training ---
+
+
+@pytest.mark.parametrize("action", [sigterm, explode])
+def test_the_tree_of_one_rank_and_the_resume(action: Any) -> None:
+    reference, _ = train([])
+    with pytest.raises((GracefulExit, Broken)):
+        train([register(), At(8, action)])
+    assert tree() == ["tft_saved_checkpoints-step_8/rank_0/ttp_rank_0-2_2.safetensors"]
+    path = Path("ttp") / tree()[0]
+    info = read_header(path).info
+    assert (info.step, info.kind, info.resumable) == (8, "ttp", True)
+    saved = [json.loads(line) for line in Path("ttp/events.jsonl").read_text().splitlines()]
+    assert {event["path"] for event in saved if event["event"] in ("save", "durable")} == {str(path.resolve())}
+    model, _ = train([register()])
+    assert model.resumed_from_step == 8 and same(weights(model), weights(reference))
+
+
+def test_beside_an_exception_checkpoint_both_names_hold_the_step() -> None:
+    with pytest.raises(Broken):
+        train([mx.ExceptionCheckpoint(prefix="net", directory="ckpt"), register(), At(8, explode)])
+    assert [path.name for path in Path("ckpt").glob("*.safetensors")] == ["net-2_2_breakpoint.safetensors"]
+    assert tree() == ["tft_saved_checkpoints-step_8/rank_0/ttp_rank_0-2_2.safetensors"]
+    for callback in (register(), mx.ExceptionCheckpoint(prefix="net", directory="ckpt")):
+        assert train([callback])[0].resumed_from_step == 8
+
+
+@pytest.mark.parametrize("give", ["tree", "file", "directory"])
+def test_a_resume_by_path(give: str) -> None:
+    with pytest.raises(Broken):
+        train([register(), At(8, explode)])
+    path = {"tree": "ttp/tft_saved_checkpoints-step_8", "file": f"ttp/{tree()[0]}", "directory": "ttp"}[give]
+    model = make_model()
+    model.train(3, make_loader(), register("elsewhere"), resume=path, progress=False)
+    assert model.resumed_from_step == 8
+
+
+def test_a_tree_that_was_not_renamed_is_resumed_from() -> None:
+    with pytest.raises(Broken):
+        train([register(), At(8, explode)])
+    Path("ttp/tft_saved_checkpoints-step_8").rename("ttp/tft_saved_checkpoints-step_8_tmp")
+    assert train([register()])[0].resumed_from_step == 8
+
+
+def test_a_rename_that_fails_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    Path("ttp").mkdir()
+    Path("ttp/tft_saved_checkpoints-step_8").write_text("a file has this name")
+    with pytest.raises(Broken):
+        train([register(), At(8, explode)])
+    assert "is durable, but could not be moved" in caplog.text
+    assert tree() == ["tft_saved_checkpoints-step_8_tmp/rank_0/ttp_rank_0-2_2.safetensors"]
+    assert train([register()])[0].resumed_from_step == 8
+
+
+def test_a_tree_that_is_renamed_under_a_writer_is_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank took this one for dead and gave the tree its final name while this one was writing into it."""
+    write = getattr(saving_module, "write_checkpoint")  # noqa: B009
+    renamed: list[Path] = []
+
+    def write_and_rename(path: Any, *args: Any, **options: Any) -> Any:
+        if not renamed:
+            tree_folder = Path(path).parent.parent
+            renamed.append(tree_folder.rename(tree_folder.with_name(tree_folder.name.removesuffix("_tmp"))))
+        return write(path, *args, **options)
+
+    monkeypatch.setattr(saving_module, "write_checkpoint", write_and_rename)
+    with pytest.raises(Broken):
+        train([register(), At(8, explode)])
+    assert renamed and tree() == ["tft_saved_checkpoints-step_8/rank_0/ttp_rank_0-2_2.safetensors"]
+    assert not Path("ttp/tft_saved_checkpoints-step_8_tmp").exists()
+
+
+def test_a_loop_of_ones_own(tmp_path: Path) -> None:
+    def run(fail: bool) -> int | None:
+        model = nn.Linear(4, 2)
+        wrapped = OptTFTWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+        policies = register(tmp_path).exit_policies()
+        with mx.Guard(model=model, optimizer=wrapped, directory=tmp_path, policies=policies) as guard:
+            for _ in range(3):
+                model(torch.ones(1, 4)).sum().backward()
+                wrapped.step()
+                wrapped.zero_grad()
+                guard.step_end()
+            if fail:
+                raise Broken
+        return guard.resumed_from_step
+
+    with pytest.raises(Broken):
+        run(fail=True)
+    assert tree(tmp_path) == ["tft_saved_checkpoints-step_3/rank_0/ttp_rank_0-1_3.safetensors"]
+    assert run(fail=False) == 3
+
+
+# --- the optimizer's wrapper ---
+
+
+def optimizer(kind: Any = torch.optim.AdamW, **options: Any) -> torch.optim.Optimizer:
+    torch.manual_seed(0)
+    made: torch.optim.Optimizer = kind(nn.Linear(3, 2).parameters(), lr=0.1, **options)
+    return made
+
+
+@pytest.mark.parametrize("value", [None, 3, nn.Linear(1, 1), torch.optim.SGD])
+def test_only_optimizers_are_wrapped(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer") as caught:
+        OptTFTWrapper(value)
+    assert isinstance(caught.value, UsageError)
+
+
+def update(target: torch.optim.Optimizer, steps: int = 3) -> list[torch.Tensor]:
+    parameters: list[torch.Tensor] = target.param_groups[0]["params"]
+    for step in range(steps):
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.1 * (step + 1))
+        target.step()
+    return parameters
+
+
+def test_it_is_the_optimizer_in_every_way() -> None:
+    inner = optimizer()
+    wrapped = OptTFTWrapper(inner)
+    assert isinstance(wrapped, torch.optim.Optimizer) and wrapped.opt is inner and unwrap_optimizer(wrapped) is inner
+    calls: list[str] = []
+    wrapped.register_step_pre_hook(lambda *_: calls.append("pre"))
+    wrapped.register_step_post_hook(lambda *_: calls.append("post"))
+    updated = update(wrapped)
+    assert calls == ["pre", "post"] * 3
+    assert all(map(torch.equal, updated, update(optimizer())))
+    assert wrapped.param_groups is inner.param_groups and wrapped.state is inner.state
+    assert str(wrapped.state_dict()) == str(inner.state_dict())
+    wrapped.zero_grad()
+    assert all(parameter.grad is None for parameter in updated)
+    wrapped.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": 0.5})
+    assert len(inner.param_groups) == 2
+    wrapped.extra = 3
+    assert inner.extra == 3  # type: ignore[attr-defined]
+    del wrapped.extra
+    assert not hasattr(inner, "extra") and not hasattr(wrapped, "extra")
+    assert repr(wrapped).startswith("OptTFTWrapper(AdamW (")
+    assert wrapped.step(lambda: 0.25) == 0.25
+
+
+def test_its_state_goes_into_a_bare_optimizer_and_back() -> None:
+    wrapped, bare = OptTFTWrapper(optimizer()), optimizer()
+    update(wrapped)
+    bare.load_state_dict(wrapped.state_dict())
+    again = OptTFTWrapper(optimizer())
+    again.load_state_dict(bare.state_dict())
+    assert str(again.state_dict()) == str(wrapped.state_dict())
+    copied = copy.deepcopy(wrapped)
+    assert isinstance(copied, OptTFTWrapper) and str(copied.state_dict()) == str(wrapped.state_dict())
+    assert copied.opt is not wrapped.opt
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_schedulers(before: bool) -> None:
+    def rates(wrap: bool) -> list[float]:
+        inner = optimizer(torch.optim.SGD)
+        used: torch.optim.Optimizer = OptTFTWrapper(inner) if wrap else inner
+        schedulers = [
+            torch.optim.lr_scheduler.StepLR(inner if before else used, 2, 0.5),
+            torch.optim.lr_scheduler.CosineAnnealingLR(used, 10),
+        ]
+        found = []
+        for _ in range(5):
+            update(used, 1)
+            for scheduler in schedulers:
+                scheduler.step()
+            found.append(used.param_groups[0]["lr"])
+        return found
+
+    assert rates(wrap=True) == rates(wrap=False)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradient_scalers(fused: bool) -> None:
+    """A fused optimizer is handed the scale as an attribute, the others find their gradients unscaled."""
+
+    def run(wrap: bool) -> list[torch.Tensor]:
+        inner = optimizer(torch.optim.Adam, fused=fused)
+        used: torch.optim.Optimizer = OptTFTWrapper(inner) if wrap else inner
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        parameters: list[torch.Tensor] = used.param_groups[0]["params"]
+        for step in range(4):
+            used.zero_grad()
+            loss = torch.stack([(p * (step + 1)).sum() for p in parameters]).sum()
+            scaler.scale(loss * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(used)
+            scaler.update()
+        return [*parameters, torch.tensor(scaler.get_scale())]
+
+    assert all(map(torch.equal, run(wrap=True), run(wrap=False)))
+
+
+def wrapped_model() -> mx.Model:
+    bare = make_model()
+    used = OptTFTWrapper(torch.optim.SGD(bare.network.parameters(), lr=0.1, momentum=0.9))
+    scheduler = torch.optim.lr_scheduler.StepLR(used, step_size=5, gamma=0.9)
+    return make_model(network=bare.network, optimizer=used, lr_scheduler=scheduler)
+
+
+@pytest.mark.parametrize("first_wrapped", [True, False])
+def test_a_checkpoint_with_the_wrapper_fits_a_job_without_it_and_back(first_wrapped: bool) -> None:
+    def run(wrap: bool, callbacks: list[mx.Callback]) -> mx.Model:
+        model = wrapped_model() if wrap else make_model()
+        torch.manual_seed(5)
+        model.train(3, make_loader(), callbacks, progress=False)
+        return model
+
+    with pytest.raises(GracefulExit) as caught:
+        run(first_wrapped, [register(), At(8, lambda: sigterm(signal.SIGTERM))])
+    assert caught.value.code == 143 and caught.value.path is not None and caught.value.path.exists()
+    resumed, reference = run(not first_wrapped, [register()]), run(False, [])
+    assert resumed.resumed_from_step == 8 and same(weights(resumed), weights(reference))
