@@ -32,7 +32,7 @@ help:
 	@echo "make lint     ruff and shellcheck;  make format  lets ruff rewrite what it can"
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test;  make fast  without those marked slow"
-	@echo "make drill    stops at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
+	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"
 
@@ -101,6 +101,7 @@ fast: $(DONE)/dev
 
 drill: $(DONE)/dev
 	$(BIN)/python -m tests.drill $(DRILL_ARGS)
+	$(BIN)/python -m tests.drill_kills $(DRILL_ARGS)
 
 bench: $(DONE)/dev
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

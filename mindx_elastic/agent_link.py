@@ -70,7 +70,7 @@ class AgentLink:
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: what the agent asks for, once for each order."""
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, RecursionError):
             with open(self._folder / CONTROL_FILE, "rb") as file:
                 content = json.loads(file.read(_MAX_BYTES))
             if isinstance(content, dict) and isinstance(content.get("kind"), str) and "reason" in content:

@@ -45,29 +45,32 @@ class BoundaryLog:
         if came_true is not None:
             self._trusted = came_true and (self._trusted or not self._doubted)
             self._doubted |= not came_true
-        self._write(self._collector.position.step, self._collector.volatile(), forecast=False)
+        self._write(self._collector.position.step, self._collector.volatile, forecast=False)
 
     _doubted = False  # once a forecast was wrong, none is trusted any more
 
     def _forward_ended(self) -> None:
         if self._run_id and not self._broken and not self._doubted:
-            ahead = self._collector.copy_ahead()
-            if ahead is not None:
-                self._write(self._next_step(), ahead, forecast=True)
+            self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
 
-    def _write(self, step: int, state: dict[str, Any], *, forecast: bool) -> None:
+    def _write(self, step: int, collect: Callable[[], dict[str, Any] | None], *, forecast: bool) -> None:
         if self._broken:
             return
         try:
+            state = collect()
+            if state is None:
+                return
             pieces = pack_state(state)
             trusted = self._trusted or not forecast
             ring = self._ring or self._open(pieces)
             if not ring.write(self._attempt, step, pieces, forecast=forecast, trusted=trusted):
                 ring.close()
                 self._open(pieces).write(self._attempt, step, pieces, forecast=forecast, trusted=trusted)
-        except (ArenaError, UnsupportedStateError, OSError) as error:
+        except Exception as error:  # whatever it is: no reason to end a training
             self._broken = True
-            logger.warning("%s; boundaries are no longer kept in memory, training goes on", error)
+            expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
+            remedy = "boundaries are no longer kept in memory, training goes on"
+            logger.warning("%s; %s", error, remedy, exc_info=not expected)
 
     def _open(self, pieces: Sequence[memoryview]) -> BoundaryRing:
         capacity = max(_LEAST, int(_SPARE * sum(piece.nbytes for piece in pieces)))

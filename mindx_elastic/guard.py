@@ -31,7 +31,7 @@ from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.listening import Listening, find_peers
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
-from mindx_elastic.resuming import GradientOrders, Start, ddp_modules, is_replicated, start_or_resume
+from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
 from mindx_elastic.surroundings import Surroundings
@@ -195,7 +195,7 @@ class Guard:
             self._update_gate,
             self._events,
             self._saver,
-            replicas=[module for _, module in ddp_modules(self._targets)] if replicated else [],
+            replicas=outermost_replicas(self._targets) if replicated else [],
             next_step=lambda: self._step + 1,
         )
 
@@ -222,7 +222,8 @@ class Guard:
         self._step_gate, self._past_epochs = StepGate(self._step), False
         peers = find_peers(self.ranks, self._exchange)
         stack.callback(peers.close)
-        watcher = self._watcher = Watcher(lambda signum: self._listening.hear_signal(signum))
+        self._listening = Listening(settings, self._policies, self.ranks)
+        watcher = self._watcher = Watcher(self._listening.hear_signal)
         self.stopper = Stopper(
             step_gate=self._step_gate,
             update_gate=self._update_gate,
@@ -240,7 +241,6 @@ class Guard:
         watcher.start()
         stack.callback(watcher.stop)
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._listening = Listening(watcher, settings, self._policies, self.ranks)
         self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
 
     def _close_saver(self) -> None:
@@ -253,7 +253,7 @@ class Guard:
             self._saver.drain()
             if self.stopper.at_end():
                 raise self._leave()
-            self._around.keep_memory = False
+            self._around.finish()
             self._exchange.leave()
             for policy in self._periodic:
                 self._saver.prune(policy)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -23,7 +26,7 @@ _RECHECK_S = 1.0
 
 
 class WayOut:
-    """One per stopper. The training thread sets `coming_out` and `dismissed`, the rest runs in the watcher thread."""
+    """One per stopper. The training thread calls `come_out`, sets `dismissed`; the rest runs in the watcher thread."""
 
     def __init__(self, watcher: Watcher, events: EventLog, phase: Callable[[], StopPhase]) -> None:
         self._watcher, self._events, self._phase = watcher, events, phase
@@ -31,6 +34,12 @@ class WayOut:
         """The training thread is leaving by itself, perhaps exporting the network on its way."""
         self.dismissed = False
         """The job has finished; nobody has to leave."""
+
+    def come_out(self, alarm: Alarm) -> None:
+        """Training thread: it leaves by itself now. The others wait for its end to start anew, so it ends quickly."""
+        self.coming_out = True
+        if alarm.kind == "peer":
+            atexit.register(_end_quickly)
 
     def guard_deadline(self, alarm: Alarm) -> None:
         """From now on: gone shortly before the alarm's deadline."""
@@ -58,6 +67,19 @@ class WayOut:
         logger.warning("the training thread does not come back; leaving with exit code %d", alarm.exit_code)
         self._events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
         end_process(alarm.exit_code)
+
+
+def _end_quickly() -> None:
+    """Take the interpreter's end from 0.7 s of work to 0.15 s.
+
+    It would look several times for cycles among all that torch has imported. The program's own code runs as ever; what
+    only a cycle holds is left to the system, but for files, which are flushed.
+    """
+    for item in gc.get_objects():
+        if type(item) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            with suppress(OSError, ValueError):  # closed, or its other end is
+                item.flush()
+    gc.freeze()
 
 
 def end_process(exit_code: int) -> None:

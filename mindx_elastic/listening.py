@@ -14,7 +14,6 @@ from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_i
 from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.signals import SignalHandlers
-from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.policy import ExitPolicy
 from mindx_elastic.stopping import Stopper
@@ -34,8 +33,8 @@ def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
 class Listening:
     """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
 
-    def __init__(self, watcher: Watcher, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
-        self._watcher, self._settings, self._policies, self._ranks = watcher, settings, policies, ranks
+    def __init__(self, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
+        self._settings, self._policies, self._ranks = settings, policies, ranks
         self._link: AgentLink | None = None
         self.handlers: SignalHandlers
 
@@ -43,7 +42,7 @@ class Listening:
         self, stack: ExitStack, stopper: Stopper, exchange: Exchange, peers: PeerWatch, link: AgentLink | None
     ) -> None:
         """Main thread. `stack` restores the handlers at the end."""
-        self._stopper, self._link = stopper, link
+        self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
         alarms, post = stopper.alarms, self._watcher.post
         exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content))))
         peers.start(self._watcher, stopper.hear_death)

@@ -78,6 +78,10 @@ class Memory:
         if self._snapshotter is not None:
             self._snapshotter.at_boundary(step)
 
+    def take_last(self) -> bool:
+        """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
+        return self._snapshotter is not None and self._snapshotter.take_last()
+
     def close(self, *, keep: bool) -> None:
         """`keep`: the next start may need it; else everything is removed."""
         if self._snapshotter is not None:

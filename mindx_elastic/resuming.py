@@ -28,7 +28,7 @@ from mindx_elastic.resume.copies import Transport
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Resumed, find_and_read
 
-__all__ = ["GradientOrders", "Start", "ddp_modules", "is_replicated", "start_or_resume"]
+__all__ = ["GradientOrders", "Start", "ddp_modules", "is_replicated", "outermost_replicas", "start_or_resume"]
 
 _RUN_ID_TIMEOUT_S = 600.0
 
@@ -152,6 +152,14 @@ def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataPa
         for place, module in target.named_modules()
         if isinstance(module, DistributedDataParallel)
     ]
+
+
+def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
+    """The modules whose forward is a replica's: DDP, or what `torch.compile` made of it, where a hook stays a hook."""
+    wrapped = {name.split(".")[0] for name, _ in ddp_modules(targets)}
+    compiled = [t for name, t in targets.items() if name in wrapped and hasattr(t, "_orig_mod")]
+    inside = {id(module) for target in compiled for module in target.modules()}
+    return [*compiled, *(module for _, module in ddp_modules(targets) if id(module) not in inside)]
 
 
 def is_replicated(targets: Mapping[str, Any], collector: Collector) -> bool:

@@ -278,6 +278,7 @@ class Saver:
                 os.unlink(path)
             except OSError as error:
                 logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
+                continue
             if self.mirror is not None:
                 self.mirror.drop(path, self.events.run_id)
 

@@ -191,6 +191,17 @@ class Snapshotter:
         logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", max(proposals))
         self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(max(proposals)))
 
+    def take_last(self) -> bool:
+        """Keep the last boundary, due or not. False: it could not be, or the state has been changed since."""
+        self.drain()
+        with self._gate.hold(0.0) as problem:
+            position = self._collector.position
+            if problem or self.broken or position.step == 0:
+                return False
+            if self._arena.newest().step != position.step:
+                self._copy()
+            return not self.broken
+
     def drain(self, timeout_s: float = 60.0) -> None:
         """Wait for a copy in progress and its digests."""
         with self._wanted:

@@ -119,11 +119,13 @@ class StatusPage:
         data = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
         self._map[offset : offset + room] = data
 
-    def pass_boundary(self, step: int) -> None:
+    def pass_boundary(self, step: int, *, cut: bool = True) -> None:
+        """`cut`: it can be resumed from; without it only the clock goes on."""
         words, now = self._words, time.monotonic_ns()
         if not words[5]:
             words[5] = now
-        words[3] = step
+        if cut:
+            words[3] = step
         words[4] = now
         words[6] += 1
 

@@ -96,6 +96,7 @@ class Stopper:
 
     def hear_death(self, rank: int) -> None:
         """Watcher thread: the process of another rank on this machine is gone."""
+        self.exchange.hear_death(rank)
         if self._phase is StopPhase.TRAINING and not self._ending and not self.finished:
             if not self.exchange.has_left(rank):
                 self.stop(self.alarms.of_death([rank]))
@@ -167,6 +168,8 @@ class Stopper:
         end = time.monotonic() + (_DYING_S if isinstance(error, RuntimeError) and self.ranks.world_size > 1 else 0.0)
         while not (gone := self.peers_gone()) and time.monotonic() < end:
             time.sleep(0.005)
+        for rank in gone:
+            self.exchange.hear_death(rank)
         return gone
 
     def at_end(self) -> bool:
@@ -226,7 +229,7 @@ class Stopper:
     def exit(self) -> GracefulExit:
         """What the training thread raises once the phase is final."""
         assert self.alarm is not None
-        self.way_out.coming_out = True
+        self.way_out.come_out(self.alarm)
         if self._page is not None:
             self._page.set(exit_code=self.alarm.exit_code)
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path)

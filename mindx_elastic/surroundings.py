@@ -103,7 +103,7 @@ class Surroundings:
         if self.memory is not None and cut:
             self.memory.at_boundary(step)
         if self.link is not None:
-            self.link.page.pass_boundary(step)
+            self.link.page.pass_boundary(step, cut=cut)
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -116,6 +116,13 @@ class Surroundings:
             yield
         finally:
             self.link.between(False)
+
+    def finish(self) -> None:
+        """The block has ended by itself. With an agent the last boundary stays in memory until all workers have ended
+
+        well: an evaluation or an export after the block may fail, and must not cost the training.
+        """
+        self.keep_memory = self.link is not None and self.memory is not None and self.memory.take_last()
 
     def _close_memory(self) -> None:
         if self.memory is not None:

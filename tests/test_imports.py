@@ -22,10 +22,10 @@ STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
 """In the order of the path: a stage imports only stages to its left."""
 FOUNDATION = {"_version", "config", "errors", "events"}
 """What everything may import, and what imports nothing but its own kind."""
-JOINERS = {"agent", "cli", "cluster", "guard", "integrations", "train"}
+JOINERS = {"agent", "cli", "cluster", "guard", "integrations", "mirror", "train"}
 """May import any stage. So may every other module at the top of the package."""
 PURE = [
-    *("agent/crash_loop.py", "agent/hang.py", "agreement/stop_step.py", "persist/retention.py"),
+    *("agent/crash_loop.py", "agent/hang.py", "agreement/stop_step.py", "mirror/partners.py", "persist/retention.py"),
     *("plan/layout.py", "plan/planner.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""

@@ -123,7 +123,9 @@ def test_a_second_alarm_changes_nothing(parts: Parts) -> None:
     parts.stopper.hear_signal(signal.SIGINT)
     parts.stopper.hear(parts.stopper.alarms.of_flag(Path("flag.json")))
     parts.stopper.hear(parts.stopper.alarms.of_request("enough", 0))
-    parts.stopper.hear(parts.stopper.alarms.of_peer({"kind": "signal", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 1}))
+    parts.stopper.hear(
+        parts.stopper.alarms.of_peer({"kind": "signal", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 1})
+    )
     assert parts.stopper.alarm is first
     assert [e["outcome"] for e in events(parts.directory, "alarm")] == ["stopping", "already stopping"]
 
@@ -188,7 +190,11 @@ def test_a_salvage_in_the_middle_of_an_update_offers_the_boundary_it_leads_to(ma
     parts = make_parts(grace_s=2.0)
     exchange = parts.stopper.exchange = Recording()
     parts.gate.begin_update()
-    parts.stopper.hear(parts.stopper.alarms.of_peer({"kind": "exception", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 2.0}))
+    parts.stopper.hear(
+        parts.stopper.alarms.of_peer(
+            {"kind": "exception", "reason": "x", "exit_code": 1, "origin": 1, "grace_left_s": 2.0}
+        )
+    )
     assert exchange.offers == [("salvage", 6)]
     assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
     parts.gate.end_update()
@@ -290,7 +296,11 @@ def test_a_peers_alarm_keeps_its_deadline_and_says_where_it_came_from(
 
 def test_a_peer_never_gives_more_time_than_this_rank_has(make_parts: Make) -> None:
     parts = make_parts(grace_s=2.0)
-    parts.stopper.hear(parts.stopper.alarms.of_peer({"kind": "flag", "reason": "x", "exit_code": 75, "origin": 1, "grace_left_s": 900.0}))
+    parts.stopper.hear(
+        parts.stopper.alarms.of_peer(
+            {"kind": "flag", "reason": "x", "exit_code": 75, "origin": 1, "grace_left_s": 900.0}
+        )
+    )
     assert parts.stopper.alarm is not None and parts.stopper.alarm.deadline.remaining_s() <= 2
 
 

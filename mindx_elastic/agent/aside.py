@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from mindx_elastic.agent.flushing import flush_arena
 from mindx_elastic.events import logger
+from mindx_elastic.persist.catalog import read_entry, scan
+from mindx_elastic.persist.storage import quarantine
 
 __all__ = ["set_checkpoint_aside"]
 
@@ -19,18 +21,16 @@ _MAX_BYTES = 1 << 16
 def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Path]:
     """Move all files of the step that `path` belongs to into the quarantine of their directory.
 
-    arenas: the job's folders in shared memory. They are written to disk first and then removed, so that the next
-    attempt starts from what is on disk, and nothing of other steps is lost. Returns the files moved. Never raises: a
+    arenas: the job's folders in shared memory. They are brought to disk first, which removes them, so that the next
+    attempt goes on from what is on disk, and nothing of other steps is lost. Returns the files moved. Never raises: a
     file that cannot be moved is a warning.
     """
-    from mindx_elastic.persist.catalog import read_entry, scan
-    from mindx_elastic.persist.storage import quarantine
-
     entry = read_entry(path)
     moment = None if entry is None or entry.info is None else entry.info.moment
     directory = _directory_of(path, arenas)
     for arena in arenas:
-        _empty_arena(arena)
+        for line in flush_arena(arena):
+            logger.info("%s", line)
     if moment is None or directory is None:
         logger.warning("%s is not there any more; nothing to set aside", path)
         return []
@@ -58,11 +58,3 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     if re.fullmatch(r"rank_\d+", folder.name):
         folder = folder.parent
     return folder.parent if folder.name.startswith("tft_saved_checkpoints") else folder
-
-
-def _empty_arena(arena: Path) -> None:
-    from mindx_elastic.agent.flushing import flush_arena
-
-    flush_arena(arena)
-    with suppress(OSError):
-        shutil.rmtree(arena)

@@ -45,6 +45,7 @@ _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that an
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
 _UNKILLABLE_S = 15.0
+_STOPPED = " (stopped, as by SIGSTOP)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +129,9 @@ class Attempt:
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._ids), action))
 
+    def _after_rank(self, seconds: float, action: Callable[[int], None], rank: int) -> None:
+        self._after(seconds, lambda: action(rank))
+
     def _look(self) -> None:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
@@ -176,7 +180,7 @@ class Attempt:
         outcome = what.value
         step = None if end.status is None else end.status.step
         self._around.events.emit(
-            "worker_end" if what is not Meaning.FAILED else "worker_death",
+            "worker_end",
             step=step,
             reason=describe(end),
             outcome=outcome,
@@ -193,30 +197,37 @@ class Attempt:
             self._begin_stop(half_way=False)
             for rank in list(self.workers.live):
                 if self.workers.is_guarded(rank):
-                    self._after(_LEAVE_TOO_S, lambda rank=rank: self._urge(rank))  # type: ignore[misc]
+                    self._after_rank(_LEAVE_TOO_S, self._urge, rank)
                 elif self.workers.status(rank) is None:
                     self.workers.send(rank, signal.SIGTERM)
 
     def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
-        states = {each.rank: process_state(statuses[each.rank].pid) for each in stuck}
-        idle_s = stuck[0].idle_s
+        states = {rank: process_state(status.pid) for rank, status in statuses.items()}
+        if "t" in states.values():
+            return  # somebody looks at it with a debugger
+        culprits = _culprits(stuck, states, statuses)
+        stuck = sorted(stuck, key=lambda each: each.rank not in culprits)
         files = write_stacks(self.workers, statuses, self._around.stacks, attempt=self._number)
         for each in stuck:
-            note = " (stopped, as by SIGSTOP)" if states[each.rank] == "T" else ""
-            logger.error("rank %d hangs%s: no step for %.1f s after step %d", each.rank, note, each.idle_s, each.step)
+            logger.error(
+                "rank %d hangs%s: no step for %.1f s after step %d",
+                each.rank,
+                _STOPPED if states[each.rank] == "T" else "",
+                each.idle_s,
+                each.step,
+            )
         logger.error("stacks: %s", ", ".join(map(str, files)) or "none could be written")
-        cause = f"hang: no step for {idle_s:.1f} s"
-        ranks = [each.rank for each in stuck]
-        self._around.events.emit("hang", step=stuck[0].step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
-        culprits = _culprits(stuck, states, statuses)
-        subject = f"rank {stuck[0].rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
-        self._fail(cause, stuck[0].rank, f"{subject} stuck: {cause}")
-        self.failed_at = time.monotonic() - idle_s
+        first, ranks = stuck[0], [each.rank for each in stuck]
+        cause = f"hang: no step for {first.idle_s:.1f} s" + (_STOPPED if states[first.rank] == "T" else "")
+        self._around.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
+        subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
+        self._fail(cause, first.rank, f"{subject} stuck: {cause}")
+        self.failed_at = time.monotonic() - first.idle_s
         for rank in culprits:
             if states[rank] == "T":
                 self.workers.kill(rank)
             else:
-                self._after(min(_STUCK_S, self._around.grace_s / 4), lambda rank=rank: self._end_stuck(rank))  # type: ignore[misc]
+                self._after_rank(min(_STUCK_S, self._around.grace_s / 4), self._end_stuck, rank)
 
     def _look_at_nodes(self, membership: Membership) -> None:
         with suppress(BlockingIOError):
@@ -260,7 +271,7 @@ class Attempt:
         self._deadline = time.monotonic() + self._around.grace_s
         if half_way:
             for rank in list(self.workers.live):
-                self._after(self._around.grace_s / 2, lambda rank=rank: self._urge(rank))  # type: ignore[misc]
+                self._after_rank(self._around.grace_s / 2, self._urge, rank)
         self._after(self._around.grace_s, self._kill_all)
 
     def _fail(self, cause: str, rank: int, reason: str) -> None:

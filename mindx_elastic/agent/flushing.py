@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from mindx_elastic.agent.holder import flush
 from mindx_elastic.events import logger
 
 __all__ = ["flush_arena"]
@@ -15,9 +16,7 @@ def flush_arena(arena: Path) -> list[str]:
     Never raises: what cannot be written stays where it is, and a warning says so.
     """
     try:
-        from mindx_elastic.agent.holder import flush
-
-        return list(flush(arena))
+        return flush(arena)
     except Exception as error:  # whatever it is, the agent has to come to its end
         logger.warning("%s could not be written to disk: %s: %s", arena, type(error).__name__, error)
         return []

@@ -17,6 +17,7 @@ import torch
 from mindx_elastic.boundary_log import BOUNDARIES_FILE
 from mindx_elastic.capture.arena import ArenaFile, RankArena, job_folder, rank_folders
 from mindx_elastic.errors import ArenaError, CheckpointError, SaveError
+from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.format import CheckpointInfo, Moment, read_header
@@ -24,7 +25,7 @@ from mindx_elastic.persist.slots import adopt_slots
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 from mindx_elastic.resume.memory_files import RING_COPY
 
-__all__ = ["flush"]
+__all__ = ["drop", "flush"]
 
 _Slots = dict[Moment, tuple[Path, CheckpointInfo]]
 
@@ -56,6 +57,16 @@ def flush(arena: Path) -> list[str]:
     for one in open_arenas.values():
         one.remove()
     return lines
+
+
+def drop(arena: Path) -> None:
+    """The job has finished: remove its folder. Main thread of the agent, when its workers are gone."""
+    for rank, folder in rank_folders(arena).items():
+        try:
+            directory = Path(json.loads((arena / "owner.json").read_text())["directory"])
+            RankArena(arena.parent.parent, directory, rank).remove()
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
 
 
 def _flush_all(directory: Path, arenas: dict[int, RankArena], lines: list[str]) -> None:

@@ -42,8 +42,13 @@ def parse_signals(names: str) -> tuple[int, ...]:
 class SignalInbox:
     """Main thread only. Use as a context manager; handlers are restored at the end."""
 
-    def __init__(self, signals: Sequence[int], *, on_stuck: Callable[[int], None]) -> None:
-        """on_stuck: called in a helper thread when the main thread does not come back; must end the process."""
+    def __init__(self, signals: Sequence[int], *, on_stuck: Callable[[int], None], last: bool = False) -> None:
+        """on_stuck: called in a helper thread when the main thread does not come back; must end the process.
+
+        last: the process ends next. Signals are ignored from then on, for the exit code is settled and must not become
+        that of a signal which comes while the interpreter shuts down.
+        """
+        self._last = last
         self._signals, self._on_stuck = tuple(signals), on_stuck
         self.heard: list[int] = []
         """All that came, in order."""
@@ -67,7 +72,7 @@ class SignalInbox:
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             with suppress(TypeError, ValueError, OSError):  # None: not installed from Python
-                signal.signal(number, handler)  # type: ignore[arg-type]
+                signal.signal(number, signal.SIG_IGN if self._last else handler)  # type: ignore[arg-type]
         signal.set_wakeup_fd(self._wakeup)
         os.close(self.fd)
         os.close(self._writer)

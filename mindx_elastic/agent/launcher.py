@@ -24,6 +24,7 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.flushing import flush_arena
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
+from mindx_elastic.agent.holder import drop
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.supervisor import Supervisor, print_block
@@ -73,7 +74,7 @@ def launch(arguments: Sequence[str]) -> int:
         os._exit(exit_code_of_signal(signum))
 
     try:
-        with SignalInbox(parse_signals(signals), on_stuck=give_up) as inbox:
+        with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
             return _run(plan, folder, inbox)
     finally:
         folder.remove()
@@ -189,10 +190,12 @@ def _make_supervisor(
 def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: SignalInbox) -> None:
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, account = supervisor.ending, supervisor.account
-    if ending.outcome != "finished":
-        for arena in sorted(supervisor.arenas):
-            for line in flush_arena(Path(arena)):
-                logger.info("from memory to disk: %s", line)
+    for arena in sorted(map(Path, supervisor.arenas)):
+        if ending.outcome == "finished":
+            drop(arena)
+            continue
+        for line in flush_arena(arena):
+            logger.info("from memory to disk: %s", line)
     if handler is not None and ending.outcome != "stopped":
         # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so
         # that the job can be started again under the same id.

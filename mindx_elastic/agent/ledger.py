@@ -169,7 +169,7 @@ class Ledger:
                 continue
             if record.attempt not in self._ended:
                 self._ended.add(record.attempt)
-                self._emit("attempt_end", record)
+                self._events.emit("attempt_end", **_facts(record))
             if record.first_step_s is not None or record.outcome in (FINISHED, STOPPED) or self._is_superseded(record):
                 self._settle(record)
 
@@ -180,12 +180,14 @@ class Ledger:
     def _settle(self, record: AttemptRecord) -> None:
         if record.attempt not in self._settled:
             self._settled.add(record.attempt)
-            self._emit("attempt", record)
+            self._events.emit("attempt", **_facts(record))
 
-    def _emit(self, event: str, record: AttemptRecord) -> None:
-        content = asdict(record)
-        cause, step, outcome = content.pop("cause"), content.pop("step_reached"), content.pop("outcome")
-        self._events.emit(event, step=step, reason=cause, outcome=outcome, **content, **_identity())
+
+def _facts(record: AttemptRecord) -> dict[str, Any]:
+    """What an event says of an attempt."""
+    content = asdict(record)
+    cause, step = content.pop("cause"), content.pop("step_reached")
+    return {"step": step, "reason": cause, **content, **_identity()}
 
 
 def _identity() -> dict[str, Any]:

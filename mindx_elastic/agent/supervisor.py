@@ -39,7 +39,7 @@ from mindx_elastic.alarm.fault_info import FaultWatch
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
 
-__all__ = ["Supervisor"]
+__all__ = ["Supervisor", "print_block"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20

@@ -51,7 +51,9 @@ def open_exchange(ranks: RankInfo) -> Exchange:
             return dist.PrefixStore(prefix, base.clone())
         return dist.PrefixStore(prefix, _second_connection(base))
 
-    return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size)
+    # torch's env:// start lets rank 0 host it, unless the launcher does.
+    host_rank = 0 if not shared and isinstance(_innermost(base), dist.TCPStore) else None
+    return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank)
 
 
 def store_host() -> str:

@@ -42,6 +42,7 @@ __all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
 _T = TypeVar("_T")
 _NOTHING = Decision(None)
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
+_KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 
 
@@ -87,6 +88,9 @@ class Exchange(Protocol):
 
     def abandon(self, reason: str) -> None:
         """A rank is dead: open rounds are decided, every rank acts alone. Never blocks long, never raises."""
+
+    def hear_death(self, rank: int) -> None:
+        """The process of `rank` is gone, and the store with it, if it was the host. Any thread."""
 
     def publish(self, name: str, value: str) -> None:
         """Start-up, main thread: make `value` known to all ranks."""
@@ -139,6 +143,9 @@ class LocalExchange:
     def abandon(self, reason: str) -> None:
         pass
 
+    def hear_death(self, rank: int) -> None:
+        pass
+
     def publish(self, name: str, value: str) -> None:
         self._values[name] = value
 
@@ -160,8 +167,12 @@ class StoreExchange:
     alone.
     """
 
-    def __init__(self, connect: Callable[[], Store], *, rank: int, world_size: int) -> None:
+    def __init__(
+        self, connect: Callable[[], Store], *, rank: int, world_size: int, host_rank: int | None = None
+    ) -> None:
+        """`host_rank`: the rank whose process hosts the store; None: none of them."""
         self.rank, self.world_size = rank, world_size
+        self._host_rank = host_rank
         self._store = connect()
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
         self._bell = connect()
@@ -241,7 +252,7 @@ class StoreExchange:
         if decision == FINISHED:
             # Whoever hosts the store must not end before all the others have read this.
             try:
-                self._bounded(self._wait_until_all_know, _ANSWER_S)
+                self._bounded(self._wait_until_all_know, _KNOWN_S + _ANSWER_S)
             except Exception as error:
                 logger.debug("rank %d does not know whether all ranks have finished: %s", self.rank, error)
         return decision
@@ -251,7 +262,7 @@ class StoreExchange:
             if self._store.add("stop/known", 1) == self.world_size:
                 self._store.set("stop/all_know", "1")
                 return
-        self._waiter.wait(["stop/all_know"], timedelta(seconds=_ANSWER_S))
+        self._waiter.wait(["stop/all_know"], timedelta(seconds=_KNOWN_S))
 
     def leave(self) -> None:
         self.announce("stop", LEFT)
@@ -278,6 +289,9 @@ class StoreExchange:
             self._bounded(settle, _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not end the open rounds: %s", self.rank, error)
+
+    def hear_death(self, rank: int) -> None:
+        self._lost |= rank == self._host_rank  # each further call would print a page of C++ frames
 
     def publish(self, name: str, value: str) -> None:
         with self._lock:

@@ -92,7 +92,7 @@ class PeerWatch:
         peers = {fd: peer for peer, fd in self._fds.items()}
         for fd in peers:
             poll.register(fd, select.POLLIN)
-        found = [peers[fd] for fd, _ in poll.poll(0)]
+        found = [peers[fd] for fd, event in poll.poll(0) if event & select.POLLIN]
         return list(dict.fromkeys([*self.gone, *found]))
 
     def watched(self) -> list[int]:

@@ -99,14 +99,16 @@ class Watcher:
     def _run(self) -> None:
         while not self._stopping:
             timeout_ms = None if not self._timers else max(0.0, self._timers[0][0] - time.monotonic()) * 1000
-            ready = [fd for fd, _ in self._poll.poll(timeout_ms)]
+            ready = dict(self._poll.poll(timeout_ms))
             for number in self._drain():
                 if number != _POST:
                     self._call(lambda number=number: self._on_signal(number))  # type: ignore[misc]
-            for fd in ready:
+            for fd, event in ready.items():
                 if fd in self._descriptors and not self._stopping:
                     self._poll.unregister(fd)
-                    self._call(self._descriptors.pop(fd))
+                    callback = self._descriptors.pop(fd)
+                    if not event & select.POLLNVAL:  # else somebody has closed it: nothing is known any more
+                        self._call(callback)
             while self._inbox and not self._stopping:
                 self._call(self._inbox.popleft())
             while self._timers and self._timers[0][0] <= time.monotonic() and not self._stopping:

@@ -28,6 +28,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -171,10 +172,8 @@ class ArenaFile:
     def close(self) -> None:
         """Unmap. Whoever still has a view keeps the memory until it lets go."""
         if self.map is not None:
-            try:
+            with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()
-            except BufferError:
-                pass  # a tensor looks at it; unmapped when that goes
             self.map = None
 
 

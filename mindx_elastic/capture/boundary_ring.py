@@ -52,25 +52,32 @@ class BoundaryRing:
     """The writer's side, training thread only. `capacity` is the room of one place in bytes."""
 
     def __init__(self, path: Path, run_id: str, capacity: int) -> None:
-        """Open or make the file; what an earlier process wrote is kept until it is overwritten.
+        """Open or make the file; what an earlier process of the run wrote is kept until it is overwritten.
 
         Raises ArenaError when there is no room.
         """
-        self._file = ArenaFile(path)
         self._run_id = run_id.encode()[:64]
-        self.capacity = capacity
         old = _read_top(path)
         if old is not None and old[1] == run_id and old[0] >= capacity:
-            self.capacity = old[0]
-        else:
-            path.unlink(missing_ok=True)
-        self._stride = _HEAD_ROOM + self.capacity
-        size = _TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * self._stride
-        self._map = self._file.resize(size)
+            self._map_file(path, old[0])
+            return
+        kept = [] if old is None or old[1] != run_id else read_ring(path)
+        larger = path.with_name(f"{path.name}.new")  # not in place: a kill now must not cost the older boundaries
+        larger.unlink(missing_ok=True)
+        self._map_file(larger, capacity)
+        for record in reversed(kept):
+            content, forecast, trusted = memoryview(record.content), record.forecast, record.trusted
+            self.write(record.attempt, record.step, [content], forecast=forecast, trusted=trusted)
+        os.replace(larger, path)
+
+    def _map_file(self, path: Path, capacity: int) -> None:
+        self._file, self.capacity = ArenaFile(path), capacity
+        self._stride = _HEAD_ROOM + capacity
+        self._map = self._file.resize(_TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * self._stride)
         sequences = [self._sequence(place) for place in range(NUM_BOUNDARIES + NUM_FORECASTS)]
         self._next = max(sequences) // 2 + 1
-        self._places = [sequences[:NUM_BOUNDARIES].index(min(sequences[:NUM_BOUNDARIES])), 0]
-        self._map[: _TOP.size] = _TOP.pack(_MAGIC, self.capacity, self._run_id)
+        self._places = [kind.index(min(kind)) for kind in (sequences[:NUM_BOUNDARIES], sequences[NUM_BOUNDARIES:])]
+        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
 
     def write(
         self, attempt: int, step: int, pieces: Sequence[memoryview], *, forecast: bool = False, trusted: bool = True

@@ -52,10 +52,11 @@ def _common(
         typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Look at, and check, what training with mindx_elastic has written: checkpoints, runs, left-overs.
+    """Run training jobs that lose no steps, and look at what they have written: checkpoints, runs, left-overs.
 
     \b
     [bold]Examples[/bold]
+    mindx-elastic run --nproc-per-node 2 train.py  as torchrun, and it stays alive
     mindx-elastic inspect ckpt                    what is there, newest first
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors

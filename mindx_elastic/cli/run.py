@@ -23,8 +23,8 @@ def run_command(
 ) -> None:
     """Start a training job as torchrun does, and keep it alive: restarts without losing steps.
 
-    `mindx-elastic run --help` shows its options.
+    Takes torchrun's options and more; `mindx-elastic run --help` shows them all.
     """
     from mindx_elastic.agent.launcher import launch
 
-    raise SystemExit(launch(arguments or ["--help"]))
+    raise SystemExit(launch(arguments or []))

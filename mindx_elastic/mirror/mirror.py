@@ -25,7 +25,7 @@ from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
 from mindx_elastic.mirror.server import Server
-from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, ask, header_digest, rank_of
+from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
 
@@ -34,6 +34,7 @@ __all__ = ["Mirror", "open_mirror"]
 _START_TIMEOUT_S = 600.0
 _FETCH_S = 1500.0  # less than the other ranks wait for this one at the start
 _DRAIN_S = 600.0
+_FIRST_ANSWER_S = 5.0
 _FLUSH_S = 120.0
 _KNOCK_S = 1.0
 _QUIET_S = 5.0
@@ -220,8 +221,10 @@ class Mirror:
             size, digest = header.file_size, header_digest(fd, header)
             fields = {"root": place[0], "name": place[1], "size": size, "header": digest}
             with self._asked(partner, "put", deadline, **fields) as channel:
+                channel.patience_s = _FIRST_ANSWER_S  # a partner that is frozen must not cost a dying process its time
                 if channel.answer().get("have"):
                     return size, "was there"
+                channel.patience_s = PATIENCE_S
                 channel.send_file(fd, size)
                 channel.patience_s = _FLUSH_S
                 channel.answer()
@@ -263,9 +266,11 @@ class Mirror:
         if not 0 <= root < len(self._roots) or rank_of(name) != self._ranks.rank:
             raise OSError(f"{name!r} is no place for a file of rank {self._ranks.rank}")
         path = self._roots[root] / name
-        with self._asked(holder, "get", time.monotonic() + _FETCH_S, root=root, name=name) as channel:
-            with Incoming(path, channel.answer().get("size")) as incoming:
-                incoming.receive(channel, rank=self._ranks.rank, world_size=self._ranks.world_size)
+        with (
+            self._asked(holder, "get", time.monotonic() + _FETCH_S, root=root, name=name) as channel,
+            Incoming(path, channel.answer().get("size")) as incoming,
+        ):
+            incoming.receive(channel, rank=self._ranks.rank, world_size=self._ranks.world_size)
         return path
 
     # --- the end ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,17 @@ from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
 from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
 from mindx_elastic.persist.writer import keep_older
 
-__all__ = ["MAX_FILE_BYTES", "MAX_MESSAGE_BYTES", "Channel", "Endpoint", "Incoming", "ask", "header_digest", "rank_of"]
+__all__ = [
+    "MAX_FILE_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "PATIENCE_S",
+    "Channel",
+    "Endpoint",
+    "Incoming",
+    "ask",
+    "header_digest",
+    "rank_of",
+]
 
 MAX_MESSAGE_BYTES = 16 << 10
 MAX_FILE_BYTES = 1 << 46
@@ -167,7 +177,7 @@ class Channel:
     def receive_file(self, fd: int, size: int) -> None:
         """Write what `send_file` sends, and flush it. Raises CorruptCheckpointError for a digest that differs."""
         digest, buffer = xxhash.xxh3_128(), torch.empty(_PIECE_BYTES, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = buffer.numpy().data
         left = size
         with closing(BlockWriter(fd, 0)) as blocks:
             while left:

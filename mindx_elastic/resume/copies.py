@@ -7,7 +7,8 @@ fetched only when that step is about to be read, so that no more is moved than i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,15 +49,15 @@ class Copies:
     def share(
         self,
         entries: Sequence[CatalogEntry],
-        held: Sequence[Collection[Moment]],
+        held: Sequence[AbstractSet[Moment]],
         order: Callable[[Moment], Any],
         exchange: Exchange,
     ) -> list[set[Moment]]:
-        """Tell the other ranks which of `entries` they lack, by `held`; returns what each of them can so have.
+        """Tell the other ranks which of `entries` they lack, by `held`; returns what each of them has or can have so.
 
         All ranks together. `order`: sort key of moments, the newest first.
         """
-        found: list[set[Moment]] = [set() for _ in held]
+        found = [set(moments) for moments in held]
         if self._transport is None:
             return found
         exchange.publish("copies", json.dumps(self._offers(entries, held, order)))
@@ -69,7 +70,7 @@ class Copies:
         return found
 
     def _offers(
-        self, entries: Sequence[CatalogEntry], held: Sequence[Collection[Moment]], order: Callable[[Moment], Any]
+        self, entries: Sequence[CatalogEntry], held: Sequence[AbstractSet[Moment]], order: Callable[[Moment], Any]
     ) -> list[tuple[Any, ...]]:
         assert self._transport is not None
         lacking: dict[int, dict[Moment, tuple[int, str]]] = {}

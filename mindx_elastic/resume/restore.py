@@ -191,8 +191,7 @@ def find_and_read(
     exchange.publish("view", view.encode())
     views = _Views(exchange.collect("view", _START_TIMEOUT_S))
     copies = Copies(transport, ranks.rank)
-    for mine, found in zip(views.mine, copies.share(view.entries, views.mine, views.order, exchange), strict=True):
-        mine |= found
+    views.mine = copies.share(view.entries, views.mine, views.order, exchange)
     rejected: list[str] = []
     candidates = views.candidates()
     for round_, key in enumerate(candidates):

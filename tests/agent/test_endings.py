@@ -94,7 +94,8 @@ def test_a_failure_on_another_node_is_one_here_too(reason: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "reason"), [(143, "SIGTERM on rank 1"), (75, "flag file /x/graceful_exit.json"), (75, "fault report: rank 1")]
+    ("code", "reason"),
+    [(143, "SIGTERM on rank 1"), (75, "flag file /x/graceful_exit.json"), (75, "fault report: rank 1")],
 )
 def test_a_stop_that_another_node_began_is_a_stop(code: int, reason: str) -> None:
     ending = conclude([guarded(code, left=code, reason=reason), end(0, 1)], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -140,6 +141,16 @@ def test_help_shows_ours_first(arguments: list[str], capsys: pytest.CaptureFixtu
     for name in ("--grace", "--snapshot-every", "--hang-timeout", "--run-dir", "--max-restarts-window", "--crash-loop"):
         assert 0 < text.index(f"\n  {name}") < text.index("--nproc-per-node")
         assert text.count(f"\n  {name} ") == 1
+
+
+def test_the_set_of_our_own_options(capsys: pytest.CaptureFixture[str]) -> None:
+    """People's scripts depend on these words: a change here is a visible change and belongs in the changelog."""
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    ours = capsys.readouterr().out.partition("exit codes:")[0]
+    assert re.findall(r"^  (--[a-z-]+)", ours, re.MULTILINE) == [
+        *("--grace", "--snapshot-every", "--hang-timeout", "--run-dir", "--max-restarts-window", "--crash-loop")
+    ]
 
 
 def test_help_behind_the_script_is_the_script_s() -> None:

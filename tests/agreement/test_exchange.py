@@ -129,6 +129,71 @@ def test_a_lost_store_makes_a_rank_act_alone() -> None:
     exchange.close()
 
 
+def test_who_has_left(ranks: list[StoreExchange]) -> None:
+    assert not any(ranks[0].has_left(rank) for rank in range(3))
+    ranks[1].leave()
+    ranks[2].announce("stop", End(9))
+    ranks[0].announce("stop", 9)
+    assert [ranks[0].has_left(rank) for rank in range(3)] == [False, True, True]
+
+
+def test_a_dead_rank_is_not_waited_for(ranks: list[StoreExchange]) -> None:
+    """Whoever sees the death decides for all, also for those that wait already and those that come later."""
+    decisions: list[Decision] = []
+    thread = threading.Thread(target=lambda: decisions.append(ranks[0].decide("stop", 5, 600)))
+    thread.start()
+    ranks[2].abandon("rank 1 is gone")
+    thread.join(30)
+    assert decisions == [Decision(None, "rank 1 is gone")]
+    assert ranks[0].decide("salvage", 5, 600) == ranks[2].decide("stop", 6, 600) == decisions[0]
+
+
+def test_a_decision_that_was_made_is_not_abandoned(ranks: list[StoreExchange]) -> None:
+    made = decide(ranks, {0: 5, 1: 6, 2: 5}, 30)
+    ranks[0].abandon("rank 1 is gone")
+    assert ranks[0].decide("stop", 5, 30) == made[0] == Decision(6)
+
+
+def test_values_are_collected_once_all_are_there(ranks: list[StoreExchange]) -> None:
+    for rank in (2, 0):
+        ranks[rank].publish("every", str(rank))
+        assert ranks[0].try_collect("every") is None
+    ranks[1].publish("every", "1")
+    assert [exchange.try_collect("every") for exchange in ranks] == [["0", "1", "2"]] * 3
+
+
+def test_nobody_ends_before_all_know_that_all_have_finished(ranks: list[StoreExchange]) -> None:
+    """Rank 0 may host the store, and its end is the store's."""
+    told: list[int] = []
+    reading = threading.Event()
+    go = threading.Event()
+    decide_last = ranks[2].decide
+
+    def slow(name: str, offer: Offer, timeout_s: float) -> Decision:
+        decision = decide_last(name, offer, timeout_s)
+        reading.set()
+        go.wait(30)
+        told.append(2)
+        return decision
+
+    ranks[2].decide = slow  # type: ignore[method-assign]
+    results: dict[int, Decision] = {}
+
+    def finish(rank: int) -> None:
+        results[rank] = ranks[rank].finish(9, 30)
+        told.append(rank)
+
+    threads = [threading.Thread(target=finish, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    assert reading.wait(30)
+    go.set()
+    for thread in threads:
+        thread.join(30)
+    assert results == dict.fromkeys(range(3), FINISHED)
+    assert told[0] == 2
+
+
 class FrozenStore:
     """Its host is stopped or cut off: no call ever comes back."""
 
@@ -139,7 +204,7 @@ class FrozenStore:
         self.thaw.wait()
         raise ConnectionError("the test is over")
 
-    set = get = add = wait = compare_set = multi_get = multi_set = _hang
+    set = get = add = wait = check = compare_set = multi_get = multi_set = _hang
 
 
 @pytest.fixture
@@ -162,9 +227,11 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreExchange]:
         lambda exchange: exchange.request({"reason": "x"}),
         lambda exchange: exchange.announce("stop", 3),
         lambda exchange: exchange.leave(),
+        lambda exchange: exchange.has_left(1),
+        lambda exchange: exchange.abandon("rank 1 is gone"),
         lambda exchange: exchange.close(),
     ],
-    ids=["decide", "finish", "request", "announce", "leave", "close"],
+    ids=["decide", "finish", "request", "announce", "leave", "has_left", "abandon", "close"],
 )
 def test_a_store_that_never_answers_holds_nobody(
     frozen: StoreExchange, call: Callable[[StoreExchange], object]
@@ -177,6 +244,12 @@ def test_a_store_that_never_answers_holds_nobody(
     assert frozen.request({"reason": "x"}) == {"reason": "x"}
     frozen.close()
     assert time.monotonic() - held < 10
+
+
+def test_a_store_that_is_slow_in_mid_training_is_asked_again_at_the_stop(frozen: StoreExchange) -> None:
+    with pytest.raises(TimeoutError):
+        frozen.try_collect("every")
+    assert not frozen._lost
 
 
 def test_one_rank_decides_alone_at_once() -> None:

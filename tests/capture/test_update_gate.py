@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from mindx_elastic.capture import update_gate
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 
 WAIT_S = 30.0

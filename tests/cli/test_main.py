@@ -29,6 +29,7 @@ def test_the_option_set() -> None:
     # People's scripts depend on these words: a change here is a visible change and belongs in the changelog.
     assert option_set() == {
         "": ["--version"],
+        "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
         "inspect": ["--json", "--verify", "path"],
         "verify": ["--json", "path"],
         "status": ["--json", "path"],

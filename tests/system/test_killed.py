@@ -1,4 +1,4 @@
-"""SIGKILL under plain torchrun: what survivors hold, and what lies in shared memory, loses no step and changes no bit."""
+"""SIGKILL under plain torchrun: what survivors and shared memory hold loses no step and changes no bit."""
 
 from __future__ import annotations
 

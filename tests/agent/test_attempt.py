@@ -1,0 +1,271 @@
+"""The timeline of one attempt, with workers that only pretend."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent.attempt import Attempt, Surroundings
+from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.folder import AgentFolder
+from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.agent_link import CONTROL_SIGNAL
+from mindx_elastic.alarm.fault_info import FaultEvent
+from mindx_elastic.events import EventLog
+from mindx_elastic.status_page import Status, WorkerPhase
+
+TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
+ORDER = int(CONTROL_SIGNAL)
+IN_TRAINING = Status(pid=1, phase=WorkerPhase.TRAINING, step=3, boundaries=3, entered_ns=1, boundary_ns=1)
+
+
+class Workers:
+    """Stands in for `mindx_elastic.agent.workers.Workers`.
+
+    react: by rank what happens on a signal: a function that gets its number and gives an exit code, or None to go on.
+    """
+
+    def __init__(self, pages: dict[int, Status | None], react: Callable[[int, int], int | None]) -> None:
+        self.pages, self.react = pages, react
+        self.processes = dict.fromkeys(pages, SimpleNamespace(pid=1))
+        self.live: dict[int, Any] = dict(self.processes)
+        self.exits: list[WorkerExit] = []
+        self.sent: dict[int, list[int]] = {rank: [] for rank in pages}
+        self.coming: list[tuple[float, int, int]] = []
+        """Exits to come: (time, rank, code)."""
+
+    def wait(self, timeout_s: float, fds: Iterable[int] = ()) -> list[WorkerExit]:
+        time.sleep(max(0.0, min(timeout_s, 0.02)))
+        found = []
+        for when, rank, code in sorted(self.coming):
+            if when <= time.monotonic() and rank in self.live:
+                del self.live[rank]
+                status = self.pages[rank]
+                if status is not None and code >= 0:
+                    status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
+                sent = frozenset(self.sent[rank])
+                found.append(WorkerExit(rank=rank, pid=1, code=code, at=when, status=status, sent=sent))
+        self.exits += found
+        return found
+
+    def end(self, rank: int, code: int) -> None:
+        self.coming.append((time.monotonic(), rank, code))
+
+    def send(self, rank: int, signum: int) -> None:
+        self.sent[rank].append(int(signum))
+        code = self.react(rank, int(signum))
+        if code is not None:
+            self.end(rank, code)
+
+    def kill(self, rank: int) -> None:
+        self.sent[rank].append(KILL)
+        self.end(rank, -KILL)
+
+    def status(self, rank: int) -> Status | None:
+        return self.pages[rank]
+
+    def statuses(self) -> dict[int, Status]:
+        return {rank: page for rank in self.live if (page := self.pages[rank]) is not None}
+
+    def is_guarded(self, rank: int) -> bool:
+        page = self.pages[rank]
+        return page is not None and page.phase < WorkerPhase.LEFT
+
+    def catches(self, rank: int, signum: int) -> bool:
+        return signum in (TERM, INT)
+
+
+class Faults:
+    """Says what it is told to, once."""
+
+    def __init__(self) -> None:
+        self.event: FaultEvent | None = None
+
+    def poll(self) -> FaultEvent | None:
+        event, self.event = self.event, None
+        return event
+
+
+@pytest.fixture
+def inbox() -> Iterator[SignalInbox]:
+    with SignalInbox([signal.SIGUSR1], on_stuck=lambda signum: None) as found:
+        yield found
+
+
+@pytest.fixture
+def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
+    def attempt(workers: Workers, *, grace_s: float = 30.0, faults: Faults | None = None, **more: Any) -> Ending:
+        around = Surroundings(
+            folder=AgentFolder(tmp_path),
+            inbox=inbox,
+            hang=HangWatch(0),
+            faults=faults or Faults(),  # type: ignore[arg-type]
+            membership=more.get("membership"),
+            events=EventLog(tmp_path / "events.jsonl"),
+            grace_s=grace_s,
+            stacks=tmp_path / "stacks",
+            on_look=lambda statuses: None,
+        )
+        return Attempt(workers, around, number=0).run()  # type: ignore[arg-type]
+
+    return attempt
+
+
+def ignore(rank: int, signum: int) -> int | None:
+    return None
+
+
+def obey(rank: int, signum: int) -> int | None:
+    """A script without a guard."""
+    return -signum if signum in (TERM, INT) else None
+
+
+def guard(rank: int, signum: int) -> int | None:
+    return {ORDER: 75, TERM: 143, INT: 130}.get(signum)
+
+
+def test_all_finish(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: None, 1: IN_TRAINING}, ignore)
+    workers.end(0, 0)
+    workers.end(1, 0)
+    assert run(workers).outcome == "finished"
+    assert workers.sent == {0: [], 1: []}
+
+
+def test_after_a_failure_plain_workers_get_sigterm_and_guarded_ones_an_order(run: Callable[..., Ending]) -> None:
+    def react(rank: int, signum: int) -> int | None:
+        return obey(rank, signum) if rank == 1 else guard(rank, signum)
+
+    workers = Workers({0: IN_TRAINING, 1: None, 2: None}, react)
+    workers.end(2, -KILL)
+    ending = run(workers)
+    assert (ending.outcome, ending.code, ending.rank) == ("failed", 137, 2)
+    assert workers.sent == {0: [ORDER], 1: [TERM], 2: []}
+
+
+def test_a_rank_that_is_still_entering_its_guard_has_nothing_to_save(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: Status(pid=1, phase=WorkerPhase.STARTING), 1: None}, obey)
+    workers.end(1, 1)
+    assert run(workers).code == 1
+    assert workers.sent[0] == [ORDER, TERM]
+
+
+def test_who_does_not_stop_is_urged_and_then_killed(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: IN_TRAINING, 1: None, 2: None}, ignore)
+    workers.end(2, 1)
+    started = time.monotonic()
+    assert run(workers, grace_s=0.6).code == 1
+    assert 0.55 < time.monotonic() - started < 10
+    assert workers.sent[0] == [ORDER, TERM, KILL], "an order, at half time a SIGTERM, at the end SIGKILL"
+    assert workers.sent[1] == [TERM, KILL]
+
+
+def test_who_is_saving_is_not_urged(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: replace(IN_TRAINING, phase=WorkerPhase.STOPPING), 1: None}, ignore)
+    workers.end(1, 1)
+    run(workers, grace_s=0.4)
+    assert workers.sent[0] == [ORDER, KILL]
+
+
+def test_a_signal_is_handed_on_once(run: Callable[..., Ending], inbox: SignalInbox) -> None:
+    inbox.heard += [INT, TERM]
+    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: guard(rank, signum) if rank == 0 else -signum)
+    ending = run(workers)
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 130, "SIGINT")
+    assert workers.sent == {0: [INT], 1: [INT]}
+
+
+def test_a_signal_that_a_guard_would_die_of_becomes_sigterm(run: Callable[..., Ending], inbox: SignalInbox) -> None:
+    inbox.heard.append(signal.SIGHUP)
+    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: 143 if rank == 0 else -signum)
+    assert run(workers).code == 143
+    assert workers.sent == {0: [TERM], 1: [signal.SIGHUP]}
+
+
+def test_a_signal_during_a_failure_forbids_the_restart(run: Callable[..., Ending], inbox: SignalInbox) -> None:
+    def react(rank: int, signum: int) -> int | None:
+        inbox.heard.append(TERM)
+        return 75
+
+    workers = Workers({0: IN_TRAINING, 1: None}, react)
+    workers.end(1, -KILL)
+    ending = run(workers)
+    assert (ending.outcome, ending.code) == ("stopped", 75)
+
+
+def test_a_fault_report_is_an_order(run: Callable[..., Ending]) -> None:
+    faults = Faults()
+    faults.event = FaultEvent("fault", "fault report x: rank 1", frozenset({1}), Path("x"))
+    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: 75 if rank == 0 else -signum)
+    ending = run(workers, faults=faults)
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 75, "fault report x: rank 1")
+    assert workers.sent == {0: [ORDER], 1: [TERM]}
+
+
+def test_when_one_leaves_gracefully_the_others_may_too(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: IN_TRAINING, 1: IN_TRAINING}, ignore)
+    workers.end(1, 143)
+    workers.coming.append((time.monotonic() + 0.3, 0, 143))
+    ending = run(workers)
+    assert (ending.outcome, ending.code) == ("stopped", 143)
+    assert workers.sent == {0: [], 1: []}
+
+
+def test_a_plain_worker_does_not_outlive_one_that_left(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: None, 1: None}, obey)
+    workers.end(1, 75)
+    ending = run(workers)
+    assert (ending.outcome, ending.code) == ("stopped", 75)
+    assert workers.sent[0] == [TERM]
+
+
+class Nodes:
+    """Stands in for `Membership`."""
+
+    def __init__(self, inbox: SignalInbox, *, waiting: int = 0, lost: str = "") -> None:
+        self.fd, self.num_waiting, self.lost = inbox.fd, waiting, lost
+
+    def ask(self) -> int:
+        return self.num_waiting
+
+
+def test_a_node_that_waits_makes_everybody_meet_anew(run: Callable[..., Ending], inbox: SignalInbox) -> None:
+    workers = Workers({0: IN_TRAINING, 1: None}, lambda rank, signum: 143 if rank == 0 else -signum)
+    assert run(workers, membership=Nodes(inbox, waiting=1)).outcome == "membership"
+    assert workers.sent == {0: [TERM], 1: [TERM]}
+
+
+@pytest.mark.parametrize("page", [IN_TRAINING, None])
+def test_a_lost_node(
+    page: Status | None, run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Guarded workers that do not get on are told; without a guard they find out by themselves."""
+    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
+    workers = Workers({0: page}, lambda rank, signum: 75)
+    workers.coming.append((time.monotonic() + 1.0, 0, 1))
+    ending = run(workers, membership=Nodes(inbox, lost="only 1 of 2 nodes give a sign of life"))
+    assert ending.outcome == "failed"
+    if page is None:
+        assert (ending.code, ending.cause, workers.sent[0]) == (1, "exit code 1", [])
+    else:
+        assert (ending.code, workers.sent[0], ending.elsewhere) == (75, [ORDER], True)
+        assert ending.cause == "a node is lost: only 1 of 2 nodes give a sign of life"
+
+
+def test_a_node_whose_workers_train_on_is_not_lost(
+    run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
+    workers = Workers({0: replace(IN_TRAINING, boundary_ns=time.monotonic_ns() + 10**10)}, ignore)
+    workers.coming.append((time.monotonic() + 0.5, 0, 0))
+    assert run(workers, membership=Nodes(inbox, lost="no answer")).outcome == "finished"
+    assert workers.sent[0] == []

@@ -1,0 +1,64 @@
+"""The shim between the agent and a worker's program."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from mindx_elastic.agent import child
+from tests.harness import wait_until
+
+SHIM = [sys.executable, "-I", "-S", str(child.__file__)]
+
+
+def run(*command: str, parent: int | None = None) -> subprocess.CompletedProcess[str]:
+    arguments = [*SHIM, str(os.getpid() if parent is None else parent), *command]
+    return subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_process_becomes_the_program() -> None:
+    code = (
+        "import ctypes, os, signal, sys\n"
+        "number = ctypes.c_int()\n"
+        "ctypes.CDLL(None).prctl(2, ctypes.byref(number), 0, 0, 0)\n"  # PR_GET_PDEATHSIG
+        "print(os.getppid(), number.value, sys.argv[1:], sys.flags.isolated)\n"
+    )
+    done = run(sys.executable, "-c", code, "a b", "-I")
+    assert done.stdout.split(" ", 2) == [str(os.getpid()), "15", "['a b', '-I'] 0\n"]
+
+
+def test_ignored_signals_are_not_handed_on() -> None:
+    done = run("grep", "-E", "^SigIgn", "/proc/self/status")
+    assert int(done.stdout.split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0
+
+
+def test_exit_codes_are_the_program_s() -> None:
+    assert run("sh", "-c", "exit 7").returncode == 7
+    missing = run("no-such-program")
+    assert missing.returncode == 127 and "cannot run no-such-program" in missing.stderr
+    assert run("/").returncode == 126
+
+
+def test_a_worker_whose_agent_is_gone_does_not_start() -> None:
+    done = run("echo", "started", parent=1)
+    assert (done.returncode, done.stdout) == (143, "")
+
+
+def test_it_ends_with_its_agent() -> None:
+    code = (
+        "import os, subprocess, time\n"
+        f"worker = subprocess.Popen([*{SHIM!r}, str(os.getpid()), 'sleep', '60'], start_new_session=True)\n"
+        "print(worker.pid, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    agent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    worker = int(agent.stdout.readline())
+    wait_until(lambda: Path(f"/proc/{worker}/comm").read_text() == "sleep\n", "exec of the program")
+    agent.kill()
+    agent.wait()
+    agent.stdout.close()
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "end of the worker", 10)

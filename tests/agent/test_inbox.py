@@ -1,0 +1,110 @@
+"""The signals of the agent."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+
+import pytest
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from mindx_elastic.agent import inbox as inbox_module
+from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+
+USR1, USR2 = signal.SIGUSR1, signal.SIGUSR2
+
+
+def refuse(signum: int) -> None:
+    raise AssertionError("not stuck")
+
+
+def wait_for_torch(inbox: SignalInbox) -> None:
+    with inbox.interrupting():
+        os.kill(os.getpid(), USR1)
+        time.sleep(30)
+
+
+def test_names(caplog: pytest.LogCaptureFixture) -> None:
+    assert parse_signals("SIGTERM, SIGINT,") == (signal.SIGTERM, signal.SIGINT)
+    assert parse_signals("SIGNOTHING") == ()
+    assert "SIGNOTHING" in caplog.text
+
+
+def test_a_signal_is_marked_and_wakes_a_poll() -> None:
+    before = signal.getsignal(USR1)
+    with SignalInbox([USR1, USR2], on_stuck=refuse) as inbox:
+        assert inbox.first is None
+        os.kill(os.getpid(), USR1)
+        os.kill(os.getpid(), USR2)
+        assert select.select([inbox.fd], [], [], 5)[0]
+        inbox.drain()
+        assert not select.select([inbox.fd], [], [], 0)[0]
+        assert inbox.heard == [USR1, USR2] and inbox.first == USR1
+    assert signal.getsignal(USR1) is before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_it_takes_the_signals_back_from_torch() -> None:
+    with SignalInbox([USR1], on_stuck=refuse) as inbox:
+        signal.signal(USR1, signal.SIG_IGN)
+        inbox.install()
+        os.kill(os.getpid(), USR1)
+        assert inbox.heard == [USR1]
+
+
+def test_inside_a_wait_of_torch_it_raises() -> None:
+    with SignalInbox([USR1], on_stuck=refuse) as inbox:
+        with pytest.raises(SignalException) as raised:
+            wait_for_torch(inbox)
+        assert raised.value.sigval == USR1
+        with pytest.raises(SignalException), inbox.interrupting():
+            raise AssertionError("it has come already")
+    assert not [thread for thread in threading.enumerate() if thread.name == "mindx-patience"]
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with SignalInbox([USR1], on_stuck=refuse) as inbox, inbox.interrupting():
+        pass
+    assert inbox.heard == []
+
+
+def test_a_wait_that_cannot_be_interrupted_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in C++: the exception is held back there, here it is swallowed."""
+    monkeypatch.setattr(inbox_module, "_PATIENCE_S", 0.05)
+    stuck: list[int] = []
+    ended = threading.Event()
+
+    def end(signum: int) -> None:
+        stuck.append(signum)
+        ended.set()
+
+    with SignalInbox([USR1], on_stuck=end) as inbox, inbox.interrupting():
+        try:
+            os.kill(os.getpid(), USR1)
+            time.sleep(30)
+        except SignalException:
+            assert ended.wait(20)
+    assert stuck == [USR1]
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with SignalInbox([signal.SIGHUP], on_stuck=refuse) as inbox:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert inbox.heard == []
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_at_the_end_of_the_process_a_late_signal_changes_nothing() -> None:
+    before = signal.getsignal(USR1)
+    try:
+        with SignalInbox([USR1], on_stuck=refuse, last=True):
+            pass
+        assert signal.getsignal(USR1) is signal.SIG_IGN
+    finally:
+        signal.signal(USR1, before)

@@ -1,0 +1,161 @@
+"""Waiting for, signalling and ending worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
+from mindx_elastic.status_page import PAGE_BYTES, StatusPage, WorkerPhase, page_path
+from tests.harness import wait_until
+
+WAIT = "import sys, time; print('up', flush=True); time.sleep(60)"
+CATCH = "import signal, sys, time\nsignal.signal(15, lambda *_: sys.exit(9))\n" + WAIT
+NEST = (
+    "import subprocess, sys, time\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "print(child.pid, flush=True)\n"
+    "time.sleep(60)\n"
+)
+
+
+class Group:
+    """Starts processes as torch does: each leads a session of its own."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.said: list[bytes] = []
+
+    def start(self, code: str, *, speaks: bool = True) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stdout=subprocess.PIPE)
+        self.processes.append(process)
+        assert process.stdout is not None
+        self.said.append(process.stdout.readline() if speaks else b"")
+        return process
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    found = Group()
+    yield found
+    for process in found.processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def until_all_ended(workers: Workers) -> list[WorkerExit]:
+    end = time.monotonic() + 20
+    while workers.live:
+        assert time.monotonic() < end
+        workers.wait(1.0)
+    return workers.exits
+
+
+def test_a_death_wakes_the_wait(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(WAIT), 1: group.start(WAIT)}, tmp_path)
+    assert workers.wait(0.0) == []
+    workers.send(1, signal.SIGTERM)
+    started = time.monotonic()
+    (end,) = workers.wait(30.0)
+    assert time.monotonic() - started < 5, "not by the timeout"
+    assert (end.rank, end.code, end.sent) == (1, -signal.SIGTERM, frozenset({signal.SIGTERM}))
+    assert list(workers.live) == [0]
+    os.kill(workers.processes[0].pid, signal.SIGKILL)
+    assert until_all_ended(workers)[-1] == workers.exits[1]
+    assert (workers.exits[1].code, workers.exits[1].sent) == (-signal.SIGKILL, frozenset())
+    workers.close()
+
+
+def test_another_descriptor_wakes_it_too(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(WAIT)}, tmp_path)
+    reader, writer = os.pipe()
+    os.write(writer, b"!")
+    started = time.monotonic()
+    assert workers.wait(30.0, [reader]) == []
+    assert time.monotonic() - started < 5
+    os.close(reader)
+    os.close(writer)
+    workers.close()
+
+
+def test_of_several_at_once_the_killed_come_first(group: Group, tmp_path: Path) -> None:
+    processes = {0: group.start("raise SystemExit(1)", speaks=False), 1: group.start(WAIT)}
+    workers = Workers(processes, tmp_path, error_of=lambda rank: f"said by {rank}")
+    processes[1].send_signal(signal.SIGKILL)
+    for process in processes.values():  # both have ended before anybody looks
+        wait_until(lambda process=process: process_state(process.pid) == "Z", "end of the worker")
+    found = workers.wait(0.0)
+    assert [(end.rank, end.code) for end in found] == [(1, -signal.SIGKILL), (0, 1)]
+    assert [end.message for end in found] == ["", "said by 0"]
+    workers.close()
+
+
+def test_without_pidfds_it_polls(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(pid: int) -> int:
+        raise OSError("not here")
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    workers = Workers({0: group.start(WAIT)}, tmp_path)
+    workers.send(0, signal.SIGKILL)
+    assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL]
+
+
+def test_a_signal_is_for_the_trainer_alone(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(NEST)}, tmp_path)
+    child = int(group.said[0])
+    workers.send(0, signal.SIGSTOP)
+    wait_until(lambda: process_state(workers.live[0].pid) == "T", "stop of the trainer")
+    assert process_state(child) in ("R", "S")
+    workers.kill(0)
+    assert until_all_ended(workers)[0].sent == {signal.SIGSTOP, signal.SIGKILL}
+    wait_until(lambda: process_state(child) in ("", "Z"), "end of its child")
+    workers.close()
+
+
+def test_children_of_a_worker_that_left_by_itself_are_left_alone(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(NEST.replace("time.sleep(60)\n", "", 1))}, tmp_path)
+    until_all_ended(workers)
+    assert process_state(int(group.said[0])) in ("R", "S")
+    workers.close()
+
+
+def test_what_the_pages_say(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(CATCH), 1: group.start(WAIT), 2: group.start(WAIT)}, tmp_path)
+    page = StatusPage(page_path(tmp_path, 0))
+    page.set(pid=workers.live[0].pid, step=4)
+    StatusPage(page_path(tmp_path, 2)).close()  # of another process: left from before
+    assert {rank: status.step for rank, status in workers.statuses().items()} == {0: 4}
+    assert [workers.is_guarded(rank) for rank in range(3)] == [True, False, False]
+    assert [workers.catches(rank, signal.SIGTERM) for rank in range(2)] == [True, False]
+    page.set(phase=WorkerPhase.LEFT, step=5)
+    assert not workers.is_guarded(0)
+    workers.send(0, signal.SIGTERM)
+    (end,) = workers.wait(20.0)
+    assert end.code == 9 and end.status is not None and end.status.step == 5
+    assert {rank: status.step for rank, status in workers.last_statuses().items()} == {0: 5}
+    page.close()
+    workers.close()
+
+
+def test_a_page_that_is_none(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(WAIT)}, tmp_path)
+    page_path(tmp_path, 0).write_bytes(b"\xff" * PAGE_BYTES)
+    assert workers.status(0) is None
+    workers.close()
+
+
+def test_giving_up_counts_as_killed(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(WAIT)}, tmp_path)
+    workers.give_up(0)
+    assert not workers.live and workers.exits[0].code == -signal.SIGKILL

@@ -1,0 +1,195 @@
+"""Deaths of other ranks' processes on this machine, with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from mindx_elastic.alarm.peers import PeerWatch, own_identity
+from mindx_elastic.alarm.watcher import Watcher
+from tests.harness import wait_until
+
+WAIT_S = 30.0
+_PEER = """
+import sys
+from mindx_elastic.alarm.peers import own_identity
+print(own_identity(), flush=True)
+sys.stdin.read()
+"""
+
+
+class Peer:
+    """The process of another rank."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", _PEER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout is not None
+        self.identity = self.process.stdout.readline()
+
+    def end(self, how: Any = "exit", *, reap: bool = True) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        if how == "exit":
+            self.process.stdin.close()
+        else:
+            self.process.send_signal(how)
+        if reap:
+            self.process.wait()
+        else:
+            os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def close(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[[], Peer]]:
+    peers: list[Peer] = []
+
+    def make() -> Peer:
+        peers.append(Peer())
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture
+def watcher() -> Iterator[Watcher]:
+    made = Watcher(lambda signum: None)
+    made.start()
+    yield made
+    made.stop()
+
+
+def changed(identity: str, **fields: object) -> str:
+    return json.dumps({**json.loads(identity), **fields})
+
+
+def test_the_identity_of_this_process() -> None:
+    content = json.loads(own_identity())
+    assert content["pid"] == os.getpid() and int(content["started"]) > 0
+    assert "pid:[" in content["space"]
+    assert own_identity() == own_identity()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, "exit"])
+def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher, how: Any) -> None:
+    peers = [start(), start()]
+    watch = PeerWatch([own_identity(), *(peer.identity for peer in peers)], rank=0)
+    assert (watch.watched(), watch.gone, watch.look()) == ([1, 2], [], [])
+    heard: queue.Queue[int] = queue.Queue()
+    watch.start(watcher, heard.put)
+    peers[1].end(how)
+    assert heard.get(timeout=WAIT_S) == 2
+    assert (watch.gone, watch.look()) == ([2], [2])
+    peers[0].end(how)
+    assert heard.get(timeout=WAIT_S) == 1
+    assert (watch.gone, watch.look(), watch.watched()) == ([2, 1], [2, 1], [1, 2])
+    assert heard.empty(), "once each"
+    watcher.stop()
+    watch.close()
+
+
+def test_a_dead_process_that_nobody_has_waited_for_yet(start: Callable[[], Peer]) -> None:
+    """The launcher collects its children a moment later."""
+    peer = start()
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    peer.end(signal.SIGKILL, reap=False)
+    assert watch.look() == [1] and watch.gone == []
+    watch.close()
+    late = PeerWatch([own_identity(), peer.identity], rank=0)
+    assert late.look() == [1]
+    late.close()
+
+
+def test_a_stopped_process_is_not_dead(start: Callable[[], Peer]) -> None:
+    peer = start()
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    peer.process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
+    assert watch.look() == []
+    watch.close()
+
+
+def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher) -> None:
+    peer = start()
+    peer.end()
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    assert (watch.gone, watch.look(), watch.watched()) == ([1], [1], [1])
+    heard: queue.Queue[int] = queue.Queue()
+    watch.start(watcher, heard.put)
+    assert heard.get(timeout=WAIT_S) == 1
+    watch.close()
+
+
+def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -> None:
+    peer = start()
+    watch = PeerWatch([own_identity(), changed(peer.identity, started="12345")], rank=0)
+    assert (watch.gone, watch.look()) == ([1], [1]) and not watch._fds
+    watch.close()
+
+
+@pytest.mark.parametrize("space", ["another-machine/pid:[1]", ""])
+def test_ranks_elsewhere_are_not_watched(start: Callable[[], Peer], space: str) -> None:
+    peer = start()
+    watch = PeerWatch([own_identity(), changed(peer.identity, space=space)], rank=0)
+    assert (watch.watched(), watch.look()) == ([], [])
+    unknown = PeerWatch([changed(own_identity(), space=""), changed(peer.identity, space="")], rank=0)
+    assert unknown.watched() == [], "where /proc does not tell, nobody is taken for a neighbour"
+
+
+def test_a_system_that_forbids_it(start: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = start()
+    fired = []
+
+    def forbidden(pid: int) -> int:
+        fired.append(pid)
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    assert fired == [peer.process.pid]
+    assert (watch.watched(), watch.gone, watch.look()) == ([], [], [])
+
+
+def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], Peer], watcher: Watcher) -> None:
+    """A program that closes all descriptors it does not know."""
+    peer = start()
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    (fd,) = watch._fds.values()
+    os.close(fd)
+    assert watch.look() == []
+    heard: queue.Queue[int] = queue.Queue()
+    watch.start(watcher, heard.put)
+    turns: queue.Queue[int] = queue.Queue()
+    for turn in range(3):
+        watcher.post(lambda turn=turn: turns.put(turn))  # type: ignore[misc]
+        assert turns.get(timeout=WAIT_S) == turn
+    assert heard.empty()
+    watcher.stop()
+    watch.close()
+
+
+def test_closing_gives_the_descriptors_back(start: Callable[[], Peer]) -> None:
+    peer = start()
+    before = set(os.listdir("/proc/self/fd"))
+    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch.close()
+    watch.close()
+    assert set(os.listdir("/proc/self/fd")) == before
+    wait_until(lambda: watch.look() == [], "nothing")

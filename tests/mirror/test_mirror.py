@@ -1,0 +1,289 @@
+"""Several ranks in one process, each with a disk of its own and a mirror, over a board instead of a store."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.config import RankInfo, RedundancySettings
+from mindx_elastic.errors import NoUsableCheckpointError, UsageError
+from mindx_elastic.events import EventLog
+from mindx_elastic.mirror.mirror import Mirror, open_mirror
+from mindx_elastic.mirror.wire import Endpoint
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from tests.checkpoint_files import flip_bit_in_data, write
+from tests.harness import wait_until
+from tests.resume.shared_store import on_all_ranks
+
+NAME = "resnet-2_7.safetensors"
+
+
+class Job:
+    """All ranks of a job; `nodes` names the node of each. Node k's disk is ``folder/k``."""
+
+    def __init__(self, folder: Path, nodes: Sequence[str], copies: Sequence[int] | int = 2) -> None:
+        self.folder, self.nodes = folder, nodes
+        self.world_size = len(nodes)
+        self._copies = [copies] * self.world_size if isinstance(copies, int) else list(copies)
+        self.mirrors: list[Any] = []
+        for node in nodes:
+            (folder / node).mkdir(exist_ok=True)
+
+    def root(self, rank: int) -> Path:
+        return self.folder / self.nodes[rank]
+
+    def info(self, rank: int) -> RankInfo:
+        return RankInfo(rank=rank, world_size=self.world_size)
+
+    def open(self) -> list[Mirror]:
+        def work(rank: int, exchange: Any) -> Mirror | None:
+            settings = RedundancySettings(copies=self._copies[rank], node=self.nodes[rank])
+            events = EventLog(self.root(rank) / "events.jsonl", run_id="run-a", rank=rank)
+            return open_mirror(settings, self.info(rank), [self.root(rank)], exchange, events, "127.0.0.1")
+
+        self.mirrors = on_all_ranks(self.world_size, work)
+        return self.mirrors
+
+    def close(self) -> None:
+        for mirror in self.mirrors:
+            if isinstance(mirror, Mirror):
+                mirror.close()
+        self.mirrors = []
+
+    def write(self, rank: int, name: str = NAME, **fields: Any) -> Path:
+        path = self.root(rank) / f"rank_{rank}" / name
+        return write(path, **{"rank": rank, "world_size": self.world_size, **fields})
+
+    def files(self, node: str) -> list[str]:
+        root = self.folder / node
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.name.count(".safetensors"))
+
+    def events(self, rank: int) -> list[dict[str, Any]]:
+        lines = (self.root(rank) / "events.jsonl").read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["rank"] == rank]
+
+    def find(self) -> list[Any]:
+        """What every rank resumes from."""
+
+        def work(rank: int, exchange: Any) -> Resumed | None:
+            return find_and_read(
+                [self.root(rank)], self.info(rank), exchange, resume="auto", transport=self.mirrors[rank]
+            )
+
+        return on_all_ranks(self.world_size, work)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    with ExitStack() as stack:
+
+        def make(nodes: Sequence[str], copies: Sequence[int] | int = 2) -> Job:
+            job = Job(tmp_path, nodes, copies)
+            stack.callback(job.close)
+            job.open()
+            return job
+
+        yield make
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("mindx-mirror")]
+    assert left == []
+
+
+def deliver(job: Job, paths: dict[int, Path], time_left_s: float = 30.0) -> None:
+    """All ranks save for the last time, at once."""
+
+    def work(rank: int, exchange: Any) -> None:
+        if rank in paths:
+            job.mirrors[rank].deliver(paths[rank], 17, time_left_s)
+
+    assert not any(on_all_ranks(job.world_size, work))
+
+
+def finish(job: Job) -> None:
+    """The training ends, on all ranks at once."""
+    assert not any(on_all_ranks(job.world_size, lambda rank, exchange: job.mirrors[rank].finish(None)))
+
+
+def steps(found: Sequence[Any]) -> list[int]:
+    errors = [one for one in found if isinstance(one, Exception)]
+    if errors:
+        raise errors[0]
+    return [one.checkpoint.info.step for one in found]
+
+
+def test_last_files_lie_on_two_nodes_and_survive_either(start: Callable[..., Job]) -> None:
+    job = start("aabb")
+    deliver(job, {rank: job.write(rank) for rank in range(4)})
+    everything = [f"rank_{rank}/{NAME}" for rank in range(4)]
+    assert (job.files("a"), job.files("b")) == (everything, everything)
+    assert [(e["event"], e["outcome"], e["partner"]) for e in job.events(1)] == [("mirror", "copied", 3)]
+
+
+def test_three_copies_on_three_nodes(start: Callable[..., Job]) -> None:
+    job = start("abc", 3)
+    deliver(job, {rank: job.write(rank) for rank in range(3)})
+    assert all(len(job.files(node)) == 3 for node in "abc")
+
+
+def test_a_shared_disk_is_found_out(start: Callable[..., Job], tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").symlink_to("a")
+    job = start("ab")
+    deliver(job, {rank: job.write(rank) for rank in range(2)})
+    assert job.files("a") == [f"rank_0/{NAME}", f"rank_1/{NAME}"]
+    assert {event["outcome"] for event in job.events(0) + job.events(1)} == {"was there"}
+
+
+def test_a_dead_partner_costs_one_warning(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
+    job = start("ab")
+    job.mirrors[1].close()
+    first, second = job.write(0, "resnet-1_1.safetensors", step=1), job.write(0, "resnet-1_2.safetensors", step=2)
+    with caplog.at_level(logging.WARNING, "mindx_elastic"):
+        job.mirrors[0].submit(first, 1)
+        deliver(job, {0: second}, time_left_s=5.0)
+        wait_until(lambda: len(job.events(0)) == 2, "the events of both files")
+    assert [record.message.partition(":")[0] for record in caplog.records] == ["rank 1 at 127.0.0.1"]
+    assert [event["outcome"].partition(":")[0] for event in job.events(0)] == ["failed", "failed"]
+    assert len(job.files("a")) == 2
+
+
+def test_a_frozen_partner_costs_a_part_of_the_time_that_is_left(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    mirror: Mirror = job.mirrors[0]
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, nobody answers
+        mirror._endpoints = (None, Endpoint("127.0.0.1", silent.getsockname()[1], "x"))
+        began = time.monotonic()
+        mirror.deliver(job.write(0), 17, 3.0)
+        assert time.monotonic() - began < 3.0
+    assert [event["outcome"].partition(":")[0] for event in job.events(0)] == ["failed"]
+
+
+def test_a_tree_of_tft_is_copied_too(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    name = "tft_saved_checkpoints-step_17/rank_{0}/ttp_rank_{0}-2_7.safetensors"
+    paths = {rank: write(job.root(rank) / name.format(rank), rank=rank, world_size=2) for rank in range(2)}
+    deliver(job, paths)
+    job.close()
+    for path in job.root(1).rglob("*.safetensors"):
+        path.unlink()
+    job.open()
+    assert steps(job.find()) == [17, 17]
+    assert job.files("b") == [name.format(1)]
+
+
+def test_files_of_a_running_job_are_copied_and_deleted_in_order(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    mirror = job.mirrors[0]
+    for step in range(1, 6):
+        path = job.write(0, f"resnet-1_{step}.safetensors", step=step)
+        mirror.submit(path, step)
+        if step > 2:
+            old = path.with_name(f"resnet-1_{step - 2}.safetensors")
+            old.unlink()
+            mirror.drop(old, "run-a")
+    finish(job)
+    assert job.files("b") == ["rank_0/resnet-1_4.safetensors", "rank_0/resnet-1_5.safetensors"]
+
+
+def test_files_elsewhere_have_no_copies(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start("ab")
+    for path in (tmp_path / "elsewhere" / "rank_0" / NAME, job.root(0) / NAME, job.root(0) / "rank_1" / NAME):
+        job.mirrors[0].submit(write(path, world_size=2), 17)
+    finish(job)
+    assert job.files("b") == []
+
+
+def test_a_lost_disk_is_filled_from_the_others(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start("aabb")
+    for step in (7, 17):
+        deliver_all = {rank: job.write(rank, f"resnet-1_{step}.safetensors", step=step) for rank in range(4)}
+        for rank, path in deliver_all.items():
+            job.mirrors[rank].submit(path, step)
+    finish(job)
+    job.close()
+    for path in (tmp_path / "b").rglob("*.safetensors"):
+        path.unlink()
+    job.open()
+    found = job.find()
+    assert steps(found) == [17] * 4
+    assert [one.checkpoint.info.rank for one in found] == [0, 1, 2, 3]
+    assert [one.donor for one in found] == [None] * 4
+    # Only what was needed has been moved.
+    assert job.files("b") == ["rank_2/resnet-1_17.safetensors", "rank_3/resnet-1_17.safetensors"]
+
+
+def test_a_damaged_copy_is_put_aside_and_the_older_step_taken(start: Callable[..., Job], tmp_path: Path) -> None:
+    job = start("ab")
+    for step in (7, 17):
+        for rank in range(2):
+            job.mirrors[rank].submit(job.write(rank, f"resnet-1_{step}.safetensors", step=step), step)
+    finish(job)
+    for path in (tmp_path / "b").rglob("*.safetensors"):
+        path.unlink()
+    flip_bit_in_data(tmp_path / "a" / "rank_1" / "resnet-1_17.safetensors")
+    found = job.find()
+    assert steps(found) == [7, 7]
+    assert "rank 1: resnet-1_17.safetensors is damaged" in found[0].rejected[0]
+
+
+def test_a_damaged_file_of_ones_own_is_replaced_by_its_copy(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    deliver(job, {rank: job.write(rank) for rank in range(2)})
+    job.close()
+    flip_bit_in_data(job.root(1) / "rank_1" / NAME)
+    job.open()
+    assert steps(job.find()) == [17, 17]
+    assert f"quarantine/rank_1/{NAME}" in job.files("b")
+
+
+def test_without_any_copy_it_is_refused(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    job.write(0)
+    with pytest.raises(NoUsableCheckpointError, match="rank 1 has no file of it"):
+        steps(job.find())
+
+
+def test_one_node_needs_nothing(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
+    assert start("aaa").mirrors == [None] * 3
+    assert [record.message for record in caplog.records] == ["redundancy=2 has no effect: all ranks live on one node"]
+
+
+def test_fewer_nodes_than_copies_is_said_once(start: Callable[..., Job], caplog: pytest.LogCaptureFixture) -> None:
+    job = start("aabb", 3)
+    assert [mirror.partners for mirror in job.mirrors] == [(2,), (3,), (0,), (1,)]
+    assert [record.message for record in caplog.records] == [
+        "redundancy=3, but there are 2 nodes: each file lies on all of them"
+    ]
+
+
+def test_one_copy_opens_nothing_on_any_number_of_nodes(start: Callable[..., Job]) -> None:
+    assert start("ab", 1).mirrors == [None, None]
+
+
+def test_ranks_that_disagree_are_told_so(start: Callable[..., Job]) -> None:
+    found = start("ab", [2, 1]).mirrors
+    assert isinstance(found[0], UsageError)
+    assert "redundancy=2 on rank 0 and 1 on rank 1" in str(found[0])
+    assert found[1] is None
+
+
+@pytest.mark.parametrize("value", [0, -1, 65, True, "2", 1.5])
+def test_what_is_no_number_of_nodes_is_refused(value: object) -> None:
+    with pytest.raises(UsageError, match="redundancy"):
+        RedundancySettings().with_copies(value)
+
+
+def test_the_argument_goes_before_the_environment() -> None:
+    settings = RedundancySettings.from_env({"MINDX_REDUNDANCY": "3", "GROUP_RANK": "1"})
+    assert (settings.copies, settings.with_copies(None).copies, settings.with_copies(2).copies) == (3, 3, 2)
+    assert settings.node_name() == "node 1"
+    with pytest.raises(UsageError, match="MINDX_REDUNDANCY"):
+        RedundancySettings.from_env({"MINDX_REDUNDANCY": "0"})

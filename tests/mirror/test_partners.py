@@ -1,0 +1,60 @@
+"""Who keeps whose copies, for any number of nodes and any number of ranks on each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
+
+nodes_and_copies = st.tuples(
+    st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), min_size=1, max_size=16), st.integers(1, 6)
+)
+
+
+@given(nodes_and_copies)
+def test_a_file_lies_on_as_many_nodes_as_asked_for_or_as_there_are(case: tuple[list[str], int]) -> None:
+    nodes, copies = case
+    for rank in range(len(nodes)):
+        partners = partners_of(rank, nodes, copies)
+        holders = {nodes[other] for other in [rank, *partners]}
+        assert len(holders) == len(partners) + 1 == min(copies, count_nodes(nodes))
+
+
+@given(nodes_and_copies)
+def test_sources_are_those_whose_partner_one_is(case: tuple[list[str], int]) -> None:
+    nodes, copies = case
+    ranks = range(len(nodes))
+    pairs = {(rank, partner) for rank in ranks for partner in partners_of(rank, nodes, copies)}
+    assert pairs == {(source, rank) for rank in ranks for source in sources_of(rank, nodes, copies)}
+
+
+@given(nodes_and_copies)
+def test_what_the_nodes_are_called_does_not_matter(case: tuple[list[str], int]) -> None:
+    nodes, copies = case
+    renamed = [{"a": "z", "b": "y", "c": "x", "d": "w", "e": "v"}[node] for node in nodes]
+    for rank in range(len(nodes)):
+        assert partners_of(rank, nodes, copies) == partners_of(rank, renamed, copies)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
+def test_equal_nodes_share_the_work_equally(num_nodes: int, per_node: int, copies: int) -> None:
+    nodes = [str(rank // per_node) for rank in range(num_nodes * per_node)]
+    assert {len(sources_of(rank, nodes, copies)) for rank in range(len(nodes))} == {min(copies, num_nodes) - 1}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "copies", "expected"),
+    [
+        ("aabb", 2, [[2], [3], [0], [1]]),
+        ("abab", 2, [[1], [0], [3], [2]]),
+        ("aaab", 2, [[3], [3], [3], [0]]),
+        ("abc", 2, [[1], [2], [0]]),
+        ("abc", 3, [[1, 2], [2, 0], [0, 1]]),
+        ("aaa", 3, [[], [], []]),
+        ("ab", 1, [[], []]),
+    ],
+)
+def test_examples(nodes: str, copies: int, expected: list[list[int]]) -> None:
+    assert [partners_of(rank, nodes, copies) for rank in range(len(nodes))] == expected

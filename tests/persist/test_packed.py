@@ -1,0 +1,97 @@
+"""A packed state is the state, bit for bit; anything else is a named error."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
+from mindx_elastic.persist.packed import pack_state, unpack_state
+from tests.persist.states import assert_same, states
+
+STATE = {"rng": torch.arange(9, dtype=torch.uint8), "nested": [1, (2.5, "x")], "w": torch.ones(2, 3).t()}
+
+
+def packed(state: object) -> bytes:
+    return b"".join(pack_state(state))
+
+
+@given(states)
+def test_any_state_comes_back(state: Any) -> None:
+    assert_same(unpack_state(packed(state)), state)
+
+
+def test_pieces_look_into_the_state_and_the_result_does_not() -> None:
+    tensor = torch.zeros(1000)
+    pieces = pack_state({"t": tensor})
+    data = b"".join(pieces)
+    tensor.fill_(1.0)
+    assert bytes(pieces[1]) == tensor.numpy().tobytes(), "not copied"
+    again = unpack_state(data)["t"]
+    again.add_(5.0)
+    assert unpack_state(data)["t"].sum() == 0
+
+
+def test_a_value_without_a_form_is_refused() -> None:
+    with pytest.raises(UnsupportedStateError, match=r"a\.b"):
+        pack_state({"a": {"b": object()}})
+
+
+def test_cut_off_at_every_byte() -> None:
+    data = packed(STATE)
+    for size in range(len(data)):
+        with pytest.raises(CorruptCheckpointError, match="malformed packed state"):
+            unpack_state(data[:size])
+
+
+def test_bytes_too_many() -> None:
+    with pytest.raises(CorruptCheckpointError, match="bytes instead of"):
+        unpack_state(packed(STATE) + b"\0")
+
+
+@given(st.binary(max_size=200))
+def test_garbage(data: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        unpack_state(data)
+
+
+@given(st.data())
+def test_a_changed_byte_is_another_state_or_a_named_error(data: st.DataObject) -> None:
+    """Whoever keeps it keeps a digest too; here nothing but a named error may come out."""
+    raw = bytearray(packed(STATE))
+    raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    with suppress(CorruptCheckpointError):
+        unpack_state(bytes(raw))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(
+            None,
+            3,
+            [],
+            "text",
+            {},
+            {"tree": 1},
+            {"tensors": []},
+            {"tree": 1, "tensors": 5},
+            {"tree": 1, "tensors": [1]},
+        ),
+        *({"tree": 1, "tensors": [["a", "F32"]]}, {"tree": 1, "tensors": [["a", "X9", [1]]]}),
+        *({"tree": 1, "tensors": [["a", "F32", [-1]]]}, {"tree": 1, "tensors": [["a", "F32", [2**80]]]}),
+        *({"tree": 1, "tensors": [[["a"], "U8", []]]}, {"tree": 1, "tensors": [["a", "F64", [2**40, 2**40]]]}),
+        *({"tree": {"$tensor": "a"}, "tensors": []}, {"tree": {"$what": 1}, "tensors": []}),
+    ],
+)
+def test_a_wrong_table_of_contents(content: Any) -> None:
+    text = json.dumps(content).encode()
+    with pytest.raises(CorruptCheckpointError):
+        unpack_state(struct.pack("<Q", len(text)) + text)

@@ -1,0 +1,73 @@
+"""What killed processes have left in shared memory, made without killing any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.capture.arena import RankArena, job_folder
+from mindx_elastic.capture.boundary_ring import BoundaryRing
+from mindx_elastic.events import EventLog
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.slots import copy_snapshot, lay_out, seal_slot
+from tests.checkpoint_files import EPOCH_0, STATE
+
+RUN = "run-a"
+
+
+class Machine:
+    """One machine's shared memory, and the checkpoint directory `directory`."""
+
+    def __init__(self, folder: Path, world_size: int = 1) -> None:
+        self.base, self.directory, self.world_size = folder / "shm", folder / "ckpt", world_size
+        for path in (self.base, self.directory):
+            path.mkdir()
+        self.job = job_folder(self.base, self.directory)
+
+    def know(self, *runs: str) -> None:
+        """Make the directory's event log speak of these runs."""
+        for run in runs:
+            events = EventLog(self.directory / "events.jsonl")
+            events.run_id = run
+            events.emit("start", step=0, outcome="fresh")
+
+    def arena(self, rank: int) -> RankArena:
+        return RankArena(self.base, self.directory, rank)
+
+    def snapshot(self, step: int, *, ranks: Iterable[int] | None = None, sealed: bool = True, **fields: Any) -> None:
+        """A snapshot of this step in each rank's older slot."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            facts = {
+                "run_id": RUN,
+                "world_size": self.world_size,
+                "rank": rank,
+                "step": step,
+                "epoch": 1,
+                "step_in_epoch": step,
+                "batch_num": 100,
+                "reason": "snapshot",
+                "kind": "snapshot",
+                "created": EPOCH_0 + step,
+                "torch_version": "2.6.0",
+            }
+            arena = self.arena(rank)
+            snapshot = lay_out(STATE, CheckpointInfo(**{**facts, **fields}), None)
+            index = copy_snapshot(arena, snapshot, arena.newest().sequence + 1, at=lambda stage: None)
+            assert index is not None and (not sealed or seal_slot(arena, index))
+            arena.close()
+
+    def boundary(
+        self, rank: int, step: int, *, run: str = RUN, attempt: int = 0, forecast: bool = False, trusted: bool = True
+    ) -> None:
+        """A record in the rank's boundary ring."""
+        arena = self.arena(rank)
+        ring = BoundaryRing(arena.folder / "boundaries", run, 4096)
+        pieces = pack_state({"rng": {"of": rank, "step": step}, "buffers": {}})
+        assert ring.write(attempt, step, pieces, forecast=forecast, trusted=trusted)
+        ring.close()
+        arena.close()
+
+    def slots(self, rank: int) -> list[Path]:
+        return sorted((self.job / f"rank_{rank}").glob("slot_*"))

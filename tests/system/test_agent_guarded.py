@@ -1,0 +1,164 @@
+"""``mindx-elastic run`` with guarded scripts: what the agent adds to a guard, and what a guard adds to the agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Job, events, start_agent
+from tests.system.test_agent import free_port, nothing_left
+
+pytestmark = pytest.mark.slow
+
+SMALL, LOOP = "agent_guarded.py", "loop.py"
+RUN = Path("mindx-run")
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+
+
+def agent(script: str, *args: object, **more: Any) -> Any:
+    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
+    return start_agent(script, *args, env=env, **more)
+
+
+def attempts(run_dir: Path = RUN) -> list[tuple[str, int | None]]:
+    """Outcome and steps lost of each attempt."""
+    return [(event["outcome"], event["steps_lost"]) for event in events(run_dir, "attempt")]
+
+
+def resumed(job: Job) -> list[str]:
+    return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_stop_of_the_agent_is_a_graceful_stop(signum: signal.Signals) -> None:
+    """The guard does not listen to SIGHUP; it gets a SIGTERM instead of dying of it."""
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
+        job.wait_for("HOLD", 2)
+        job.process.send_signal(signum)
+        job.expect(143)
+    saved = {match[1] for match in job.matches(r"step (\d+) saved in")}
+    assert len(saved) == 1, "one step on both ranks"
+    assert attempts() == [("stopped", 0)]
+    assert nothing_left()
+
+
+def test_a_killed_worker_costs_nothing() -> None:
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
+        job.wait_for("HOLD", 2)
+        job.signal_rank(0, signal.SIGKILL)
+        job.expect(0)
+    assert resumed(job) == ["None", "None", "7", "7"]
+    assert attempts() == [("failed", 0), ("finished", None)]
+    first = events(RUN, "attempt")[0]
+    assert (first["reason"], first["cause_rank"], first["step"], first["saved_step"]) == ("killed by SIGKILL", 0, 7, 7)
+    assert first["detect_s"] < 1 < first["first_step_s"] < 60
+    assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
+
+
+def test_a_killed_agent_and_a_new_one() -> None:
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
+        job.wait_for("HOLD", 2)
+        job.process.kill()
+        job.wait_for("saved in", 2)
+        job.wait()
+    with agent(LOOP, "ckpt", ranks=2) as job:
+        job.expect(0)
+    assert set(resumed(job)) & {"7", "8"}, "the step of the stop"
+    assert nothing_left()
+
+
+def test_a_stopped_rank_is_found_and_replaced() -> None:
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=["--hang-timeout", "2"]) as job:
+        job.wait_for("HOLD", 2)
+        job.signal_rank(1, signal.SIGSTOP)
+        job.expect(0)
+    assert job.matches(r"rank 1 hangs \(stopped, as by SIGSTOP\): no step for")
+    assert attempts() == [("failed", 0), ("finished", None)]
+    (hang,) = events(RUN, "hang")
+    assert hang["ranks"][0] == 1
+    assert "stopped by a signal" in (RUN / "stacks" / "attempt_0_rank_1.txt").read_text()
+    assert "loop.py" in (RUN / "stacks" / "attempt_0_rank_0.txt").read_text()
+    first = events(RUN, "attempt")[0]
+    assert first["detect_s"] > 2 and first["cause_rank"] == 1
+
+
+def test_a_spinning_rank_shows_its_stack_and_saves() -> None:
+    with agent(SMALL, "ckpt", "--spin-at", 4, options=["--hang-timeout", "1.5"]) as job:
+        job.expect(0)
+    assert "agent_guarded.py" in (RUN / "stacks" / "attempt_0_rank_0.txt").read_text()
+    assert resumed(job) == ["None", "3"]
+    assert attempts() == [("failed", 0), ("finished", None)]
+
+
+def test_the_same_failure_again_and_again_stops_the_job() -> None:
+    with agent(SMALL, "ckpt", "--fail-at", 5, options=["--max-restarts", "10"]) as job:
+        job.expect(1)
+    assert len(job.matches("READY")) == 3
+    assert job.matches("The last 3 attempts failed the same way at the same step")
+    assert job.matches("exit code 1: ValueError: a bad sample")
+    assert events(RUN, "crash_loop")[0]["outcome"] == "stop"
+
+
+def test_a_checkpoint_that_kills_its_resumes_is_set_aside() -> None:
+    arguments = ["--save-at", 2, 4, "--kill-at", 5, "--poison", 4]
+    with agent(SMALL, "ckpt", *arguments, options=["--max-restarts", "10", "--snapshot-every", "0"]) as job:
+        job.expect(0)
+    assert resumed(job) == ["None", "4", "4", "4", "2"]
+    assert [path.name for path in Path("ckpt/quarantine").glob("*.safetensors")] == ["small-1_4.safetensors"]
+    assert job.matches("set aside: 1 files of step 4")
+    assert attempts()[-2:] == [("failed", 2), ("finished", None)]
+
+
+def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
+    with agent(SMALL, "ckpt", "--steps", 10**6, "--step-s", 0.01, env={"MINDX_FAULT_DIR": str(tmp_path / "f")}) as job:
+        job.wait_for("READY")
+        (tmp_path / "f").mkdir()
+        (tmp_path / "f" / "fault-npus").write_text('{"FaultRankIds": ["0"], "CreatTime": 1690000000}')
+        job.expect(75)
+    assert len(job.matches("READY")) == 1
+    assert list(Path("ckpt").glob("*_breakpoint.safetensors"))
+    assert attempts()[0][0] == "stopped"
+
+
+def test_a_stop_of_one_node_stops_the_other() -> None:
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
+    options += ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    with (
+        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("a")) as one,
+        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("b")) as two,
+    ):
+        one.wait_for("HOLD")
+        two.wait_for("HOLD")
+        two.process.send_signal(signal.SIGTERM)
+        one.expect(143)
+        two.expect(143)
+    steps = {match[1] for job in (one, two) for match in job.matches(r"step (\d+) saved in")}
+    assert len(steps) == 1
+    assert attempts(Path("a")) == attempts(Path("b")) == [("stopped", 0)]
+
+
+def test_a_worker_killed_on_one_node_is_replaced_on_both() -> None:
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
+    options += ["--rdzv-endpoint", f"localhost:{free_port()}"]
+    with (
+        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("a")) as one,
+        agent(LOOP, "ckpt", "--hold-at", 7, options=options, run_dir=Path("b")) as two,
+    ):
+        one.wait_for("HOLD")
+        two.wait_for("HOLD")
+        (pid,) = two.pids().values()
+        os.kill(pid, signal.SIGKILL)
+        one.expect(0)
+        two.expect(0)
+    assert resumed(one) == resumed(two) == ["None", "7"]
+    assert [outcome for outcome, _ in attempts(Path("b"))] == ["failed", "finished"]
+    assert sum(lost or 0 for _, lost in [*attempts(Path("a")), *attempts(Path("b"))]) == 0

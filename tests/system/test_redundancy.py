@@ -1,0 +1,152 @@
+"""Two "nodes" on one machine, each with a disk and a memory of its own; one of them is lost, with everything on it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests import harness
+from tests.harness import JOBS, Job, events, wait_until
+
+pytestmark = pytest.mark.slow
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def disk(folder: Path, node: int) -> Path:
+    return folder / f"node_{node}" / "checkpoints"
+
+
+@contextmanager
+def start_nodes(folder: Path, *args: object, per_node: int = 1, redundancy: int = 2) -> Iterator[list[Job]]:
+    """Two nodes, started by hand as a platform would; a job a rank."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(2 * per_node)}
+    with ExitStack() as stack:
+        jobs = []
+        for rank in range(2 * per_node):
+            node = rank // per_node
+            memory = folder / f"node_{node}" / "memory"
+            memory.mkdir(parents=True, exist_ok=True)
+            env = {
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % per_node),
+                "GROUP_RANK": str(node),
+                "MINDX_ARENA_DIR": str(memory),
+                "MINDX_REDUNDANCY": str(redundancy),
+            }
+            command = [sys.executable, str(JOBS / "nodes.py"), str(disk(folder, node)), *map(str, args)]
+            jobs.append(Job(command, harness._environment(env)))
+            stack.callback(jobs[-1].end)
+        yield jobs
+
+
+def lose(folder: Path, node: int) -> None:
+    shutil.rmtree(folder / f"node_{node}")
+
+
+def hashes(jobs: list[Job]) -> list[str]:
+    """Final weights of the ranks, once all have finished."""
+    return [job.expect(0).hashes()[rank] for rank, job in enumerate(jobs)]
+
+
+def resumed_from(jobs: list[Job]) -> set[str]:
+    return {job.wait_for(r"READY \d+ \d+ (\w+)")[0][1] for job in jobs}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]:
+    """Final weights of the ranks of an uninterrupted job, by the number of ranks a node."""
+
+    @cache
+    def run(per_node: int) -> list[str]:
+        folder = tmp_path_factory.mktemp("reference")
+        with start_nodes(folder, per_node=per_node, redundancy=1) as jobs:
+            found = hashes(jobs)
+        assert not events(disk(folder, 0), "mirror")
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_a_stopped_job_survives_the_loss_of_a_node(
+    tmp_path: Path, reference: Callable[[int], list[str]], per_node: int
+) -> None:
+    with start_nodes(tmp_path, "--hold-at", 5, per_node=per_node) as jobs:
+        for job in jobs:
+            job.wait_for("HOLD")
+        jobs[0].process.send_signal(signal.SIGTERM)
+        for job in jobs:
+            job.expect(143)
+    copied = events(disk(tmp_path, 0), "mirror") + events(disk(tmp_path, 1), "mirror")
+    assert sorted((e["rank"], e["outcome"]) for e in copied) == [(r, "copied") for r in range(2 * per_node)]
+    (step,) = {event["step"] for event in copied}
+
+    lose(tmp_path, 1)
+    with start_nodes(tmp_path, per_node=per_node) as jobs:
+        assert resumed_from(jobs) == {str(step)}
+        assert hashes(jobs) == reference(per_node)
+        for rank in range(per_node, 2 * per_node):
+            jobs[rank].wait_for(rf"takes its file of step {step} from rank")
+    # The new node keeps copies of what the other one has, before anything new is saved.
+    assert all(list((disk(tmp_path, 1) / f"rank_{rank}").glob("*.safetensors")) for rank in range(2 * per_node))
+
+
+def test_without_copies_the_loss_of_a_node_is_refused(tmp_path: Path) -> None:
+    with start_nodes(tmp_path, "--hold-at", 5, redundancy=1) as jobs:
+        for job in jobs:
+            job.wait_for("HOLD")
+        jobs[1].process.send_signal(signal.SIGTERM)
+        for job in jobs:
+            job.expect(143)
+    lose(tmp_path, 1)
+    with start_nodes(tmp_path, redundancy=1) as jobs:
+        for job in jobs:
+            job.expect(1)
+            job.wait_for(r"NoUsableCheckpointError.*none can be resumed from.*rank 1 has no file of it")
+
+
+def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, reference: Callable[[int], list[str]]) -> None:
+    with start_nodes(tmp_path, "--every", 2, "--hold-at", 9) as jobs:
+        for job in jobs:
+            job.wait_for("HOLD")
+        copies = disk(tmp_path, 0) / "rank_1"
+        wait_until((copies / "every-1_8.safetensors").exists, "the copy of step 8")
+        # Its rank has deleted the older ones, and so have the partners.
+        wait_until(lambda: not (copies / "every-1_4.safetensors").exists(), "the end of the copy of step 4")
+        assert sorted(path.name for path in copies.iterdir()) == ["every-1_6.safetensors", "every-1_8.safetensors"]
+        jobs[1].process.send_signal(signal.SIGKILL)
+        jobs[0].expect(75)
+        assert jobs[0].matches(r"WARNING rank 1 at .* has no copy of ckpt-1_9_breakpoint"), jobs[0].report()
+    lose(tmp_path, 1)
+    with start_nodes(tmp_path, "--every", 2) as jobs:
+        assert resumed_from(jobs) == {"8"}
+        assert hashes(jobs) == reference(1)
+
+
+def test_a_damaged_file_is_had_from_another_node(tmp_path: Path, reference: Callable[[int], list[str]]) -> None:
+    with start_nodes(tmp_path, "--hold-at", 5) as jobs:
+        for job in jobs:
+            job.wait_for("HOLD")
+        jobs[0].process.send_signal(signal.SIGTERM)
+        for job in jobs:
+            job.expect(143)
+    (path,) = (disk(tmp_path, 1) / "rank_1").glob("*.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+    with start_nodes(tmp_path) as jobs:
+        assert resumed_from(jobs) == {"6"}
+        assert hashes(jobs) == reference(1)
