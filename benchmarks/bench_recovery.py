@@ -11,7 +11,7 @@ step and script for both:
 
 Every rank writes a line with the monotonic clock after each step. The last rank is killed in the middle between two
 periodic checkpoints, and the clock is read right before. `first step` is the first line of any rank after the restart,
-`back` the first line of a step that had not been done before the kill. Rounds alternate between the two.
+`new step` the first line of a step that had not been done before the kill. Rounds alternate between the two.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Recovery:
     """What one kill cost."""
 
     first_step_s: float
-    back_s: float
+    new_step_s: float
     steps_lost: int
     parts: dict[str, float]
     """Ours: what the agent itself has noted."""
@@ -63,6 +63,7 @@ def main() -> None:
     if args.job:
         train(args.job, args.directory, args.save_every, args.num_steps)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing behind
     print_setting()
     for ranks in map(int, args.ranks.split(",")):
         found: dict[str, list[Recovery]] = {method: [] for method in METHODS}
@@ -187,7 +188,7 @@ def environment(arenas: str) -> dict[str, str]:
 
 
 def follow(process: subprocess.Popen[bytes], ranks: int, kill_at: int, folder: Path) -> Recovery:
-    """Read the job's lines, kill its last rank behind step `kill_at`, and wait until it is back there."""
+    """Read the job's lines, kill its last rank behind step `kill_at`, and wait for its first new step."""
     killed_at, done, old = 0.0, 0, set[int]()
     first: float | None = None
     lost = -1
@@ -204,10 +205,10 @@ def follow(process: subprocess.Popen[bytes], ranks: int, kill_at: int, folder: P
             if first is None:
                 first, lost = at - killed_at, done + 1 - step
             if step > done:
-                back = at - killed_at
+                new_step_s = at - killed_at
                 for _ in lines(process):
                     pass  # until it ends
-                return Recovery(first, back, lost, noted_parts(folder / "run" / "events.jsonl"))
+                return Recovery(first, new_step_s, lost, noted_parts(folder / "run" / "events.jsonl"))
     raise RuntimeError("the job has ended too early")
 
 
@@ -258,15 +259,15 @@ def print_setting() -> None:
 
 def print_table(found: dict[str, list[Recovery]], ranks: int, save_every: int) -> None:
     print(f"\n{ranks} ranks, one killed, checkpoints of torchrun every {save_every} steps; seconds, medians")
-    print(f"  {'':<15} {'kills':>5} {'first step':>11} {'min':>6} {'max':>6} {'back':>7} {'steps lost':>11}")
+    print(f"  {'':<15} {'kills':>5} {'first step':>11} {'min':>6} {'max':>6} {'new step':>9} {'steps lost':>11}")
     medians = {}
     for method, recoveries in found.items():
         seconds = [recovery.first_step_s for recovery in recoveries]
         medians[method] = statistics.median(seconds)
-        back = statistics.median(recovery.back_s for recovery in recoveries)
+        new = statistics.median(recovery.new_step_s for recovery in recoveries)
         lost = max(recovery.steps_lost for recovery in recoveries)
         line = f"  {method:<15} {len(seconds):>5} {medians[method]:>11.2f} {min(seconds):>6.2f} {max(seconds):>6.2f}"
-        print(f"{line} {back:>7.2f} {lost:>11}")
+        print(f"{line} {new:>9.2f} {lost:>11}")
     ratio = medians["mindx-elastic"] / medians["torchrun"]
     lost = max(recovery.steps_lost for recovery in found["mindx-elastic"])
     verdict = "met" if ratio <= 1.0 and lost == 0 else "MISSED"

@@ -23,13 +23,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
-import logging
 import mmap
 import os
 import platform
 import re
 import shlex
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -62,10 +62,12 @@ def main() -> None:
     parser.add_argument("--snapshots", type=int, default=6, help="per process (default 6)")
     parser.add_argument("--methods", default=",".join(METHODS), help="comma between them (default: all)")
     parser.add_argument("--child", choices=METHODS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        print(json.dumps(measure(args.child, args.sizes[0], args.snapshots)))
+        print(json.dumps(measure(args.child, args.sizes[0], args.snapshots, args.folder)))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # leave nothing behind
     print_setting()
     methods = [method for method in METHODS if method in args.methods.split(",")]
     for nbytes in args.sizes:
@@ -107,7 +109,9 @@ def lacks(nbytes: int) -> str | None:
 def run_child(method: str, nbytes: int, snapshots: int) -> Samples:
     command = [sys.executable, __file__, "--child", method, "--sizes", f"{nbytes >> 20}M"]
     command += ["--snapshots", str(snapshots)]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory(prefix="bench_snapshot-", dir=SHM) as folder:
+        command += ["--folder", folder]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     result: Samples = json.loads(done.stdout.splitlines()[-1])
     return result
 
@@ -178,27 +182,24 @@ class Floor:
         return time.perf_counter() - began
 
 
-def measure(method: str, nbytes: int, snapshots: int) -> Samples:
-    """One process's samples. What it leaves in /dev/shm is removed."""
+def measure(method: str, nbytes: int, snapshots: int, folder: Path) -> Samples:
+    """One process's samples; `folder` lies in shared memory."""
     torch.set_num_threads(1)
-    logging.getLogger("mindx_elastic").setLevel(logging.ERROR)
+    os.environ.update(MINDX_ARENA_DIR=str(folder), MINDX_LOG_LEVEL="ERROR")
     training = Training(nbytes)
-    with tempfile.TemporaryDirectory(prefix="bench_snapshot-", dir=SHM) as name:
-        folder = Path(name)
-        os.environ["MINDX_ARENA_DIR"] = name
-        if method in TARGETS:
-            return measure_ours(training, folder, snapshots, synchronous=method == "synchronous")
-        training.gradients()
-        training.update()
-        floor = Floor(folder, training.tensors())
-        samples: Samples = {"stall": [], "memcpy": []}
-        with _SAVERS[method](folder) as save:
-            for _ in range(snapshots):
-                samples["stall"].append(save(training.state()))
-                samples["memcpy"].append(floor.seconds())
-                training.gradients()
-                training.update()
-        return samples
+    if method in TARGETS:
+        return measure_ours(training, folder, snapshots, synchronous=method == "synchronous")
+    training.gradients()
+    training.update()
+    floor = Floor(folder, training.tensors())
+    samples: Samples = {"stall": [], "memcpy": []}
+    with _SAVERS[method](folder) as save:
+        for _ in range(snapshots):
+            samples["stall"].append(save(training.state()))
+            samples["memcpy"].append(floor.seconds())
+            training.gradients()
+            training.update()
+    return samples
 
 
 def measure_ours(training: Training, folder: Path, snapshots: int, *, synchronous: bool) -> Samples:

@@ -9,6 +9,8 @@ Starts torchrun by itself. ResNet-20 (270k parameters, 57 BatchNorm buffers), SG
 * boundary capture: `Guard.boundary`, and inside it the copy of the buffers alone
 * the two usual ways: an all-reduce of one flag a step, and opening and parsing the JSON flag file a step
 * a whole training step, bare and guarded
+* boundary log: what a replicated (DDP) job writes to shared memory besides, at each boundary and after each forward,
+  whole and in its parts
 """
 
 from __future__ import annotations
@@ -113,6 +115,57 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
     return {row: statistics.median(values) for row, values in rows.items()}
 
 
+def measure_log(directory: Path, repeats: int) -> dict[str, float]:
+    """Medians in microseconds, by row: what a replica keeps of each boundary in shared memory."""
+    from mindx_elastic.boundary_log import BOUNDARIES_FILE, BoundaryLog
+    from mindx_elastic.capture.arena import RankArena
+    from mindx_elastic.capture.boundary_ring import BoundaryRing
+    from mindx_elastic.capture.collector import Collector
+    from mindx_elastic.capture.position import Position
+    from mindx_elastic.capture.targets import name_targets
+    from mindx_elastic.persist.packed import pack_state
+
+    parts = Parts(directory)
+    targets = name_targets(
+        model=parts.network,
+        optimizer=parts.optimizer,
+        lr_scheduler=parts.scheduler,
+        loader=parts.loader,
+        scaler=None,
+        stateful=None,
+    )
+    collector = Collector(targets)
+    arena = RankArena(Path("/dev/shm"), directory, int(os.environ.get("RANK", "0")))
+    log = BoundaryLog(arena, collector, [parts.network], lambda: 2)
+    log.begin("bench", 0)
+    parts.step()  # its forward makes the first forecast
+    collector.copy(Position(1, 1, 1, 1))
+    log.at_boundary()
+    ring = BoundaryRing(arena.folder / BOUNDARIES_FILE, "bench", 1 << 16)
+    pieces = pack_state(collector.volatile())
+    works: dict[str, Callable[[], object]] = {
+        "boundary log: at a boundary": log.at_boundary,
+        "  did the forecast come true": collector.ahead_came_true,
+        "  collect": collector.volatile,
+        "  pack": lambda: pack_state(collector.volatile()),
+        "  write to shared memory": lambda: ring.write(0, 1, pieces),
+        "boundary log: after a forward": log._forward_ended,
+        "  copy": collector.copy_ahead,
+    }
+    rows: dict[str, list[float]] = {row: [] for row in works}
+    try:
+        for _ in range(repeats):
+            for row, work in works.items():
+                rows[row].append(per_call_us(work, 500))
+    finally:
+        ring.close()
+        log.close()
+        arena.remove()
+    medians = {row: statistics.median(values) for row, values in rows.items()}
+    medians["  pack"] -= medians["  collect"]
+    return medians
+
+
 def report(rows: dict[str, float], ranks: int) -> None:
     """One line a row, then the ratios and targets."""
     cores = os.cpu_count()
@@ -127,6 +180,8 @@ def report(rows: dict[str, float], ranks: int) -> None:
     for row in ("usual: open and parse the flag file", "usual: all-reduce of one flag"):
         if row in rows:
             print(f"{row.removeprefix('usual: ')}: {rows[row] / alarm:.0f} times our alarm + agreement")
+    log = rows["boundary log: at a boundary"] + rows["boundary log: after a forward"]
+    print(f"boundary log: {log:.0f} us a step, {log / rows['training step, bare']:.2%} of a bare training step")
     share = rows["training step, guarded"] / rows["training step, bare"]
     print(f"training step, guarded / bare: {share:.3f}")
 
@@ -146,6 +201,7 @@ def main() -> None:
         dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), args.repeats)
+        rows |= measure_log(Path(folder) / "log", args.repeats)
         if dist.is_initialized():
             dist.barrier()
     if os.environ.get("RANK", "0") == "0":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import os
 import signal
 import time
 from contextlib import suppress
@@ -33,6 +34,11 @@ class AgentLink:
     def __init__(self, info: AgentInfo, ranks: RankInfo) -> None:
         """Raises ArenaError when the agent's folder is not what it should be."""
         self._folder = info.folder
+        self._parent = os.getppid()
+        self.agent_fd = -1
+        """Readable once the agent is gone; -1 where that cannot be watched."""
+        with suppress(OSError, AttributeError):
+            self.agent_fd = os.pidfd_open(info.pid)
         self._seen = -1
         try:
             self.page = StatusPage(page_path(info.folder, ranks.rank))
@@ -80,7 +86,14 @@ class AgentLink:
                     return content
         return None
 
+    def is_orphan(self) -> bool:
+        """Whether the process that started this one is gone."""
+        return os.getppid() != self._parent
+
     def close(self) -> None:
+        """After the watcher has stopped."""
+        if self.agent_fd >= 0:
+            os.close(self.agent_fd)
         self.page.set(phase=WorkerPhase.LEFT)
         if self._stacks is not None:
             faulthandler.unregister(STACK_SIGNAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,6 +38,11 @@ class Alarms:
         """Other ranks are gone. No step that needs them can end."""
         names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
         return self._make("peer", f"{names} gone", self._exit_code("peer", EXIT_TEMPORARY))
+
+    def of_orphan(self) -> Alarm:
+        """The agent of this machine is gone. Ranks elsewhere must not take it for a stop that somebody wanted."""
+        reason = f"the agent of rank {self._ranks.rank} is gone"
+        return self._make("signal", reason, EXIT_TEMPORARY, signum=signal.SIGTERM)
 
     def of_fault(self, reason: str) -> Alarm:
         return self._make("fault", reason, self._exit_code("fault", EXIT_TEMPORARY))

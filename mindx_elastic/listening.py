@@ -5,6 +5,7 @@ reports, the other ranks, their deaths, the agent.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 
@@ -56,6 +57,8 @@ class Listening:
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
         if link is not None:
             signals.append(CONTROL_SIGNAL)
+            if link.agent_fd >= 0:  # also where a script stands between the agent and this process
+                self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
         self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
         stack.enter_context(self.handlers)
 
@@ -75,7 +78,9 @@ class Listening:
         """Watcher thread."""
         if self._stopper.finished or not self.handlers.hear(signum):
             return
-        if signum != CONTROL_SIGNAL or self._link is None:
+        if signum == signal.SIGTERM and self._link is not None and self._link.is_orphan():
+            self._stopper.hear(self._stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+        elif signum != CONTROL_SIGNAL or self._link is None:
             self._stopper.hear_signal(signum)
         elif (orders := self._link.orders()) is not None:
             self._stopper.hear(self._stopper.alarms.of_agent(orders))

@@ -43,6 +43,7 @@ class Surroundings:
         self.link = None if agent is None else AgentLink(agent, ranks)
         if self.link is not None:
             stack.callback(self.link.close)
+            stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
         self.memory = open_memory(settings, directories[0], ranks, replicated=saver.replicated)
         self.keep_memory = True
@@ -123,6 +124,11 @@ class Surroundings:
         well: an evaluation or an export after the block may fail, and must not cost the training.
         """
         self.keep_memory = self.link is not None and self.memory is not None and self.memory.take_last()
+
+    def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Entering has failed: the agent names the cause."""
+        if self.link is not None and error is not None:
+            self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 
     def _close_memory(self) -> None:
         if self.memory is not None:

@@ -7,13 +7,25 @@ import os
 import re
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic import config
+from mindx_elastic.agent import options
+from mindx_elastic.agent.ledger import AttemptRecord, Totals
+from mindx_elastic.config import (
+    AgentInfo,
+    FaultPaths,
+    MemorySettings,
+    RankInfo,
+    RedundancySettings,
+    Settings,
+    TftSettings,
+)
 from mindx_elastic.persist import unflatten
 from mindx_elastic.stop_phase import StopPhase
 
@@ -50,24 +62,62 @@ class Recorder(dict[str, str]):
 
 def variables_in_source() -> set[str]:
     """Names of variables that any module of the package reads, from `os.environ` or through `config`."""
-    pattern = re.compile(r"""environ(?:\.get\(|\[|\.setdefault\()\s*["'](\w+)["']|getenv\(\s*["'](\w+)["']""")
+    pattern = re.compile(r"""environ(?:\.get\(|\[|\.setdefault\()\s*["'](\w+)["'](?!\] = )|getenv\(\s*["'](\w+)["']""")
     return {a or b for path in SOURCES for a, b in pattern.findall(path.read_text(encoding="utf-8"))}
+
+
+SETTINGS = (RankInfo, Settings, AgentInfo, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
+
+
+def test_no_settings_are_forgotten_here() -> None:
+    assert {cls for cls in vars(config).values() if hasattr(cls, "from_env")} == set(SETTINGS)
 
 
 def test_every_variable_that_the_package_reads_is_on_the_page() -> None:
     recorder = Recorder()
-    RankInfo.from_env(recorder)
-    Settings.from_env(recorder)
+    for cls in SETTINGS:
+        cls.from_env(recorder)
     page = section("environment.md", "Read by the package")
     assert set(rows(page)) == recorder.asked
     for name in variables_in_source() - recorder.asked:
         assert f"`{name}`" in page, f"{name} is read and not on the page"
 
 
+def variables_set_by_the_agent() -> set[str]:
+    """Names that any module of the agent puts into its own environment, which its workers inherit."""
+    pattern = re.compile(r"""environ\[\s*["'](\w+)["']\] = """)
+    return {
+        name
+        for path in (ROOT / "mindx_elastic" / "agent").glob("*.py")
+        for name in pattern.findall(path.read_text(encoding="utf-8"))
+    }
+
+
+def test_the_variables_that_the_agent_sets_are_on_the_page() -> None:
+    assert set(rows(section("environment.md", "Set by the agent"))) == variables_set_by_the_agent()
+
+
+def test_the_options_of_the_agent_are_on_the_page() -> None:
+    ours = ArgumentParser(add_help=False)
+    options._add_options(ours, hidden=False)
+    known = {action.option_strings[0]: action.default for action in ours._actions}
+    page = section("agent.md", "Options")
+    assert {name.split()[0] for name in rows(page)} == set(known)
+    assert f"| `--crash-loop K` | {known['--crash-loop']} |" in page
+    assert f"| `--run-dir DIR` | `{known['--run-dir']}` |" in page
+    assert f"`--max-restarts` not given | 0 | {options.DEFAULT_MAX_RESTARTS} " in section(
+        "agent.md", "Compared with torchrun"
+    )
+
+
 def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     recorder = Recorder()
     settings, ranks = Settings.from_env(recorder), RankInfo.from_env(recorder)
-    defaults = {
+    memory, copies, faults = MemorySettings(), RedundancySettings(), FaultPaths()
+    assert (MemorySettings.from_env(recorder), FaultPaths.from_env(recorder)) == (memory, faults)
+    assert (AgentInfo.from_env(recorder), TftSettings.from_env(recorder)) == (None, TftSettings())
+    agent = AgentInfo(folder=Path())
+    defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
@@ -77,8 +127,22 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "WORLD_SIZE": ranks.world_size,
         "LOCAL_RANK": ranks.local_rank,
         "TORCHELASTIC_RESTART_COUNT": ranks.attempt,
+        "MINDX_ARENA_DIR": memory.base,
+        "MINDX_SNAPSHOT_EVERY": memory.snapshot_every,
+        "MINDX_REDUNDANCY": copies.copies,
+        "GROUP_RANK": copies.node or None,
+        "MINDX_FAULT_DIR": faults.fault_dir,
+        "MINDX_RESET_DIR": faults.reset_dir,
+        "MINDX_RANK_TABLE": faults.rank_table,
+        "MS_ENABLE_TFT": TftSettings().enabled or None,
+        "MINDIO_FOR_MINDSPORE": TftSettings().for_mindspore or None,
+        "MINDX_AGENT_DIR": None,
+        "MINDX_AGENT_PID": agent.pid,
+        "MINDX_RUN_DIR": agent.run_dir,
+        "MINDX_ATTEMPT": agent.attempt,
     }
-    assert len(defaults) == len(fields(Settings)) + len(fields(RankInfo))
+    assert len(defaults) == sum(len(fields(cls)) for cls in SETTINGS)
+    defaults["RANK_TABLE_FILE"] = faults.rank_table
     shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}
     as_text = {
         name: "not set" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for name, v in defaults.items()
@@ -108,13 +172,20 @@ def emitted_events() -> Iterator[tuple[str, set[str]]]:
 
 
 def test_every_event_and_its_fields_are_on_the_page() -> None:
-    page = section("format.md", "`events.jsonl`")
-    table = rows(page)
+    table = rows(section("format.md", "`events.jsonl`"))
     common = {"step", "reason", "duration_s", "nbytes", "outcome"}
+    attempt = {field.name for field in fields(AttemptRecord)} - {"attempt", "cause", "step_reached"}
+    expanded: dict[str, set[str]] = {
+        "attempt_end": attempt | {"pid", "host"},
+        "attempt": set(),  # "as above"
+        "summary": {field.name for field in fields(Totals)} | {"exit_code", "pid", "host"},
+        "mirror": {"path", "partner"},
+    }
     found = list(emitted_events())
     assert {event for event, _ in found} == set(table)
     for event, keywords in found:
-        for extra in keywords - common:
+        more = expanded[event] if "**" in keywords else set()
+        for extra in (keywords | more) - common - {"**"}:
             assert f"`{extra}`" in " ".join(table[event]), f"field {extra} of event {event}"
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.agent.hang import HangWatch, Stuck
@@ -219,6 +219,7 @@ def test_looks_that_become_rare_are_soon_the_usual_ones() -> None:
         found = job.look()
 
 
+@settings(deadline=None, max_examples=40)  # each example looks thousands of times
 @given(
     st.lists(st.floats(0.001, 100), min_size=12, max_size=60),
     st.sampled_from([0.1, 0.5, 1.0]),

@@ -30,7 +30,7 @@ class Every:
     """A periodic policy."""
 
     directory: Path
-    steps: int
+    steps: int = 1
     asynchronous: bool = False
     append_info: Sequence[object] = ()
     keep_max: int | None = 2

@@ -13,15 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.errors import NoUsableCheckpointError, UsageError
 from mindx_elastic.events import EventLog
 from mindx_elastic.mirror.mirror import Mirror, open_mirror
 from mindx_elastic.mirror.wire import Endpoint
 from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.saving import Saver
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.harness import wait_until
+from tests.jobs.nodes import Every
 from tests.resume.shared_store import on_all_ranks
 
 NAME = "resnet-2_7.safetensors"
@@ -191,6 +196,21 @@ def test_files_of_a_running_job_are_copied_and_deleted_in_order(start: Callable[
             mirror.drop(old, "run-a")
     finish(job)
     assert job.files("b") == ["rank_0/resnet-1_4.safetensors", "rank_0/resnet-1_5.safetensors"]
+
+
+def test_retention_deletes_copies_too(start: Callable[..., Job]) -> None:
+    job = start("ab")
+    info, mirror = job.info(0), job.mirrors[0]
+    collector = Collector({"model": nn.Linear(2, 2)})
+    saver = Saver(collector, info, EventLog(job.root(0) / "events.jsonl", run_id="run-a"))
+    saver.mirror = mirror
+    policy = Every(job.root(0), keep_max=1)
+    for step in range(1, 7):
+        collector.copy(Position(step, 1, step, 10))
+        assert saver.save_periodic(policy)
+    finish(job)
+    # The other rank has nothing of any step: the two newest may become whole yet.
+    assert job.files("a") == job.files("b") == ["rank_0/every-1_5.safetensors", "rank_0/every-1_6.safetensors"]
 
 
 def test_files_elsewhere_have_no_copies(start: Callable[..., Job], tmp_path: Path) -> None:
