@@ -8,6 +8,7 @@ wrong is said once, and the job goes on without.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from torch import nn
@@ -22,6 +23,7 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.slots import adopt_slots
+from mindx_elastic.resume.memory_files import RING_COPY
 from mindx_elastic.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.snapshotting import Snapshotter
 
@@ -38,6 +40,16 @@ class Memory:
         self._snapshotter: Snapshotter | None = None
         for note in adopt_slots(arena):
             logger.warning("%s", note)
+
+    @property
+    def interval(self) -> int:
+        """What ``auto`` came to in an attempt before; 0: not known."""
+        return self._arena.interval if self._every is None else 0
+
+    def take_over(self, interval: int) -> None:
+        """All ranks know this `interval` from an attempt before: it need not be measured again."""
+        if self._every is None and interval > 0:
+            self._every = interval
 
     @property
     def folder(self) -> Path:
@@ -92,6 +104,8 @@ class Memory:
             self._arena.close()
         else:
             self._arena.remove()
+            with suppress(OSError):
+                (self._directory / self._arena.folder.name / RING_COPY).unlink(missing_ok=True)
 
 
 def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, replicated: bool) -> Memory | None:

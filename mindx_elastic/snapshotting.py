@@ -188,6 +188,7 @@ class Snapshotter:
             logger.debug("the ranks could not agree on a snapshot interval: %s", error)
             return
         self.schedule.agree(proposals)
+        self._arena.interval = max(proposals)
         logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", max(proposals))
         self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(max(proposals)))
 

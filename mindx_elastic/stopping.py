@@ -386,7 +386,9 @@ class Stopper:
         if alarm.kind == "exception":
             logger.error("%s; saving the last boundary", alarm.reason)
         else:
-            logger.warning("%s heard; the process must be gone in %.1f s", alarm.reason, alarm.deadline.remaining_s())
+            heard = " heard" if alarm.kind in ("signal", "flag", "request") and alarm.origin == self.ranks.rank else ""
+            left = alarm.deadline.remaining_s()
+            logger.warning("%s%s; the process must be gone in %.1f s", alarm.reason, heard, left)
             logger.warning("Graceful exit is triggered, stop training.")
         return True
 

@@ -23,6 +23,8 @@ from mindx_elastic.status_page import StatusPage
 
 __all__ = ["Surroundings"]
 
+_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
+
 
 class Surroundings:
     """One per guard. Main thread; `stack` closes everything in the end."""
@@ -46,6 +48,7 @@ class Surroundings:
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
         self.memory = open_memory(settings, directories[0], ranks, replicated=saver.replicated)
+        self._agree_on_interval()
         self.keep_memory = True
         """Until all ranks are known to be safe on disk."""
         stack.callback(self._close_memory)
@@ -54,6 +57,13 @@ class Surroundings:
         """Keeps copies of the files on other nodes; None where there are none to keep."""
         if self.mirror is not None:
             stack.callback(self.mirror.close)
+
+    def _agree_on_interval(self) -> None:
+        """A measured snapshot interval outlives a restart where every rank still knows the same."""
+        self.exchange.publish("interval", str(0 if self.memory is None else self.memory.interval))
+        found = {int(text) for text in self.exchange.collect("interval", _START_TIMEOUT_S)}
+        if self.memory is not None and len(found) == 1:
+            self.memory.take_over(found.pop())
 
     @property
     def page(self) -> StatusPage | None:

@@ -114,6 +114,12 @@ class Account:
         if again and not statuses:
             self._pause = _Pause(self._number, began, -1)
 
+    def note_flushed(self, step: int | None) -> None:
+        """The newest step that was written from memory in the end."""
+        records = self.ledger.records
+        if step is not None and records and (records[-1].saved_step is None or step > records[-1].saved_step):
+            self.ledger.update(records[-1].attempt, saved_step=step)
+
     def settle(self, ending: Ending) -> None:
         """No attempt will follow: what the last one lost, as far as it can be known without one."""
         records = self.ledger.records

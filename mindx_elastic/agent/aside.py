@@ -8,7 +8,7 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from mindx_elastic.agent.flushing import flush_arena
+from mindx_elastic.agent.holder import flush
 from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.storage import quarantine
@@ -29,7 +29,7 @@ def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Pa
     moment = None if entry is None or entry.info is None else entry.info.moment
     directory = _directory_of(path, arenas)
     for arena in arenas:
-        for line in flush_arena(arena):
+        for line in flush(arena).lines:
             logger.info("%s", line)
     if moment is None or directory is None:
         logger.warning("%s is not there any more; nothing to set aside", path)

@@ -29,11 +29,11 @@ from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.membership import Membership
+from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.stacks import write_stacks
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
 from mindx_elastic.agent_link import CONTROL_SIGNAL
 from mindx_elastic.alarm.alarm import signal_name
-from mindx_elastic.alarm.fault_info import FaultWatch
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
 from mindx_elastic.status_page import Status, WorkerPhase
@@ -55,7 +55,7 @@ class Surroundings:
     folder: AgentFolder
     inbox: SignalInbox
     hang: HangWatch
-    faults: FaultWatch
+    outside: Outside
     membership: Membership | None
     """None: there can be no other nodes."""
     events: EventLog
@@ -138,7 +138,7 @@ class Attempt:
         self._around.on_look(statuses)
         if self.stop is not None or self._signum is not None:
             return
-        event = self._around.faults.poll()
+        event = self._around.outside.poll()
         if event is not None:
             self._hear_fault(event.kind, event.reason)
             return

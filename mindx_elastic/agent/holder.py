@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from mindx_elastic.boundary_log import BOUNDARIES_FILE
 from mindx_elastic.capture.arena import ArenaFile, RankArena, job_folder, rank_folders
-from mindx_elastic.errors import ArenaError, CheckpointError, SaveError
+from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
@@ -25,54 +26,73 @@ from mindx_elastic.persist.slots import adopt_slots
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 from mindx_elastic.resume.memory_files import RING_COPY
 
-__all__ = ["drop", "flush"]
+__all__ = ["Flushed", "drop", "flush"]
 
 _Slots = dict[Moment, tuple[Path, CheckpointInfo]]
 
 
-def flush(arena: Path) -> list[str]:
-    """Write what the job's folder `arena` holds to its checkpoint directory, then remove it. Lines for the log.
+@dataclass
+class Flushed:
+    """What `flush` has done."""
 
-    Main thread of the agent, when its workers are gone; blocks on the disk. Never raises for what it finds; whatever
-    could not be written stays in memory, and a line says so.
+    lines: list[str] = field(default_factory=list)
+    """For the log."""
+    step: int | None = None
+    """The newest step that it wrote; None: it wrote no state."""
+
+
+def flush(arena: Path) -> Flushed:
+    """Write what the job's folder `arena` holds to its checkpoint directory, then remove it.
+
+    Main thread of the agent, when its workers are gone; blocks on the disk. Never raises: the agent has to come to its
+    end. Whatever could not be written stays in memory, and a line says so.
     """
-    try:
-        directory = Path(json.loads((arena / "owner.json").read_text())["directory"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return []  # removed by the workers: everything is on disk
-    base = arena.parent.parent
-    if job_folder(base, directory) != arena or not directory.is_dir():
-        return [f"{arena} belongs to {directory}, which is gone; `mindx-elastic clean` removes it"]
-    lines: list[str] = []
+    flushed = Flushed()
     open_arenas: dict[int, RankArena] = {}
     try:
+        directory = _owner(arena)
+        if directory is None:
+            return flushed  # removed by the workers: everything is on disk
+        base = arena.parent.parent
+        if job_folder(base, directory) != arena or not directory.is_dir():
+            flushed.lines.append(f"{arena} belongs to {directory}, which is gone; `mindx-elastic clean` removes it")
+            return flushed
         for rank in rank_folders(arena):
             open_arenas[rank] = RankArena(base, directory, rank)
-        _flush_all(directory, open_arenas, lines)
-    except (ArenaError, OSError) as error:
-        lines.append(f"{arena} is kept: {error}")
+        _flush_all(directory, open_arenas, flushed)
+    except Exception as error:
+        flushed.lines.append(f"{arena} is kept: {error}")
+        logger.debug("flush of %s", arena, exc_info=True)
         for one in open_arenas.values():
             one.close()
-        return lines
+        return flushed
     for one in open_arenas.values():
         one.remove()
-    return lines
+    return flushed
+
+
+def _owner(arena: Path) -> Path | None:
+    try:
+        return Path(json.loads((arena / "owner.json").read_text())["directory"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def drop(arena: Path) -> None:
     """The job has finished: remove its folder. Main thread of the agent, when its workers are gone."""
     for rank, folder in rank_folders(arena).items():
         try:
-            directory = Path(json.loads((arena / "owner.json").read_text())["directory"])
-            RankArena(arena.parent.parent, directory, rank).remove()
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            directory = _owner(arena)
+            if directory is not None:
+                RankArena(arena.parent.parent, directory, rank).remove()
+        except OSError as error:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
 
 
-def _flush_all(directory: Path, arenas: dict[int, RankArena], lines: list[str]) -> None:
+def _flush_all(directory: Path, arenas: dict[int, RankArena], flushed: Flushed) -> None:
     slots: dict[int, _Slots] = {}
     for rank, arena in arenas.items():
-        lines += adopt_slots(arena)
+        flushed.lines += adopt_slots(arena)
         slots[rank] = _snapshots(arena)
     world_size = max((info.world_size for found in slots.values() for _, info in found.values()), default=1)
     for rank, arena in arenas.items():
@@ -86,7 +106,10 @@ def _flush_all(directory: Path, arenas: dict[int, RankArena], lines: list[str]) 
                 name = f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors"
                 _copy_file(source, _folder(directory, rank, world_size) / name)
     for _, attempt, step in wanted:
-        lines.append(f"step {step} (attempt {attempt}) of the killed workers is written from memory to {directory}")
+        flushed.step = max(step, flushed.step or 0)
+        flushed.lines.append(
+            f"step {step} (attempt {attempt}) of the killed workers is written from memory to {directory}"
+        )
 
 
 def _snapshots(arena: RankArena) -> _Slots:

@@ -21,16 +21,15 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
-from mindx_elastic.agent.flushing import flush_arena
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
-from mindx_elastic.agent.holder import drop
+from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import Launch, parse
+from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.alarm import exit_code_of_signal
-from mindx_elastic.alarm.fault_info import FaultWatch
-from mindx_elastic.config import FaultPaths
+from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
@@ -180,7 +179,7 @@ def _make_supervisor(
         folder=folder,
         inbox=inbox,
         events=events,
-        faults=FaultWatch(FaultPaths.from_env()),
+        outside=Outside(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
@@ -194,7 +193,9 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
         if ending.outcome == "finished":
             drop(arena)
             continue
-        for line in flush_arena(arena):
+        flushed = flush(arena)
+        account.note_flushed(flushed.step)
+        for line in flushed.lines:
             logger.info("from memory to disk: %s", line)
     if handler is not None and ending.outcome != "stopped":
         # Closes the rendezvous for good: the other nodes must not wait for this one. After a stop it stays open, so

@@ -32,10 +32,10 @@ from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.membership import Membership
 from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.restarts import Restarts
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
-from mindx_elastic.alarm.fault_info import FaultWatch
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
 
@@ -57,7 +57,7 @@ class Supervisor(LocalElasticAgent):
         folder: AgentFolder,
         inbox: SignalInbox,
         events: EventLog,
-        faults: FaultWatch,
+        outside: Outside,
         num_nodes: int,
         **torch_arguments: Any,
     ) -> None:
@@ -71,7 +71,7 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._faults, self._num_nodes = faults, num_nodes
+        self._outside, self._num_nodes = outside, num_nodes
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
@@ -104,7 +104,7 @@ class Supervisor(LocalElasticAgent):
     def _hold_start(self) -> None:
         """The platform may still be clearing the devices."""
         held = False
-        while self._faults.flushing():
+        while self._outside.flushing():
             if not held:
                 logger.warning("the platform is clearing faults (FaultFlushing in reset.json): the start is held back")
                 self._events.emit("hold", reason="FaultFlushing")
@@ -127,14 +127,14 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
-            faults=self._faults,
+            outside=self._outside,
             membership=membership,
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
             on_look=self.account.look,
         )
-        self._faults.world_size = group.workers[0].world_size
+        self._outside.faults.world_size = group.workers[0].world_size
         self._hang.reset()
         attempt = Attempt(workers, around, number=self._number)
         self.account.start_attempt(

@@ -230,6 +230,20 @@ class RankArena:
             if record.state is not SlotState.EMPTY and (record.attempt, record.step) == (attempt, step):
                 self.set_record(index, replace(record, sequence=self.newest().sequence + 1))
 
+    @property
+    def interval(self) -> int:
+        """The measured number of steps between two snapshots that all ranks agreed on before; 0: none."""
+        try:
+            text = (self.folder / "interval").read_text()
+        except OSError:
+            return 0
+        return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+    @interval.setter
+    def interval(self, steps: int) -> None:
+        with suppress(OSError):  # it is measured again then
+            (self.folder / "interval").write_text(str(steps))
+
     def oldest(self) -> int:
         """The slot to write next."""
         return min(range(NUM_SLOTS), key=lambda index: self.record(index).sequence)

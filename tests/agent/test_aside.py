@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.agent.aside import set_checkpoint_aside
+from mindx_elastic.agent.holder import Flushed
 from mindx_elastic.persist.catalog import scan
 from tests.checkpoint_files import write, write_step
 
@@ -56,12 +57,12 @@ def test_memory_is_brought_to_disk_first(tmp_path: Path, monkeypatch: pytest.Mon
     write(directory / "a-1_4.safetensors", step=4)
     flushed: list[Path] = []
 
-    def flush(where: Path) -> list[str]:
+    def flush(where: Path) -> Flushed:
         flushed.append(where)
         write(directory / "memory-1_6_breakpoint.safetensors", step=6)
-        return ["step 6 is written from memory"]
+        return Flushed(["step 6 is written from memory"], 6)
 
-    monkeypatch.setattr("mindx_elastic.agent.aside.flush_arena", flush)
+    monkeypatch.setattr("mindx_elastic.agent.aside.flush", flush)
     moved = set_checkpoint_aside(path, "x", [arena])
     assert flushed == [arena]
     assert [each.name for each in moved] == ["memory-1_6_breakpoint.safetensors"]

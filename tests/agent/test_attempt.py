@@ -108,7 +108,7 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             folder=AgentFolder(tmp_path),
             inbox=inbox,
             hang=HangWatch(0),
-            faults=faults or Faults(),  # type: ignore[arg-type]
+            outside=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
             grace_s=grace_s,

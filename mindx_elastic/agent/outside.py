@@ -1,0 +1,37 @@
+"""What the agent watches outside of its workers: the platform's fault files, and a flag file that people set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch
+from mindx_elastic.alarm.flag_file import FlagFile
+from mindx_elastic.config import FaultPaths, Settings
+
+__all__ = ["FLAG_NAME", "Outside"]
+
+FLAG_NAME = "graceful_exit.json"
+
+
+class Outside:
+    """Used by one thread. Neither method raises for what a file holds."""
+
+    def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings) -> None:
+        """``graceful_exit.json`` is looked for in `run_dir`, and with ``MS_ENABLE_GRACEFUL_EXIT=1`` in the working
+        directory too; with 0 nowhere."""
+        self.faults = FaultWatch(paths)
+        folders: Sequence[Path] = [run_dir, Path.cwd()] if settings.graceful_exit else [run_dir]
+        wanted = [] if settings.graceful_exit is False else [folder / FLAG_NAME for folder in folders]
+        self._flags = [FlagFile(path) for path in dict.fromkeys(wanted)]
+
+    def poll(self) -> FaultEvent | None:
+        """What has happened since the last call; one event at a time."""
+        for flag in self._flags:
+            if flag.poll():
+                return FaultEvent("request", f"flag file {flag.path}", frozenset(), flag.path)
+        return self.faults.poll()
+
+    def flushing(self) -> bool:
+        """Whether the platform forbids a start at this moment."""
+        return self.faults.flushing()
