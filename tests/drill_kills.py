@@ -25,6 +25,7 @@ from pathlib import Path
 from tests.harness import Job, run_job, start_agent
 
 EPOCHS, SIZE, BATCH = 6, 90, 5
+FSDP_STEPS = 80
 GRACE = ("--grace", "20")
 WAYS: list[tuple[str, int, tuple[object, ...]]] = [
     ("loop.py", 1, ()),
@@ -33,6 +34,8 @@ WAYS: list[tuple[str, int, tuple[object, ...]]] = [
     ("loop.py", 2, ("--accumulate", 2)),
     ("loop.py", 3, ()),
     ("loop.py", 4, ()),
+    ("fsdp.py", 2, ()),
+    ("fsdp.py", 4, ()),
 ]
 
 
@@ -53,16 +56,17 @@ class Round:
     def __init__(self, seed: int, folder: Path, reference: dict[object, Job]) -> None:
         self.rng = random.Random(seed)
         self.script, self.ranks, args = self.rng.choice(WAYS)
-        self.args = (*args, "--epochs", EPOCHS, "--say-passed")
+        sharded = self.script == "fsdp.py"
+        self.steps = FSDP_STEPS if sharded else EPOCHS * SIZE // (BATCH * self.ranks)
+        self.args = ("--steps", FSDP_STEPS) if sharded else (*args, "--epochs", EPOCHS, "--say-passed")
         # Without a replica only a snapshot of every step loses nothing; with one, nothing is lost without any.
-        self.replicated = self.ranks > 1
+        self.replicated = self.ranks > 1 and not sharded
         self.every = self.rng.choice(["1", "auto", "0"]) if self.replicated else "1"
         self.key = (self.script, self.ranks, self.args)
         self.folder, self.reference = folder, reference
         self.done: list[str] = []
         self.outputs: list[str] = []
         self.faults = self.rng.randint(2, 4)
-        self.steps = EPOCHS * SIZE // (BATCH * self.ranks)
 
     def run(self) -> str:
         if self.key not in self.reference:
@@ -136,7 +140,7 @@ class Round:
         targets = ["one", "one", "agent"]
         if self.every == "1":
             targets.append("all")
-        if self.replicated:
+        if self.ranks > 1:
             targets.append("stop")
         return self.rng.choice(targets)
 

@@ -224,11 +224,11 @@ def test_the_end_saves_a_boundary_and_nothing_torn(parts: Parts, reaches_boundar
     assert parts.files() == ([6] if reaches_boundary else [])
 
 
-def raise_save_error(*args: Any) -> Any:
+def raise_save_error(*args: Any, **more: Any) -> Any:
     raise SaveError("injected")
 
 
-def raise_anything(*args: Any) -> Any:
+def raise_anything(*args: Any, **more: Any) -> Any:
     raise ZeroDivisionError("injected")
 
 
@@ -248,11 +248,11 @@ def test_the_training_thread_waits_for_a_save_in_progress(parts: Parts, monkeypa
     started, go_on, order = threading.Event(), threading.Event(), []
     save = parts.saver.save_dying
 
-    def slow(*args: Any) -> Any:
+    def slow(*args: Any, **more: Any) -> Any:
         started.set()
         assert go_on.wait(30)
         order.append("saved")
-        return save(*args)
+        return save(*args, **more)
 
     monkeypatch.setattr(parts.saver, "save_dying", slow)
     parts.steps.leave_step()
