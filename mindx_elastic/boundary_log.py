@@ -39,13 +39,18 @@ class BoundaryLog:
         """Keep all boundaries from here on. Not the one that the job starts from: that one is durable."""
         self._run_id, self._attempt = run_id, attempt
 
+    def pin(self) -> None:
+        """Keep the boundary that was just written for longer: another rank has taken a snapshot of it."""
+        if self._run_id and not self._broken:
+            self._write(self._collector.position.step, self._collector.volatile, pinned=True)
+
     def at_boundary(self) -> None:
         """A boundary has just been copied by the collector."""
         came_true = self._collector.ahead_came_true()
         if came_true is not None:
             self._trusted = came_true and (self._trusted or not self._doubted)
             self._doubted |= not came_true
-        self._write(self._collector.position.step, self._collector.volatile, forecast=False)
+        self._write(self._collector.position.step, self._collector.volatile)
 
     _doubted = False  # once a forecast was wrong, none is trusted any more
 
@@ -53,7 +58,9 @@ class BoundaryLog:
         if self._run_id and not self._broken and not self._doubted:
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
 
-    def _write(self, step: int, collect: Callable[[], dict[str, Any] | None], *, forecast: bool) -> None:
+    def _write(
+        self, step: int, collect: Callable[[], dict[str, Any] | None], *, forecast: bool = False, pinned: bool = False
+    ) -> None:
         if self._broken:
             return
         try:
@@ -61,11 +68,11 @@ class BoundaryLog:
             if state is None:
                 return
             pieces = pack_state(state)
-            trusted = self._trusted or not forecast
+            kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
             ring = self._ring or self._open(pieces)
-            if not ring.write(self._attempt, step, pieces, forecast=forecast, trusted=trusted):
+            if not ring.write(self._attempt, step, pieces, **kind):
                 ring.close()
-                self._open(pieces).write(self._attempt, step, pieces, forecast=forecast, trusted=trusted)
+                self._open(pieces).write(self._attempt, step, pieces, **kind)
         except Exception as error:  # whatever it is: no reason to end a training
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))

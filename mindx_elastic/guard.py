@@ -206,7 +206,7 @@ class Guard:
         self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
         self.resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
-        if start.resumed is not None and start.resumed.own is not None:
+        if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if hasattr(self.loader, "worker_grace_s"):

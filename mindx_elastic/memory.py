@@ -33,8 +33,8 @@ __all__ = ["Memory", "open_memory"]
 class Memory:
     """One per guard, and only where there is something to keep. Main thread."""
 
-    def __init__(self, arena: RankArena, directory: Path, snapshot_every: int | None) -> None:
-        self._arena, self._directory = arena, directory
+    def __init__(self, arena: RankArena, directory: Path, snapshot_every: int | None, *, local_rank: int = 0) -> None:
+        self._arena, self._directory, self._local_rank = arena, directory, local_rank
         self._every = snapshot_every
         self._log: BoundaryLog | None = None
         self._snapshotter: Snapshotter | None = None
@@ -81,7 +81,11 @@ class Memory:
             self._log.begin(events.run_id, events.attempt)
         if self._every != 0:
             schedule = SnapshotSchedule(self._every)
-            self._snapshotter = Snapshotter(self._arena, collector, update_gate, schedule, describe, exchange, events)
+            # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
+            instead = None if self._log is None or self._local_rank == 0 else self._log.pin
+            self._snapshotter = Snapshotter(
+                self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
+            )
 
     def at_boundary(self, step: int) -> None:
         """Training thread: the boundary `step` was passed."""
@@ -115,7 +119,8 @@ def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, r
     if settings.snapshot_every == 0 and not replicated and not job_folder(settings.base, directory).exists():
         return None
     try:
-        return Memory(RankArena(settings.base, directory, ranks.rank), directory, settings.snapshot_every)
+        arena = RankArena(settings.base, directory, ranks.rank)
+        return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
     except (ArenaError, OSError) as error:
         logger.warning("%s; nothing is kept in memory, checkpoints on disk are not affected", error)
         return None

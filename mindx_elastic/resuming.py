@@ -41,6 +41,13 @@ class Start:
     attempt: int
     resumed: Resumed | None
 
+    def is_new_on_disk(self, arenas: Path | None) -> bool:
+        """This rank's state was put together, with a file on disk in it, and is nowhere whole."""
+        found = self.resumed
+        if found is None or found.own is None:
+            return False
+        return arenas is None or not found.path.is_relative_to(arenas)
+
     @property
     def step(self) -> int | None:
         """The step that the run goes on from; None on a fresh start."""

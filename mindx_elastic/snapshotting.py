@@ -23,7 +23,7 @@ from mindx_elastic.snapshot_schedule import SnapshotSchedule
 
 __all__ = ["Snapshotter", "reach"]
 
-_ASK_AGAIN_S = 0.5  # the slowest rank has to make its trials first
+_AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same time
 
 
 def reach(stage: str) -> None:
@@ -42,15 +42,20 @@ class Snapshotter:
         describe: Callable[[], CheckpointInfo],
         exchange: Exchange,
         events: EventLog,
+        *,
+        instead: Callable[[], None] | None = None,
     ) -> None:
-        """`describe` gives the header facts of the collector's current boundary."""
+        """`describe` gives the header facts of the collector's current boundary.
+
+        `instead`: what to do in place of a copy, where another rank of the machine copies a state that all share.
+        """
+        self._instead = instead
         self._arena, self._collector, self._gate = arena, collector, update_gate
         self.schedule, self._describe, self._exchange, self._events = schedule, describe, exchange, events
         self._sequence = arena.newest().sequence
         self._wanted = threading.Condition()
         self._pending = self._copying = self._working = self._closed = False
         self._thread: threading.Thread | None = None
-        self._agreeing: threading.Thread | None = None
         self._step_began: float | None = None
         self._extra = False
         self._nbytes = 0  # of the last snapshot; 0: not known
@@ -66,17 +71,18 @@ class Snapshotter:
         if self._step_began is not None:
             self.schedule.note(now - self._step_began, extra=self._extra)
         self._extra = self.schedule.due(step)
-        if self._extra and (self.schedule.synchronous or self._gate.unguarded):
+        if self._extra and self._instead is not None:
+            self._instead()
+        elif self._extra and (self.schedule.synchronous or self._gate.unguarded):
             self._hurry = True
             self.drain()  # the copier's digests: it may have had the last one
             self._copy()
             self._hurry = False
         elif self._extra:
             self._hand_over()
-        elif self._agreeing is None and self.schedule.proposal() is not None:
-            self._agreeing = threading.Thread(target=self._agree, name="mindx-agree", daemon=True)
-            self._agreeing.start()
-        if not self._reserved:
+        elif (proposal := self.schedule.proposal()) is not None:
+            self._agree(proposal)
+        if not self._reserved and self._instead is None:
             self._reserve_beside()
         self._step_began = now if self._extra else time.perf_counter()
 
@@ -175,22 +181,26 @@ class Snapshotter:
         logger.error("%s; %s", error, remedy, exc_info=not expected)
         self._events.emit("snapshot", step=self._collector.position.step, outcome=f"failed: {error}")
 
-    def _agree(self) -> None:
-        """In a thread of its own: the store may be slow, and the slowest rank takes a while."""
+    def _agree(self, proposal: int) -> None:
+        """Once a job: all ranks come here after the same step, and take up the same interval at the same step.
+
+        A rank that took it up later would hold other steps than the others, and no step would be whole.
+        """
+        end = time.monotonic() + _AGREEMENT_S
         try:
-            self._exchange.publish("snapshot_every", str(self.schedule.proposal()))
+            self._exchange.publish("snapshot_every", str(proposal))
             while (found := self._exchange.try_collect("snapshot_every")) is None:
-                with self._wanted:
-                    if self._wanted.wait_for(lambda: self._closed, _ASK_AGAIN_S):
-                        return
-            proposals = [int(text) for text in found]
+                if time.monotonic() > end:
+                    raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s behind")
+                time.sleep(_ASK_AGAIN_S)
         except Exception as error:
-            logger.debug("the ranks could not agree on a snapshot interval: %s", error)
+            logger.warning("the ranks could not agree on a snapshot interval (%s); there are no snapshots", error)
+            self.schedule.every = 0
             return
-        self.schedule.agree(proposals)
-        self._arena.interval = max(proposals)
-        logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", max(proposals))
-        self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(max(proposals)))
+        self.schedule.agree([int(text) for text in found])
+        self._arena.interval = interval = self.schedule.every or 0
+        logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", interval)
+        self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(interval))
 
     def take_last(self) -> bool:
         """Keep the last boundary, due or not. False: it could not be, or the state has been changed since."""
@@ -199,6 +209,9 @@ class Snapshotter:
             position = self._collector.position
             if problem or self.broken or position.step == 0:
                 return False
+            if self._instead is not None:
+                self._instead()
+                return True
             if self._arena.newest().step != position.step:
                 self._copy()
             return not self.broken
@@ -215,5 +228,3 @@ class Snapshotter:
             self._wanted.notify_all()
         if self._thread is not None:
             self._thread.join(60.0)
-        if self._agreeing is not None:
-            self._agreeing.join(_ASK_AGAIN_S)

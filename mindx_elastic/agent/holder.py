@@ -128,9 +128,11 @@ def _wanted(slots: dict[int, _Slots], world_size: int, on_disk: Moment | None) -
 
     With ranks on other machines nobody here knows which one those have, so that all are written.
     """
-    if not slots or not all(slots.values()):
+    copiers = [set(found) for found in slots.values() if found]
+    replicated = any(info.coordinates.get("replicas") == world_size for f in slots.values() for _, info in f.values())
+    if not copiers or (len(copiers) < len(slots) and not replicated):
         return []
-    common = set.intersection(*(set(found) for found in slots.values()))
+    common = set.intersection(*copiers)
     newer = [m for m in common if on_disk is None or m[0] != on_disk[0] or m[1:] > on_disk[1:]]
     newer.sort(key=lambda moment: moment[1:], reverse=True)
     return newer[:1] if len(slots) == world_size else newer

@@ -5,7 +5,8 @@ its own random generators, buffers and counters. They are a few kilobytes, so th
 places hold the *forecast*: generators and buffers as they were at the end of the newest forward, before the gradients
 were reduced. The survivors of a rank that was killed in its update have passed the boundary that it did not reach; a
 rank whose random generators do not move between forward and boundary, which is checked at every boundary, would have
-reached it with exactly these.
+reached it with exactly these. Two more places are *pinned*: the boundaries of the last two snapshots that another rank
+of the machine has taken of the weights that all share.
 
 A file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags, digest, bytes.
 """
@@ -25,14 +26,17 @@ from mindx_elastic.capture.arena import ArenaFile
 
 __all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
 
-NUM_BOUNDARIES = 4
-NUM_FORECASTS = 2
-_MAGIC = b"mindxbr1"
+NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
+_NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
+_MAGIC = b"mindxbr2"
 _TOP = struct.Struct("<8sQ64s")  # magic, bytes of a place, run id
 _TOP_ROOM = 128
 _HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
 _HEAD_ROOM = 64
-_FORECAST, _TRUSTED = 1, 2
+_FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
+_BOUNDARIES = range(NUM_BOUNDARIES)
+_FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
+_PINNED = range(NUM_BOUNDARIES + NUM_FORECASTS, _NUM_PLACES)
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,8 @@ class BoundaryRecord:
     forecast: bool
     trusted: bool
     """A forecast: the ones before it have all come true. A boundary always is."""
+    pinned: bool = False
+    """Kept because of a snapshot; the same boundary may be there a second time."""
 
 
 class BoundaryRing:
@@ -66,28 +72,32 @@ class BoundaryRing:
         larger.unlink(missing_ok=True)
         self._map_file(larger, capacity)
         for record in reversed(kept):
-            content, forecast, trusted = memoryview(record.content), record.forecast, record.trusted
-            self.write(record.attempt, record.step, [content], forecast=forecast, trusted=trusted)
+            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
+            self.write(record.attempt, record.step, [memoryview(record.content)], **kind)
         os.replace(larger, path)
 
     def _map_file(self, path: Path, capacity: int) -> None:
         self._file, self.capacity = ArenaFile(path), capacity
         self._stride = _HEAD_ROOM + capacity
-        self._map = self._file.resize(_TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * self._stride)
-        sequences = [self._sequence(place) for place in range(NUM_BOUNDARIES + NUM_FORECASTS)]
-        self._next = max(sequences) // 2 + 1
-        self._places = [kind.index(min(kind)) for kind in (sequences[:NUM_BOUNDARIES], sequences[NUM_BOUNDARIES:])]
+        self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
+        self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
         self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
 
     def write(
-        self, attempt: int, step: int, pieces: Sequence[memoryview], *, forecast: bool = False, trusted: bool = True
+        self,
+        attempt: int,
+        step: int,
+        pieces: Sequence[memoryview],
+        *,
+        forecast: bool = False,
+        trusted: bool = True,
+        pinned: bool = False,
     ) -> bool:
-        """Keep one record; False when it does not fit (`capacity`)."""
+        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`)."""
         length = sum(piece.nbytes for piece in pieces)
         if length > self.capacity:
             return False
-        kind = int(forecast)
-        place = self._places[kind] + (NUM_BOUNDARIES if forecast else 0)
+        place = min(_PINNED if pinned else _FORECASTS if forecast else _BOUNDARIES, key=self._sequence)
         start = _TOP_ROOM + place * self._stride
         sequence, self._next = self._next, self._next + 1
         struct.pack_into("<Q", self._map, start, 2 * sequence - 1)
@@ -97,10 +107,9 @@ class BoundaryRing:
             self._map[position : position + piece.nbytes] = piece
             digest.update(piece)
             position += piece.nbytes
-        flags = (_FORECAST if forecast else 0) | (_TRUSTED if trusted else 0)
+        flags = _FORECAST * forecast | _TRUSTED * trusted | _IS_PINNED * pinned
         _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest.digest())
         struct.pack_into("<Q", self._map, start, 2 * sequence)
-        self._places[kind] = (self._places[kind] + 1) % (NUM_FORECASTS if forecast else NUM_BOUNDARIES)
         return True
 
     def close(self) -> None:
@@ -144,14 +153,15 @@ def _parse_top(data: bytes) -> tuple[int, str] | None:
 
 def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
     top = _parse_top(data[:_TOP_ROOM])
-    if top is None or size != _TOP_ROOM + (NUM_BOUNDARIES + NUM_FORECASTS) * (_HEAD_ROOM + top[0]):
+    if top is None or size != _TOP_ROOM + _NUM_PLACES * (_HEAD_ROOM + top[0]):
         return
     capacity, run_id = top
-    for place in range(NUM_BOUNDARIES + NUM_FORECASTS):
+    for place in range(_NUM_PLACES):
         start = _TOP_ROOM + place * (_HEAD_ROOM + capacity)
         sequence, attempt, step, length, flags, digest = _HEAD.unpack_from(data, start)
         if sequence == 0 or sequence % 2 or length > capacity:
             continue
         content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
         if xxhash.xxh3_128_digest(content) == digest:
-            yield BoundaryRecord(run_id, attempt, step, content, bool(flags & _FORECAST), bool(flags & _TRUSTED))
+            kinds = [bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED)]
+            yield BoundaryRecord(run_id, attempt, step, content, *kinds)
