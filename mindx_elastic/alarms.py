@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +41,7 @@ class Alarms:
     def of_orphan(self) -> Alarm:
         """The agent of this machine is gone. Ranks elsewhere must not take it for a stop that somebody wanted."""
         reason = f"the agent of rank {self._ranks.rank} is gone"
-        return self._make("signal", reason, EXIT_TEMPORARY, signum=signal.SIGTERM)
+        return self._make("signal", reason, EXIT_TEMPORARY)  # no number: whoever answers any signal answers this
 
     def of_fault(self, reason: str) -> Alarm:
         return self._make("fault", reason, self._exit_code("fault", EXIT_TEMPORARY))
@@ -78,7 +77,7 @@ class Alarms:
 
     def answering(self, alarm: Alarm) -> list[ExitPolicy]:
         def answers(policy: ExitPolicy) -> bool:
-            if alarm.kind == "signal" and policy.signals and alarm.signum not in policy.signals:
+            if alarm.signum is not None and policy.signals and alarm.signum not in policy.signals:
                 return False
             return alarm.kind in policy.alarms
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from mindx_elastic.capture.arena import RankArena
@@ -32,6 +33,7 @@ class BoundaryLog:
         self._ring: BoundaryRing | None = None
         self._run_id, self._attempt = "", 0
         self._trusted = False
+        self._doubted = False  # once a forecast was wrong, none is trusted any more
         self._broken = False
         self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in modules]
 
@@ -46,16 +48,15 @@ class BoundaryLog:
 
     def at_boundary(self) -> None:
         """A boundary has just been copied by the collector."""
-        came_true = self._collector.ahead_came_true()
+        came_true = self._collector.foreseen = self._collector.ahead_came_true()
         if came_true is not None:
-            self._trusted = came_true and (self._trusted or not self._doubted)
             self._doubted |= not came_true
+            self._trusted = not self._doubted
         self._write(self._collector.position.step, self._collector.volatile)
 
-    _doubted = False  # once a forecast was wrong, none is trusted any more
-
     def _forward_ended(self) -> None:
-        if self._run_id and not self._broken and not self._doubted:
+        # Without gradients it is no training forward: what it draws shows at the boundary, as a forecast that failed.
+        if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
 
     def _write(

@@ -19,6 +19,7 @@ from typing import Any
 __all__ = ["EventLog", "RankFilter", "attach_console", "logger"]
 
 logger = logging.getLogger("mindx_elastic")
+_TAIL_BYTES = 1 << 18
 
 
 class RankFilter(logging.Filter):
@@ -62,6 +63,25 @@ class EventLog:
         self.counters: dict[str, int] = {}
         self._lock = threading.Lock()
         self._broken = False
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                lines = file.read().splitlines()
+        except OSError:
+            return False
+        wanted = {"run_id": self.run_id, "attempt": self.attempt, "rank": rank, "event": "end"}
+        for line in reversed(lines):
+            if b'"end"' in line:
+                try:
+                    found = json.loads(line)
+                except ValueError:
+                    continue
+                if isinstance(found, dict) and all(found.get(key) == value for key, value in wanted.items()):
+                    return True
+        return False
 
     def emit(
         self,

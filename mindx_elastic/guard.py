@@ -278,7 +278,7 @@ class Guard:
         self._listening.handlers.linger(self.stopper.alarm.deadline.at)
         self.stopper.after_save()
         leaving = self.stopper.exit()
-        self._around.keep_memory = not self.stopper.settled_together
+        self._around.leave(self.stopper)
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
@@ -21,7 +22,7 @@ from mindx_elastic.stopping import Stopper
 
 __all__ = ["Listening", "find_peers"]
 
-_START_TIMEOUT_S = 600.0
+_START_TIMEOUT_S = 1800.0
 _FAULT_POLL_S = 1.0
 
 
@@ -55,8 +56,9 @@ class Listening:
                 )
         self._watch_faults()
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
+        self._own_signals = frozenset(signals)
         if link is not None:
-            signals.append(CONTROL_SIGNAL)
+            signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers by it, policies or not
             if link.agent_fd >= 0:  # also where a script stands between the agent and this process
                 self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
         self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
@@ -80,6 +82,9 @@ class Listening:
             return
         if signum == signal.SIGTERM and self._link is not None and self._link.is_orphan():
             self._stopper.hear(self._stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+        elif signum == signal.SIGTERM and signum not in self._own_signals:
+            alarm = self._stopper.alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
+            self._stopper.hear(alarm)
         elif signum != CONTROL_SIGNAL or self._link is None:
             self._stopper.hear_signal(signum)
         elif (orders := self._link.orders()) is not None:

@@ -80,7 +80,7 @@ class Memory:
             self._log = BoundaryLog(self._arena, collector, modules, next_step)
             self._log.begin(events.run_id, events.attempt)
         if self._every != 0:
-            schedule = SnapshotSchedule(self._every)
+            schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
             instead = None if self._log is None or self._local_rank == 0 else self._log.pin
             self._snapshotter = Snapshotter(

@@ -75,13 +75,15 @@ def start_or_resume(
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
     events.run_id = run_id = exchange.collect("run_id", _RUN_ID_TIMEOUT_S)[0]
+    # Launchers count for themselves, on each node; files of two attempts are never put together.
+    exchange.publish("attempt", str(ranks.attempt if found is None else found.next_attempt))
+    events.attempt = max(map(int, exchange.collect("attempt", _RUN_ID_TIMEOUT_S)))
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
-        return Start(run_id, ranks.attempt, None)
+        return Start(run_id, events.attempt, None)
     info = found.checkpoint.info
-    events.attempt = found.next_attempt
     _load(found, collector, targets, loader, ranks)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
@@ -120,11 +122,12 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) ->
         return lambda: restore_rng(rng)
     if found.own is not None:
         logger.info(
-            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its own random numbers "
-            "and buffers from memory",
+            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
+            "CPU buffers %s",
             ranks.rank,
             info.step,
             found.donor,
+            "are foreseen from its last forward, all else is that rank's" if found.own.forecast else "from memory",
         )
         return lambda: restore_rng(rng)
     logger.warning(

@@ -181,6 +181,11 @@ class Saver:
         except (OSError, UnsupportedStateError) as error:
             self._report(error, info)
 
+    def _foreseen(self) -> dict[str, int]:
+        """Whether forecasts of this boundary are worth anything: on this rank it came out as foreseen, or not."""
+        foreseen = self.collector.foreseen
+        return {} if foreseen is None else {"foreseen": int(foreseen)}
+
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
         return CheckpointInfo(
             run_id=self.events.run_id,
@@ -195,7 +200,7 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
-            coordinates=self._coordinates,
+            coordinates={**self._coordinates, **self._foreseen()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
         )

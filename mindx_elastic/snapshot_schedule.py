@@ -19,12 +19,13 @@ class SnapshotSchedule:
     (`proposal`, `agree`); until then the trials are at fixed steps. Intervals are powers of two.
     """
 
-    def __init__(self, every: int | None) -> None:
-        """`every` steps; 0: never; None: by measuring."""
+    def __init__(self, every: int | None, *, start: int = 0) -> None:
+        """`every` steps; 0: never; None: by measuring. `start`: the step that the attempt begins at."""
         self.every = every
+        self._last = self._newest = start
+        self._boundaries = 0
         self._plain: list[float] = []
         self._trials: list[float] = []
-        self._first: int | None = None
 
     @property
     def synchronous(self) -> bool:
@@ -32,13 +33,20 @@ class SnapshotSchedule:
         return self.every == 1
 
     def due(self, step: int) -> bool:
-        """Whether the boundary `step` is to be kept."""
-        if self.every is not None:
-            return self.every > 0 and step % self.every == 0
-        if self._first is None:
-            self._first = step
-        # Trials at multiples of four, so that all ranks, also those that began elsewhere, try the same steps.
-        return step % 4 == 0 and step - self._first >= _PLAIN_STEPS and len(self._trials) < _TRIALS
+        """Whether the boundary `step` is to be kept.
+
+        Boundaries need not come at every step, nor at multiples of anything: inside an accumulation window there is
+        none. So the first one in each stretch of N steps is due; on every rank the same.
+        """
+        self._boundaries += 1
+        if self.every is None:
+            due = self._boundaries > _PLAIN_STEPS and self._boundaries % 4 == 0 and len(self._trials) < _TRIALS
+        else:
+            due = self.every > 0 and step // self.every > self._last // self.every
+        self._newest = step
+        if due:
+            self._last = step
+        return due
 
     def note(self, step_s: float, *, extra: bool) -> None:
         """One step took `step_s` seconds; `extra`: it had a snapshot at its start."""
@@ -60,3 +68,4 @@ class SnapshotSchedule:
     def agree(self, proposals: list[int]) -> None:
         """What all ranks have proposed; the rarest is taken."""
         self.every = max(proposals)
+        self._last = self._newest

@@ -53,6 +53,7 @@ class Snapshotter:
         self._arena, self._collector, self._gate = arena, collector, update_gate
         self.schedule, self._describe, self._exchange, self._events = schedule, describe, exchange, events
         self._sequence = arena.newest().sequence
+        self._taken = -1  # step of the last snapshot of ours
         self._wanted = threading.Condition()
         self._pending = self._copying = self._working = self._closed = False
         self._thread: threading.Thread | None = None
@@ -91,6 +92,8 @@ class Snapshotter:
             if self._copying:
                 self._events.emit("snapshot", step=self._collector.position.step, outcome="skipped: still busy")
                 return
+            if not self._has_thread():
+                return
             self._gate.lend()
             self._copying = self._pending = True  # a seal in progress gives way
             self._wake()
@@ -108,11 +111,20 @@ class Snapshotter:
             self._wake()
 
     def _wake(self) -> None:
-        self._working = True
+        if self._has_thread():
+            self._working = True
+            self._wanted.notify_all()
+
+    def _has_thread(self) -> bool:
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mindx-snapshot", daemon=True)
-            self._thread.start()
-        self._wanted.notify_all()
+            thread = threading.Thread(target=self._run, name="mindx-snapshot", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:  # the process is at its limit
+                self._give_up(error)
+                return False
+            self._thread = thread
+        return True
 
     def _run(self) -> None:
         while True:
@@ -122,10 +134,12 @@ class Snapshotter:
                     return
                 pending, self._pending, self._reserving = self._pending, False, False
             if pending:
-                index = self._copy()
-                with self._wanted:
-                    self._copying = False
-                self._gate.give_back()
+                try:
+                    index = self._copy()
+                finally:
+                    with self._wanted:
+                        self._copying = False
+                    self._gate.give_back()
                 if index is not None:
                     self._seal(index)
             if not self._reserved and not self.broken:
@@ -163,7 +177,7 @@ class Snapshotter:
         if index is None:
             self._events.emit("snapshot", step=snapshot.info.step, outcome=f"dropped: {changed()}")
         else:
-            self._sequence = sequence
+            self._sequence, self._taken = sequence, snapshot.info.step
         return index
 
     def _seal(self, index: int) -> None:
@@ -212,7 +226,7 @@ class Snapshotter:
             if self._instead is not None:
                 self._instead()
                 return True
-            if self._arena.newest().step != position.step:
+            if self._taken != position.step:  # what lies there may be another run's
                 self._copy()
             return not self.broken
 

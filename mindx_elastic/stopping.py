@@ -98,7 +98,7 @@ class Stopper:
         """Watcher thread: the process of another rank on this machine is gone."""
         self.exchange.hear_death(rank)
         if self._phase is StopPhase.TRAINING and not self._ending and not self.finished:
-            if not self.exchange.has_left(rank):
+            if self._died(rank):
                 self.stop(self.alarms.of_death([rank]))
         elif self._phase is StopPhase.STOPPING and self.alarm is not None:
             # It may have saved at the agreed step and left, and this rank gets there by itself; or it never will.
@@ -154,7 +154,7 @@ class Stopper:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
         self.update_gate.give_up()
         if self._phase is StopPhase.TRAINING:
-            gone = [rank for rank in self._peers_gone_soon(error) if not self.exchange.has_left(rank)]
+            gone = [rank for rank in self._peers_gone_soon(error) if self._died(rank)]
             alarm = self.alarms.of_death(gone) if gone else self.alarms.of_exception(error)
             if not any(alarm.kind in policy.alarms for policy in self.policies):
                 return
@@ -162,6 +162,10 @@ class Stopper:
                 self._tell_others(alarm)
         assert self.alarm is not None
         self._salvage(self.alarm, can_wait=False)
+
+    def _died(self, rank: int) -> bool:
+        """Whether a process that is gone did not just finish before the others. The log outlives the store's host."""
+        return not (self.events.has_ended(rank) or self.exchange.has_left(rank))
 
     def _peers_gone_soon(self, error: BaseException) -> Sequence[int]:
         """A dying process closes its connections a moment before it is gone: what looks like an error is its death."""
@@ -186,8 +190,8 @@ class Stopper:
         self._ending = True
         if self._phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
-            gone = [] if decision == FINISHED else self.peers_gone()
-            if gone and decision.step is None:  # killed before it could finish: nobody leaves before all know the end
+            gone = [] if decision == FINISHED else [rank for rank in self.peers_gone() if self._died(rank)]
+            if gone and decision.step is None:  # killed before it could finish
                 self.watcher.post(lambda: self.stop(self.alarms.of_death(gone)))
                 with self._changed:
                     self._changed.wait_for(lambda: self._phase in FINAL, self.settings.grace_s)
@@ -214,12 +218,15 @@ class Stopper:
         return self.way_out.dismissed
 
     @property
-    def settled_together(self) -> bool:
-        """All ranks have saved, or were to save, the step that this rank has saved: nothing is needed from memory."""
-        if self._phase is not StopPhase.SAVED or self.path is None:
-            return False
-        agreed = [d.step for d in (self._stop_decision, self._salvage_decision) if d is not None]
-        return self.saved_step in agreed or self.ranks.world_size == 1
+    def time_left_s(self) -> float:
+        """Until the process must be gone; 0 without an alarm."""
+        return 0.0 if self.alarm is None else self.alarm.deadline.remaining_s()
+
+    @property
+    def agreed_step(self) -> int | None:
+        """The step that all ranks have agreed to save; None: none, or a rank is gone."""
+        decision = self._salvage_decision or self._stop_decision
+        return None if decision is None else decision.step
 
     def dismiss(self) -> None:
         """Training thread: the stop that was reached is the normal end of the training after all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,16 +14,18 @@ from mindx_elastic.agreement.connect import open_exchange, store_host
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
-from mindx_elastic.events import EventLog
+from mindx_elastic.events import EventLog, logger
 from mindx_elastic.memory import open_memory
 from mindx_elastic.mirror.mirror import open_mirror
 from mindx_elastic.resume.restore import Resumed
 from mindx_elastic.resuming import Start
 from mindx_elastic.saving import Saver
 from mindx_elastic.status_page import StatusPage
+from mindx_elastic.stopping import Stopper
 
 __all__ = ["Surroundings"]
 
+_DURABLE_S = 5.0
 _START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
 
 
@@ -38,7 +41,7 @@ class Surroundings:
         redundancy: int | None,
     ) -> None:
         """Raises UsageError for settings that cannot be. All ranks together."""
-        ranks = saver.ranks
+        ranks = self._ranks = saver.ranks
         self.exchange = open_exchange(ranks)
         stack.callback(self.exchange.close)
         agent = AgentInfo.from_env()
@@ -128,10 +131,26 @@ class Surroundings:
         finally:
             self.link.between(False)
 
-    def finish(self) -> None:
-        """The block has ended by itself. With an agent the last boundary stays in memory until all workers have ended
+    def leave(self, stopper: Stopper) -> None:
+        """The job stops. Memory is needed no more once every rank has said that the agreed step is on its disk."""
+        saved = stopper.saved_step if stopper.path is not None else None
+        if saved is None or self.memory is None or (self._ranks.world_size > 1 and saved != stopper.agreed_step):
+            return
+        try:
+            self.exchange.publish("durable", str(saved))
+            end = time.monotonic() + min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
+            while (found := self.exchange.try_collect("durable")) is None and time.monotonic() < end:
+                time.sleep(0.01)
+        except Exception as error:
+            logger.debug("whether all ranks have saved cannot be known: %s", error)
+            return
+        self.keep_memory = found is None or set(found) != {str(saved)}
 
-        well: an evaluation or an export after the block may fail, and must not cost the training.
+    def finish(self) -> None:
+        """The block has ended by itself.
+
+        With an agent the last boundary stays in memory until all workers have ended well: an evaluation or an export
+        after the block may fail, and must not cost the training.
         """
         self.keep_memory = self.link is not None and self.memory is not None and self.memory.take_last()
 

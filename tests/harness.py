@@ -111,7 +111,8 @@ class Job:
 
     def end(self) -> None:
         """Kill whatever is left of the job, by process id."""
-        for pid in [*self.pids().values(), *_session(self.process.pid)]:
+        # Descendants too: the workers of a launcher lead sessions of their own, and some may not be READY yet.
+        for pid in [*self.pids().values(), *children(self.process.pid), *_session(self.process.pid)]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         if self.process.poll() is None:

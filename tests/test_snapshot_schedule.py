@@ -43,7 +43,18 @@ def test_a_measured_interval_costs_less_than_a_percent(cost_s: float, interval: 
 
 def test_trials_at_the_same_steps_on_all_ranks_and_no_more_of_them() -> None:
     assert train(SnapshotSchedule(None), range(1, 60), step_s=1, cost_s=1) == [12, 16, 20]
-    assert train(SnapshotSchedule(None), range(103, 160), step_s=1, cost_s=1) == [112, 116, 120]
+    assert train(SnapshotSchedule(None, start=102), range(103, 160), step_s=1, cost_s=1) == [114, 118, 122]
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 7])
+@pytest.mark.parametrize("first", [0, 1])
+def test_boundaries_that_hit_no_multiple_are_kept_all_the_same(window: int, first: int) -> None:
+    """Accumulation: there is a boundary at the end of each window only."""
+    boundaries = range(first + window, 300, window)
+    schedule = SnapshotSchedule(4, start=first)
+    kept = [step for step in boundaries if schedule.due(step)]
+    assert all(b - a <= 4 + window for a, b in zip([first, *kept], kept, strict=False))
+    assert len(train(SnapshotSchedule(None, start=first), boundaries, step_s=1, cost_s=1)) == 3
 
 
 def test_nothing_is_proposed_before_there_is_enough_to_compare() -> None:
@@ -59,9 +70,9 @@ def test_nothing_is_proposed_before_there_is_enough_to_compare() -> None:
 def test_the_rarest_proposal_is_agreed_on() -> None:
     schedule = SnapshotSchedule(None)
     train(schedule, range(1, 30), step_s=1, cost_s=0)
-    assert not schedule.due(64)
+    assert not schedule.due(30)
     schedule.agree([2, 64, 8])
-    assert [step for step in range(60, 200) if schedule.due(step)] == [64, 128, 192]
+    assert [step for step in range(31, 200) if schedule.due(step)] == [64, 128, 192]
     assert not schedule.synchronous and schedule.proposal() is None
     before = schedule.every
     schedule.note(100.0, extra=True)

@@ -257,7 +257,8 @@ class RankArena:
         Never raises: what somebody else has put there, or taken away, is left.
         """
         try:
-            for path in self.folder.iterdir():
+            # The lock last: whoever gets it must find nothing that is about to go.
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "lock"):
                 path.unlink(missing_ok=True)
             self.close()
             self.folder.rmdir()

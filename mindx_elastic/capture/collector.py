@@ -29,6 +29,8 @@ class Collector:
         self.gradient_order: dict[str, list[int]] = {}
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
+        self.foreseen: bool | None = None
+        """Whether the last boundary came out as `copy_ahead` had foreseen it; None: it had not looked."""
         self.boundary_event: Any = None
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.snapshot`."""
 

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = ["GateState", "UpdateGate"]
 
-_COPY_S = 30.0  # memory to memory; somebody else's save to disk is not waited for longer
+_COPY_S = 600.0  # the first copy of a large state, into memory that was never touched, is slow
 
 
 class GateState(Enum):

@@ -56,6 +56,8 @@ class _View:
     """As the launcher counts."""
     mine: dict[Moment, list[Path]] = field(default_factory=dict)
     """This rank's files of a step, the one to try first in front."""
+    unforeseen: set[Moment] = field(default_factory=set)
+    """Boundaries that came out otherwise than their forecasts, as some rank's file says."""
     own: dict[Moment, OwnState] = field(default_factory=dict)
     """This rank's own small state of a step, to go with a donor's file."""
     donors: dict[Moment, list[Path]] = field(default_factory=dict)
@@ -287,6 +289,8 @@ def _sort_in(entries: Sequence[CatalogEntry], ranks: RankInfo, view: _View) -> N
         _count_attempt(info, view)
         if not info.resumable:
             continue
+        if info.coordinates.get("foreseen") == 0:
+            view.unforeseen.add(info.moment)
         # The age of a run is that of its newest file on any rank that somebody can see.
         view.created[info.moment] = max(info.created, view.created.get(info.moment, info.created))
         if info.world_size != ranks.world_size:
@@ -312,7 +316,8 @@ def _look_at_ring(ring: Path, view: _View) -> None:
         run, attempt, _ = moment
         if run in view.attempts:
             view.attempts[run] = max(attempt, view.attempts[run])
-            view.own.setdefault(moment, own)
+            if not (own.forecast and moment in view.unforeseen):
+                view.own.setdefault(moment, own)
 
 
 def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, view: _View) -> None:
