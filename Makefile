@@ -100,6 +100,7 @@ fast: $(DONE)/dev
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
 drill: $(DONE)/dev
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m drill $(PYTEST_ARGS)
 	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 	$(BIN)/python -m tests.drill_kills $(DRILL_ARGS)
 

@@ -1,14 +1,18 @@
 """The holder: brings to disk what the dead workers of a machine have left in shared memory.
 
-Called when the job ends here without another start, for the memory goes with the container: the newest snapshot that
-all ranks of the machine have, unless something newer is on disk already, and each rank's ring of boundaries, so that a
-replica's file can stand in for a killed rank bit for bit on another machine too.
+Called when the job ends here without another start, for the memory goes with the container. It looks at memory and disk
+as a start does, of the newest run only, and writes what a start would take and the disk does not have: in a replicated
+job the newest snapshot of any rank, else the newest one that all ranks have, or may have where some of them live on
+other machines. Each rank's ring of boundaries goes along, so that a replica's file can stand in for a killed rank bit
+for bit on another machine too. Memory is given up rank by rank, and only where the disk is at least as far.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,19 +20,26 @@ from pathlib import Path
 import torch
 
 from mindx_elastic.boundary_log import BOUNDARIES_FILE
-from mindx_elastic.capture.arena import ArenaFile, RankArena, job_folder, rank_folders
+from mindx_elastic.capture.arena import RankArena, job_folder, rank_folders
+from mindx_elastic.capture.boundary_ring import read_ring
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.events import logger
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
-from mindx_elastic.persist.format import CheckpointInfo, Moment, read_header
+from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
-from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
-from mindx_elastic.resume.memory_files import RING_COPY
+from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
+from mindx_elastic.persist.writer import keep_older
+from mindx_elastic.resume.memory_files import RING_COPY, known_runs, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush"]
 
+_PIECE_BYTES = 4 << 20
+_NEAR = 2  # steps; as in `resume.restore`: a rank that was killed is at most one behind the others
+
 _Slots = dict[Moment, tuple[Path, CheckpointInfo]]
+"""The snapshots of one rank."""
 
 
 @dataclass
@@ -38,17 +49,17 @@ class Flushed:
     lines: list[str] = field(default_factory=list)
     """For the log."""
     step: int | None = None
-    """The newest step that it wrote; None: it wrote no state."""
+    """The newest step that it wrote, and that all ranks of this machine have; None: it wrote none."""
 
 
 def flush(arena: Path) -> Flushed:
     """Write what the job's folder `arena` holds to its checkpoint directory, then remove it.
 
     Main thread of the agent, when its workers are gone; blocks on the disk. Never raises: the agent has to come to its
-    end. Whatever could not be written stays in memory, and a line says so.
+    end. What could not be written, and is not superseded by the disk, stays in memory, and a line says so.
     """
     flushed = Flushed()
-    open_arenas: dict[int, RankArena] = {}
+    arenas: dict[int, RankArena] = {}
     try:
         directory = _owner(arena)
         if directory is None:
@@ -58,16 +69,20 @@ def flush(arena: Path) -> Flushed:
             flushed.lines.append(f"{arena} belongs to {directory}, which is gone; `mindx-elastic clean` removes it")
             return flushed
         for rank in rank_folders(arena):
-            open_arenas[rank] = RankArena(base, directory, rank)
-        _flush_all(directory, open_arenas, flushed)
+            try:
+                arenas[rank] = RankArena(base, directory, rank)
+            except OSError as error:
+                flushed.lines.append(f"the memory of rank {rank} is kept: {error}")
+        kept = _flush_all(directory, arena, arenas, flushed)
     except Exception as error:
-        flushed.lines.append(f"{arena} is kept: {error}")
+        flushed.lines.append(f"{arena} is kept, a start on this machine goes on from there: {error}")
         logger.debug("flush of %s", arena, exc_info=True)
-        for one in open_arenas.values():
+        kept = set(arenas)
+    for rank, one in arenas.items():
+        if rank in kept:
             one.close()
-        return flushed
-    for one in open_arenas.values():
-        one.remove()
+        else:
+            one.remove()
     return flushed
 
 
@@ -89,94 +104,275 @@ def drop(arena: Path) -> None:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
 
 
-def _flush_all(directory: Path, arenas: dict[int, RankArena], flushed: Flushed) -> None:
+def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], flushed: Flushed) -> set[int]:
+    """The ranks whose memory has to stay. Raises OSError when something cannot be written; then all of it has to."""
     slots: dict[int, _Slots] = {}
     for rank, arena in arenas.items():
         flushed.lines += adopt_slots(arena)
         slots[rank] = _snapshots(arena)
-    world_size = max((info.world_size for found in slots.values() for _, info in found.values()), default=1)
-    for rank, arena in arenas.items():
-        folder = _folder(directory, rank, world_size if slots[rank] else max(world_size, len(arenas)))
-        _copy_ring(arena.folder / BOUNDARIES_FILE, folder)
-    wanted = _wanted(slots, world_size, _newest_on_disk(directory))
-    for rank, found in slots.items():
-        for moment in wanted:
-            if moment in found:
-                source, info = found[moment]
-                name = f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors"
-                _copy_file(source, _folder(directory, rank, world_size) / name)
-    for _, attempt, step in wanted:
-        flushed.step = max(step, flushed.step or 0)
-        flushed.lines.append(
-            f"step {step} (attempt {attempt}) of the killed workers is written from memory to {directory}"
-        )
+    known = known_runs([directory])
+    rings = {rank: ring for rank, arena in arenas.items() if (ring := arena.folder / BOUNDARIES_FILE).exists()}
+    if not known and (rings or any(slots.values())):
+        # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
+        raise CheckpointError(f"{directory / 'events.jsonl'} does not know the run that it is of")
+    run = _newest_run(slots, known)
+    slots = {rank: {m: slot for m, slot in found.items() if m[0] == run} for rank, found in slots.items()}
+    machine = _Machine(directory, job, sorted(rank_folders(job)), slots)
+    wanted = _sound(machine, flushed)
+    problems = _copy_rings(machine, rings, {run} if run else known)
+    for step in wanted:
+        _write(step, machine, flushed)
+    if problems:
+        raise problems[0]
+    return _not_on_disk(machine, flushed)
 
 
 def _snapshots(arena: RankArena) -> _Slots:
-    found: _Slots = {}
-    for slot in arena.slots:
-        try:
-            info = read_header(slot.path).info
-        except (CheckpointError, OSError):
+    entries = [read_entry(slot.path) for slot in arena.slots]
+    infos = [(entry.path, entry.info) for entry in entries if entry is not None]
+    return {info.moment: (path, info) for path, info in infos if info is not None and info.resumable}
+
+
+def _newest_run(slots: Mapping[int, _Slots], known: set[str]) -> str:
+    """The run that the job has gone on with last; others in memory were given up by whoever began anew."""
+    infos = [info for found in slots.values() for _, info in found.values() if info.run_id in known]
+    return max(infos, key=lambda info: info.created).run_id if infos else ""
+
+
+# --- what there is ---
+
+
+@dataclass
+class _Step:
+    """What memory and disk have of one moment."""
+
+    moment: Moment
+    world_size: int
+    in_memory: dict[int, tuple[Path, CheckpointInfo]] = field(default_factory=dict)
+    on_disk: set[int] = field(default_factory=set)
+    """Ranks."""
+    replicated: bool = False
+    """Each file may stand in for another rank's."""
+    unforeseen: bool = False
+    """It came out otherwise than its forecasts in the rings, as some rank's file says."""
+
+    def add(self, info: CheckpointInfo) -> None:
+        self.replicated |= info.coordinates.get("replicas") == info.world_size
+        self.unforeseen |= info.coordinates.get("foreseen") == 0
+
+    def has(self, rank: int) -> bool:
+        return rank in self.in_memory or rank in self.on_disk
+
+    @property
+    def to_write(self) -> list[int]:
+        """Ranks that have it in memory only."""
+        return sorted(set(self.in_memory) - self.on_disk)
+
+    @property
+    def usable_on_disk(self) -> bool:
+        return bool(self.on_disk) if self.replicated else self.on_disk.issuperset(range(self.world_size))
+
+
+class _Machine:
+    """This machine's view of the job, sorted as by a start."""
+
+    def __init__(self, directory: Path, job: Path, ranks: Sequence[int], slots: Mapping[int, _Slots]) -> None:
+        self.directory, self.job, self.slots = directory, job, slots
+        self.ranks = ranks
+        """Those with a folder in memory, whether it could be opened or not."""
+        self.activity: dict[str, float] = {}
+        self.look()
+
+    def look(self) -> None:
+        """Again, when memory or disk have changed."""
+        steps: dict[Moment, _Step] = {}
+        for rank, found in self.slots.items():
+            for path, info in found.values():
+                self._step_of(info, steps).in_memory[rank] = path, info
+        for entry in scan(self.directory).entries:
+            if entry.info is not None and entry.info.resumable:
+                self._step_of(entry.info, steps).on_disk.add(entry.info.rank)
+        self.steps = sorted(steps.values(), key=lambda step: self.order(step.moment))
+
+    def _step_of(self, info: CheckpointInfo, steps: dict[Moment, _Step]) -> _Step:
+        step = steps.setdefault(info.moment, _Step(info.moment, info.world_size))
+        step.add(info)
+        self.activity[info.run_id] = max(info.created, self.activity.get(info.run_id, info.created))
+        return step
+
+    def order(self, moment: Moment) -> tuple[float, str, int, int]:
+        """Sort key: what a start takes first is in front."""
+        run, attempt, step = moment
+        return -self.activity[run], run, -attempt, -step
+
+    def lacking(self, step: _Step) -> list[int]:
+        """Ranks of this machine without a file of `step`."""
+        return [rank for rank in self.ranks if rank < step.world_size and not step.has(rank)]
+
+    def wanted(self) -> list[_Step]:
+        """What has to be on disk for a start elsewhere to go on as one from this memory could; the newest in front."""
+        wanted: list[_Step] = []
+        for step in self.steps:
+            if step.replicated:
+                return [*wanted, step, *self._exact_before(step)]
+            if step.usable_on_disk:
+                break
+            if not all(self._has_moved(rank, step) for rank in self.lacking(step)):
+                continue
+            wanted.append(step)
+            if all(map(step.has, range(step.world_size))):
+                break  # else other machines have the rest of it, or of an older one: nobody here knows
+        return wanted
+
+    def _has_moved(self, rank: int, step: _Step) -> bool:
+        """Whether this folder may be of an earlier attempt, and its rank be on another machine since."""
+        attempts = [attempt for _, attempt, _ in self.slots.get(rank, ())]
+        return bool(attempts) and max(attempts) < step.moment[1]
+
+    def _exact_before(self, newest: _Step) -> list[_Step]:
+        """Where a rank has nothing of its own of the newest step: the one just before that a start prefers then."""
+        own = {rank: self._own(rank) for rank in self.ranks if rank < newest.world_size}
+
+        def is_exact(step: _Step) -> bool:
+            return all(step.has(rank) or own[rank](step) for rank in own)
+
+        if is_exact(newest):
+            return []
+        run, attempt, number = newest.moment
+        near = [(run, attempt, number - back) for back in range(1, _NEAR + 1)]
+        return [step for step in self.steps if step.moment in near and step.replicated and is_exact(step)][:1]
+
+    def _own(self, rank: int) -> Callable[[_Step], bool]:
+        states = [own_states(ring) for ring in own_rings([self.directory], self.job, rank)]
+
+        def has(step: _Step) -> bool:
+            found = [one[step.moment] for one in states if step.moment in one]
+            return any(not (own.forecast and step.unforeseen) for own in found)
+
+        return has
+
+
+def _sound(machine: _Machine, flushed: Flushed) -> list[_Step]:
+    """The steps to write. One that has rotted in memory does not stand in the way of an older one."""
+    while True:
+        wanted = [step for step in machine.wanted() if step.to_write]
+        damaged = [(rank, step) for step in wanted for rank in step.to_write if _is_damaged(step, rank, flushed)]
+        if not damaged:
+            return wanted
+        for rank, step in damaged:
+            del machine.slots[rank][step.moment]
+        machine.look()
+
+
+def _is_damaged(step: _Step, rank: int, flushed: Flushed) -> bool:
+    problems = verify_file(step.in_memory[rank][0])
+    flushed.lines += problems[:1]
+    return bool(problems)
+
+
+def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
+    """Ranks with a snapshot that the disk has nothing against, neither itself nor anything that a start would prefer."""
+    machine.look()
+    usable = [machine.order(step.moment) for step in machine.steps if step.usable_on_disk]
+    newest_usable = min(usable, default=None)
+    kept = set()
+    for rank in machine.slots:
+        newest = next((step for step in machine.steps if rank in step.in_memory), None)
+        if newest is None or rank in newest.on_disk:
             continue
-        found[info.moment] = (slot.path, info)
-    return found
+        if newest_usable is None or machine.order(newest.moment) < newest_usable:
+            absent = ", ".join(map(str, machine.lacking(newest))) or "others"
+            kept.add(rank)
+            flushed.lines.append(
+                f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
+                f"not written because rank {absent} lacks it; `mindx-elastic clean` removes it"
+            )
+    return kept
 
 
-def _wanted(slots: dict[int, _Slots], world_size: int, on_disk: Moment | None) -> list[Moment]:
-    """The moments to write, newer than what the disk has: the last one that all ranks of this machine have.
+# --- writing ---
 
-    With ranks on other machines nobody here knows which one those have, so that all are written.
+
+def _write(step: _Step, machine: _Machine, flushed: Flushed) -> None:
+    _, attempt, number = step.moment
+    for rank in step.to_write:
+        source, info = step.in_memory[rank]
+        folder = machine.directory / f"rank_{rank}" if info.world_size > 1 else machine.directory
+        _copy_file(source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info)
+    if flushed.step is None and (step.replicated or not machine.lacking(step)):
+        flushed.step = number
+    ranks = ", ".join(map(str, step.to_write))
+    flushed.lines.append(
+        f"step {number} (attempt {attempt}) of rank {ranks} is written from memory to {machine.directory}"
+    )
+
+
+def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: Iterable[str]) -> list[OSError]:
+    """What could not be copied; the snapshots matter more."""
+    problems: list[OSError] = []
+    if any(step.world_size == 1 and step.moment[0] in runs for step in machine.steps):
+        return problems  # whoever has the one file has it all
+    for rank, ring in rings.items():
+        try:
+            if {record.run_id for record in read_ring(ring)} & set(runs):
+                _copy_file(ring, machine.directory / f"rank_{rank}" / RING_COPY)
+        except OSError as error:
+            problems.append(error)
+    return problems
+
+
+def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -> None:
+    """`source` lies in memory; `target` appears whole and durable, or not at all. Raises SaveError.
+
+    `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save.
     """
-    copiers = [set(found) for found in slots.values() if found]
-    replicated = any(info.coordinates.get("replicas") == world_size for f in slots.values() for _, info in f.values())
-    if not copiers or (len(copiers) < len(slots) and not replicated):
-        return []
-    common = set.intersection(*copiers)
-    newer = [m for m in common if on_disk is None or m[0] != on_disk[0] or m[1:] > on_disk[1:]]
-    newer.sort(key=lambda moment: moment[1:], reverse=True)
-    return newer[:1] if len(slots) == world_size else newer
+    try:
+        memory = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            _make_folder(target.parent)
+            _copy(memory, target, info)
+        finally:
+            os.close(memory)
+    except OSError as error:
+        problem = f"{target}: cannot be written from memory: {error.strerror or error}"
+        raise SaveError(problem, path=target) from error
 
 
-def _newest_on_disk(directory: Path) -> Moment | None:
-    """The newest step on disk that is whole, or that replicas make whole."""
-    for step in scan(directory).steps:
-        replicated = step.resumable and step.info.coordinates.get("replicas") == step.world_size
-        if step.complete or replicated:
-            return step.moment
-    return None
-
-
-def _folder(directory: Path, rank: int, world_size: int) -> Path:
-    folder = directory / f"rank_{rank}" if world_size > 1 else directory
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def _copy_ring(ring: Path, folder: Path) -> None:
-    if ring.exists():
-        _copy_file(ring, folder / RING_COPY)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    """`source` lies in memory; `target` appears whole and durable, or not at all. Raises OSError."""
-    size = os.stat(source).st_size
-    if size == 0:
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o755)
+    except FileExistsError:
         return
-    memory = ArenaFile(source)
+    fsync_dir(folder.parent)
+
+
+def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
+    size = os.fstat(memory).st_size
     fd, temp = create_temp(target)
     try:
-        preallocate(fd, size)
+        if not preallocate(fd, size):
+            check_free_space(target.parent, size)
         with closing(BlockWriter(fd, 0)) as blocks:
-            blocks.put(torch.frombuffer(memory.resize(size), dtype=torch.uint8))
+            _pour(memory, size, blocks)
             blocks.finish()
-        os.ftruncate(fd, size)
+        os.ftruncate(fd, size)  # direct I/O writes whole blocks
         os.fsync(fd)
+        if info is not None:
+            keep_older(target, info)
         publish(temp, target)
         fsync_dir(target.parent)
-    except OSError as error:
-        raise SaveError(f"{target}: cannot be written from memory: {error.strerror}", path=target) from error
     finally:
         temp.unlink(missing_ok=True)
         os.close(fd)
-        memory.close()
+
+
+def _pour(memory: int, size: int, blocks: BlockWriter) -> None:
+    # Read, not mapped: reading cannot change the source, and reports what is wrong instead of a SIGBUS.
+    piece = bytearray(_PIECE_BYTES)
+    data = torch.frombuffer(piece, dtype=torch.uint8)
+    done = 0
+    while count := os.readv(memory, [piece]):
+        blocks.put(data[:count])
+        done += count
+    if done != size:
+        raise OSError(errno.EIO, "it has changed while it was read")

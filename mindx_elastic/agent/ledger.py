@@ -211,8 +211,10 @@ def add_up(records: Iterable[AttemptRecord]) -> Totals:
 def totals_line(totals: Totals) -> str:
     """For example ``3 failures, 0 steps lost, 4.1 s not training``."""
     lost = _count(totals.steps_lost, "step") + " lost"
-    if totals.unknown_losses:
-        lost += f" (not known for {_count(totals.unknown_losses, 'failure')})"
+    if totals.unknown_losses == totals.failures > 0:
+        lost = "steps lost: not known yet"
+    elif totals.unknown_losses:
+        lost += f" (not known yet for {_count(totals.unknown_losses, 'failure')})"
     return f"{_count(totals.failures, 'failure')}, {lost}, {_seconds(totals.not_training_s)} s not training"
 
 

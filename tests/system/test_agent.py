@@ -111,6 +111,7 @@ def test_a_module_and_a_program_that_is_no_python() -> None:
     assert job.matches("^SHELL 0 word")
 
 
+@pytest.mark.drill
 def test_run_path_runs_the_script() -> None:
     with agent("leave", "4", options=["--run-path", "--max-restarts", "0"]) as job:
         job.expect(4)
@@ -174,6 +175,7 @@ def test_workers_meet_again_after_one_was_killed() -> None:
     assert events(Path("mindx-run"), "summary")[0]["failures"] == 2
 
 
+@pytest.mark.drill
 def test_a_fixed_master_port_is_kept_over_restarts() -> None:
     port = free_port()
     with agent("gloo", "1", ranks=2, options=["--master-port", str(port)]) as job:
@@ -187,6 +189,7 @@ def test_no_restart_where_none_is_allowed() -> None:
     assert len(job.matches("READY")) == 2
 
 
+@pytest.mark.drill
 def test_the_window_forgets_old_restarts() -> None:
     """One restart within a second, and each attempt takes longer than that."""
     options = ["--max-restarts", "1", "--max-restarts-window", "1"]
@@ -274,6 +277,7 @@ def test_two_agents_meet_and_restart_together() -> None:
     assert sorted(done) == ["SUM 0 1 3", "SUM 1 1 3"]
 
 
+@pytest.mark.drill
 def test_two_static_nodes_restart_together() -> None:
     port = str(free_port())
     options = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]

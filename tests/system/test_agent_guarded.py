@@ -38,7 +38,7 @@ def resumed(job: Job) -> list[str]:
     return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.drill)])
 def test_a_stop_of_the_agent_is_a_graceful_stop(signum: signal.Signals) -> None:
     """The guard does not listen to SIGHUP; it gets a SIGTERM instead of dying of it."""
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
@@ -91,6 +91,7 @@ def test_a_stopped_rank_is_found_and_replaced() -> None:
     assert first["detect_s"] > 2 and first["cause_rank"] == 1
 
 
+@pytest.mark.drill
 def test_a_spinning_rank_shows_its_stack_and_saves() -> None:
     with agent(SMALL, "ckpt", "--spin-at", 4, options=["--hang-timeout", "1.5"]) as job:
         job.expect(0)

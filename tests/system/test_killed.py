@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,12 @@ def kill_all(job: Job) -> None:
 # --- replicas: the survivors hold the weights, the boundary log holds what was the killed rank's own ---
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (2, 1), (3, 0), (3, 1), (4, 0), (4, 2)])
+def drilled(*values: object) -> Any:
+    """A case for `make drill`: one of its kind is enough each time."""
+    return pytest.param(*values, marks=pytest.mark.drill)
+
+
+@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), (4, 0), drilled(4, 2)])
 def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Reference, ranks: int, victim: int) -> None:
     with place.start("--kill", f"forward:8:{victim}", "--say-passed", ranks=ranks) as job:
         job.expect(1)
@@ -83,7 +89,9 @@ def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Referen
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize(("where", "ranks", "victim"), [("update", 2, 0), ("update", 3, 2), ("boundary", 2, 1)])
+@pytest.mark.parametrize(
+    ("where", "ranks", "victim"), [("update", 2, 0), drilled("update", 3, 2), drilled("boundary", 2, 1)]
+)
 def test_a_rank_killed_where_the_others_can_end_the_step(
     place: Place, reference: Reference, where: str, ranks: int, victim: int
 ) -> None:
@@ -98,7 +106,7 @@ def test_a_rank_killed_where_the_others_can_end_the_step(
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("victim", [0, drilled(2)])
 def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim: int) -> None:
     with place.start(*LONG, ranks=3) as job:
         job.wait_for(f"PASSED {victim} 11")
@@ -114,7 +122,7 @@ def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim:
 # --- everybody at once: only shared memory is left ---
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [1, 2, drilled(4)])
 def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Reference, ranks: int) -> None:
     with place.start(*LONG, ranks=ranks, every=1) as job:
         job.wait_for(r"PASSED \d 9", count=ranks)
@@ -187,7 +195,7 @@ def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stag
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("stage", ["wiped", "copying", "headed"])
+@pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("headed")])
 def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference: Reference, stage: str) -> None:
     """What the job goes on from is the last to be overwritten."""
     for count in (4, 1, 1):
@@ -213,7 +221,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
     return hashes
 
 
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("every", [1, drilled(2)])
 def test_all_ranks_of_a_sharded_job_killed(
     place: Place, sharded: dict[tuple[int, int], dict[int, str]], every: int
 ) -> None:
@@ -229,7 +237,7 @@ def test_all_ranks_of_a_sharded_job_killed(
     assert resumed.hashes() == sharded[4, 40], f"{job.report()}\n{resumed.report()}"
 
 
-@pytest.mark.parametrize("stage", ["wiped", "copying", "committed"])
+@pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("committed")])
 def test_one_rank_of_a_sharded_job_killed_in_its_copies(
     place: Place, sharded: dict[tuple[int, int], dict[int, str]], stage: str
 ) -> None:

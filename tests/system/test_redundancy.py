@@ -80,7 +80,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[
     return run
 
 
-@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("per_node", [1, pytest.param(2, marks=pytest.mark.drill)])
 def test_a_stopped_job_survives_the_loss_of_a_node(
     tmp_path: Path, reference: Callable[[int], list[str]], per_node: int
 ) -> None:
@@ -118,6 +118,7 @@ def test_without_copies_the_loss_of_a_node_is_refused(tmp_path: Path) -> None:
             job.wait_for(r"NoUsableCheckpointError.*none can be resumed from.*rank 1 has no file of it")
 
 
+@pytest.mark.drill
 def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, reference: Callable[[int], list[str]]) -> None:
     with start_nodes(tmp_path, "--every", 2, "--hold-at", 9) as jobs:
         for job in jobs:
@@ -134,6 +135,7 @@ def test_a_node_that_is_killed_with_everything_on_it(tmp_path: Path, reference: 
         assert hashes(jobs) == reference(1)
 
 
+@pytest.mark.drill
 def test_a_damaged_file_is_had_from_another_node(tmp_path: Path, reference: Callable[[int], list[str]]) -> None:
     with start_nodes(tmp_path, "--hold-at", 5) as jobs:
         for job in jobs:
