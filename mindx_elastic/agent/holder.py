@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +75,7 @@ def flush(arena: Path) -> Flushed:
                 flushed.lines.append(f"the memory of rank {rank} is kept: {error}")
         kept = _flush_all(directory, arena, arenas, flushed)
     except Exception as error:
-        flushed.lines.append(f"{arena} is kept, a start on this machine goes on from there: {error}")
+        flushed.lines.append(f"{arena} is kept: {error}")
         logger.debug("flush of %s", arena, exc_info=True)
         kept = set(arenas)
     for rank, one in arenas.items():
@@ -114,7 +114,9 @@ def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], flus
     rings = {rank: ring for rank, arena in arenas.items() if (ring := arena.folder / BOUNDARIES_FILE).exists()}
     if not known and (rings or any(slots.values())):
         # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
-        raise CheckpointError(f"{directory / 'events.jsonl'} does not know the run that it is of")
+        raise CheckpointError(
+            f"{directory / 'events.jsonl'} does not know the run that it is of; `mindx-elastic clean` removes it"
+        )
     run = _newest_run(slots, known)
     slots = {rank: {m: slot for m, slot in found.items() if m[0] == run} for rank, found in slots.items()}
     machine = _Machine(directory, job, sorted(rank_folders(job)), slots)
@@ -271,7 +273,7 @@ def _is_damaged(step: _Step, rank: int, flushed: Flushed) -> bool:
 
 
 def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
-    """Ranks with a snapshot that the disk has nothing against, neither itself nor anything that a start would prefer."""
+    """Ranks whose newest snapshot is neither on disk nor less than what is: that is never thrown away."""
     machine.look()
     usable = [machine.order(step.moment) for step in machine.steps if step.usable_on_disk]
     newest_usable = min(usable, default=None)
@@ -281,11 +283,10 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
         if newest is None or rank in newest.on_disk:
             continue
         if newest_usable is None or machine.order(newest.moment) < newest_usable:
-            absent = ", ".join(map(str, machine.lacking(newest))) or "others"
             kept.add(rank)
             flushed.lines.append(
                 f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
-                f"not written because rank {absent} lacks it; `mindx-elastic clean` removes it"
+                f"{_ranks(machine.lacking(newest))} cannot give it; `mindx-elastic clean` removes it"
             )
     return kept
 
@@ -301,20 +302,23 @@ def _write(step: _Step, machine: _Machine, flushed: Flushed) -> None:
         _copy_file(source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info)
     if flushed.step is None and (step.replicated or not machine.lacking(step)):
         flushed.step = number
-    ranks = ", ".join(map(str, step.to_write))
-    flushed.lines.append(
-        f"step {number} (attempt {attempt}) of rank {ranks} is written from memory to {machine.directory}"
-    )
+    what = f"step {number} (attempt {attempt}) of {_ranks(step.to_write)}"
+    flushed.lines.append(f"{what} is written from memory to {machine.directory}")
 
 
-def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: Iterable[str]) -> list[OSError]:
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: set[str]) -> list[OSError]:
     """What could not be copied; the snapshots matter more."""
     problems: list[OSError] = []
-    if any(step.world_size == 1 and step.moment[0] in runs for step in machine.steps):
+    newest = next((step for step in machine.steps if step.moment[0] in runs), None)
+    if newest is not None and newest.world_size == 1:
         return problems  # whoever has the one file has it all
     for rank, ring in rings.items():
         try:
-            if {record.run_id for record in read_ring(ring)} & set(runs):
+            if {record.run_id for record in read_ring(ring)} & runs:
                 _copy_file(ring, machine.directory / f"rank_{rank}" / RING_COPY)
         except OSError as error:
             problems.append(error)
@@ -334,8 +338,8 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -
         finally:
             os.close(memory)
     except OSError as error:
-        problem = f"{target}: cannot be written from memory: {error.strerror or error}"
-        raise SaveError(problem, path=target) from error
+        problem = f"{target}: cannot be written from memory, where a start on this machine finds it: "
+        raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
 
 
 def _make_folder(folder: Path) -> None:

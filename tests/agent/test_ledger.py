@@ -108,7 +108,7 @@ def test_totals() -> None:
     assert totals_line(add_up(records)) == "2 failures, 3 steps lost, 3.4 s not training"
     assert totals_line(add_up([])) == "0 failures, 0 steps lost, 0.00 s not training"
     line = totals_line(add_up([failed(0, steps_lost=None), failed(1, steps_lost=1)]))
-    assert line.startswith("2 failures, 1 step lost (not known for 1 failure), ")
+    assert line.startswith("2 failures, 1 step lost (not known yet for 1 failure), ")
 
 
 def test_the_screen() -> None:

@@ -1,0 +1,570 @@
+"""What the holder brings from memory to disk, what a start elsewhere makes of it, and what stays in memory."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent import holder
+from mindx_elastic.agent.holder import drop, flush
+from mindx_elastic.capture import arena as arena_module
+from mindx_elastic.capture.arena import rank_folders
+from mindx_elastic.capture.boundary_ring import BoundaryRing
+from mindx_elastic.config import RankInfo
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.packed import pack_state
+from mindx_elastic.persist.reader import verify_file
+from mindx_elastic.resume.memory_files import RING_COPY
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
+from tests.resume.arenas import RUN, Machine
+from tests.resume.shared_store import on_all_ranks
+
+_HOLD = """
+import sys
+from pathlib import Path
+from mindx_elastic.capture.arena import RankArena
+arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+class Job(Machine):
+    """A machine whose workers are dead. `world_size` ranks in all; those that wrote something were here."""
+
+    def __init__(self, folder: Path, world_size: int, *, replicas: bool = False) -> None:
+        super().__init__(folder, world_size)
+        self.coordinates = {"replicas": world_size} if replicas else {}
+        self.know(RUN)
+
+    def snapshot(self, step: int, **more: Any) -> None:
+        super().snapshot(step, **{"coordinates": self.coordinates, **more})
+        self.describe()
+
+    def boundary(self, rank: int, step: int, **more: Any) -> None:
+        super().boundary(rank, step, **more)
+        self.describe()
+
+    def describe(self) -> None:
+        arena = self.arena(0)
+        arena.describe(self.directory, RUN)
+        arena.close()
+
+    def saved(self, step: int, *, ranks: list[int] | None = None, **more: Any) -> None:
+        """Files that the workers have written themselves."""
+        for rank in range(self.world_size) if ranks is None else ranks:
+            folder = self.directory / f"rank_{rank}" if self.world_size > 1 else self.directory
+            facts = {"rank": rank, "world_size": self.world_size, "coordinates": self.coordinates, **more}
+            write(folder / f"resnet-1_{step}.safetensors", step=step, **facts)
+
+    def written(self) -> set[tuple[int, int, int]]:
+        """Rank, attempt and step of the holder's files, all sound; and no half ones."""
+        assert not list(self.directory.rglob("*.mindx-tmp"))
+        found = set()
+        for path in [*self.directory.glob("memory-*"), *self.directory.glob("rank_*/memory-*")]:
+            assert verify_file(path) == []
+            info = read_header(path).info
+            assert path.parent == (self.directory / f"rank_{info.rank}" if self.world_size > 1 else self.directory)
+            found.add((info.rank, info.attempt, info.step))
+        return found
+
+    def remembered(self) -> list[int]:
+        """Ranks that are still in memory."""
+        ranks = sorted(rank_folders(self.job))
+        assert ranks or not list(self.base.iterdir()), "nothing is left"
+        return ranks
+
+    def start(self, *, here: bool = False) -> list[tuple[int, int | None, int | None]]:
+        """What each rank goes on from, on this machine or on another one: the step, the donor, its own state's step."""
+        found = on_all_ranks(
+            self.world_size,
+            lambda rank, exchange: find_and_read(
+                [self.directory],
+                RankInfo(rank=rank, world_size=self.world_size),
+                exchange,
+                resume="auto",
+                arenas=self.job if here else None,
+            ),
+        )
+        assert all(isinstance(one, Resumed) for one in found), found
+        return [
+            (one.checkpoint.info.step, one.donor, None if one.own is None else one.own.unpack()["rng"]["step"])
+            for one in found
+            if isinstance(one, Resumed)
+        ]
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Job:
+    return Job(tmp_path, 1)
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Job:
+    return Job(tmp_path, 2)
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Job:
+    return Job(tmp_path, 3, replicas=True)
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- nothing to do ---
+
+
+def test_no_folder_and_one_that_the_workers_have_emptied(alone: Job) -> None:
+    assert flush(alone.job).lines == []
+    alone.snapshot(5)
+    (alone.job / "owner.json").unlink()
+    assert flush(alone.job).lines == [] and alone.written() == set()
+
+
+def test_a_directory_that_is_gone(alone: Job) -> None:
+    alone.snapshot(5)
+    (alone.directory / "events.jsonl").unlink()
+    alone.directory.rmdir()
+    (line,) = flush(alone.job).lines
+    assert "which is gone" in line and "clean" in line
+    assert alone.remembered() == [0] and not alone.directory.exists()
+
+
+def test_an_arena_that_somebody_has_moved_here_is_not_touched(alone: Job, tmp_path: Path) -> None:
+    alone.snapshot(5)
+    other = alone.job.with_name("0" * 16)
+    alone.job.rename(other)
+    (line,) = flush(other).lines
+    assert "belongs to" in line and (other / "rank_0").is_dir() and alone.written() == set()
+
+
+@pytest.mark.parametrize("step", [9, 12])
+def test_what_is_on_disk_already_is_not_written_again(sharded: Job, step: int) -> None:
+    sharded.snapshot(8)
+    sharded.snapshot(9)
+    sharded.saved(step)
+    before = files(sharded.directory)
+    flushed = flush(sharded.job)
+    assert (flushed.lines, flushed.step) == ([], None)
+    assert files(sharded.directory) == before and sharded.remembered() == []
+
+
+def test_a_later_run_on_disk_goes_before_what_memory_has(alone: Job) -> None:
+    """Somebody has begun anew, without snapshots."""
+    alone.snapshot(9)
+    alone.know("run-b")
+    alone.saved(2, run_id="run-b", created=EPOCH_0 + 100)
+    assert flush(alone.job).lines == []
+    assert alone.remembered() == [] and alone.start() == [(2, None, None)]
+
+
+# --- one rank ---
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_the_newest_snapshot_is_written_as_it_is(alone: Job, sealed: bool) -> None:
+    alone.saved(3)
+    alone.snapshot(8)
+    alone.snapshot(9, sealed=sealed)
+    content = alone.slots(0)[1].read_bytes()
+    flushed = flush(alone.job)
+    path = alone.directory / "memory-1_9_breakpoint.safetensors"
+    assert flushed.step == 9 and "step 9 (attempt 0) of rank 0 is written" in flushed.lines[0]
+    assert alone.written() == {(0, 0, 9)} and alone.remembered() == []
+    assert alone.start() == [(9, None, None)]
+    assert not sealed or path.read_bytes() == content
+    assert path.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.parametrize("known", [["run-y"], ["run-x", "run-y"]])
+def test_an_older_run_in_memory_is_dropped(alone: Job, known: list[str]) -> None:
+    """It was further; then somebody has emptied the directory, or passed resume="never"."""
+    (alone.directory / "events.jsonl").unlink()
+    alone.know(*known)
+    alone.snapshot(1000, run_id="run-x", created=EPOCH_0)
+    alone.snapshot(10, run_id="run-y", created=EPOCH_0 + 3600)
+    assert flush(alone.job).step == 10
+    assert alone.written() == {(0, 0, 10)} and alone.remembered() == []
+    assert alone.start() == [(10, None, None)]
+
+
+def test_a_run_that_the_directory_does_not_know_is_not_written(alone: Job) -> None:
+    alone.snapshot(1000, run_id="run-x")
+    assert flush(alone.job).lines == []
+    assert alone.written() == set() and alone.remembered() == []
+
+
+def test_an_event_log_that_cannot_be_read_is_no_reason_to_drop_anything(alone: Job) -> None:
+    alone.snapshot(9)
+    (alone.directory / "events.jsonl").rename(alone.directory / "away")
+    flushed = flush(alone.job)
+    assert flushed.step is None and "does not know the run" in flushed.lines[0]
+    assert alone.remembered() == [0] and alone.written() == set()
+    (alone.directory / "away").rename(alone.directory / "events.jsonl")
+    assert flush(alone.job).step == 9 and alone.remembered() == []
+
+
+def test_a_later_attempt_goes_before_a_higher_step(alone: Job) -> None:
+    alone.snapshot(9)
+    alone.snapshot(5, attempt=1)
+    alone.saved(7)
+    assert flush(alone.job).step == 5
+    assert alone.written() == {(0, 1, 5)} and alone.start() == [(5, None, None)]
+
+
+def test_a_snapshot_that_has_rotted_gives_way_to_the_older_one(alone: Job) -> None:
+    alone.snapshot(8)
+    alone.snapshot(9)
+    flip_bit_in_data(alone.slots(0)[1])
+    flushed = flush(alone.job)
+    assert flushed.step == 8 and "does not match its digest" in flushed.lines[0]
+    assert alone.written() == {(0, 0, 8)} and alone.remembered() == []
+
+
+# --- replicas ---
+
+
+def pinned(job: Job, rank: int, step: int) -> None:
+    arena = job.arena(rank)
+    ring = BoundaryRing(arena.folder / "boundaries", RUN, 4096)
+    assert ring.write(0, step, pack_state({"rng": {"of": rank, "step": step}, "buffers": {}}), pinned=True)
+    ring.close()
+    arena.close()
+
+
+def test_one_replicas_snapshot_is_enough(replicas: Job) -> None:
+    """The other ranks never take one; they have kept their own states of its step."""
+    for step in (40, 50):
+        replicas.snapshot(step, ranks=[0])
+        for rank in (1, 2):
+            pinned(replicas, rank, step)
+    for rank in (1, 2):
+        for step in range(51, 56):
+            replicas.boundary(rank, step)
+    assert flush(replicas.job).step == 50
+    assert replicas.written() == {(0, 0, 50)} and replicas.remembered() == []
+    assert replicas.start() == [(50, None, None), (50, 0, 50), (50, 0, 50)]
+
+
+def test_any_replicas_newest(replicas: Job) -> None:
+    replicas.saved(4)
+    replicas.snapshot(9)
+    replicas.snapshot(10, ranks=[2])
+    for rank in (0, 1):
+        replicas.boundary(rank, 10)
+    assert flush(replicas.job).step == 10
+    assert replicas.written() == {(2, 0, 10)} and replicas.remembered() == []
+    assert replicas.start() == [(10, 2, 10), (10, 2, 10), (10, None, None)]
+
+
+@pytest.mark.parametrize(("older", "steps"), [(49, {49, 50}), (48, {48, 50}), (47, {50})])
+def test_an_exact_step_just_before_an_inexact_one_goes_along(replicas: Job, older: int, steps: set[int]) -> None:
+    """Rank 2 was killed before it came to step 50."""
+    replicas.snapshot(older, ranks=[0])
+    replicas.snapshot(50, ranks=[0])
+    for rank, reached in ((1, 50), (2, older)):
+        for step in range(older, reached + 1):
+            replicas.boundary(rank, step)
+    expected = replicas.start(here=True)
+    assert flush(replicas.job).step == 50
+    assert {step for _, _, step in replicas.written()} == steps
+    assert replicas.start() == expected and replicas.remembered() == []
+
+
+def test_an_exact_step_just_before_an_inexact_one_on_disk(replicas: Job) -> None:
+    replicas.saved(50, ranks=[1, 2])
+    replicas.snapshot(49, ranks=[0])
+    for rank in (1, 2):
+        replicas.boundary(rank, 49)
+    expected = replicas.start(here=True)
+    assert expected == [(49, None, None), (49, 0, 49), (49, 0, 49)]
+    flush(replicas.job)
+    assert replicas.start() == expected and replicas.remembered() == []
+
+
+@pytest.mark.parametrize(("foreseen", "written"), [({}, set()), ({"foreseen": 0}, {(0, 0, 49)})])
+def test_a_forecast_that_did_not_come_true_is_nothing_of_its_own(
+    replicas: Job, foreseen: dict[str, int], written: set[tuple[int, int, int]]
+) -> None:
+    replicas.saved(50, ranks=[1, 2], coordinates={**replicas.coordinates, **foreseen})
+    replicas.snapshot(49, ranks=[0])
+    replicas.boundary(0, 50, forecast=True)
+    for rank in (1, 2):
+        replicas.boundary(rank, 49)
+    expected = replicas.start(here=True)
+    flush(replicas.job)
+    assert replicas.written() == written and replicas.start() == expected
+
+
+def test_what_the_survivors_have_saved_and_the_killed_ranks_own_state(replicas: Job) -> None:
+    replicas.snapshot(40, ranks=[0])
+    replicas.boundary(0, 50)
+    replicas.saved(50, ranks=[1, 2])
+    assert flush(replicas.job).step is None
+    assert replicas.written() == set() and replicas.remembered() == []
+    assert (replicas.directory / "rank_0" / RING_COPY).exists()
+    assert replicas.start() == [(50, 1, 50), (50, None, None), (50, None, None)]
+
+
+def test_the_killed_ranks_snapshot_completes_what_the_survivors_have_saved(replicas: Job) -> None:
+    replicas.snapshot(50, ranks=[0])
+    replicas.saved(50, ranks=[1, 2])
+    assert flush(replicas.job).step == 50
+    assert replicas.written() == {(0, 0, 50)} and replicas.start() == [(50, None, None)] * 3
+
+
+def test_rings_without_any_snapshot(replicas: Job) -> None:
+    """`--snapshot-every 0`; a ring of a run that nobody knows is none."""
+    replicas.saved(50, ranks=[1])
+    replicas.boundary(0, 50)
+    replicas.boundary(2, 50, run="other")
+    assert flush(replicas.job).lines == []
+    assert [path.parent.name for path in replicas.directory.rglob(RING_COPY)] == ["rank_0"]
+    assert replicas.start()[0] == (50, 1, 50) and replicas.remembered() == []
+
+
+def test_a_ring_of_an_older_run_is_not_taken_along(replicas: Job) -> None:
+    replicas.know("run-b")
+    replicas.boundary(1, 50)
+    replicas.snapshot(4, ranks=[0], run_id="run-b", created=EPOCH_0 + 1000)
+    assert flush(replicas.job).step == 4
+    assert not list(replicas.directory.rglob(RING_COPY)) and replicas.remembered() == []
+
+
+def test_one_rank_needs_no_ring(tmp_path: Path) -> None:
+    job = Job(tmp_path, 1, replicas=True)
+    job.snapshot(5)
+    job.boundary(0, 6)
+    flush(job.job)
+    assert job.start() == [(5, None, None)] and not list(job.directory.rglob(RING_COPY))
+
+
+# --- shards ---
+
+
+def test_the_newest_step_that_all_shards_have(sharded: Job) -> None:
+    sharded.saved(3)
+    sharded.snapshot(8)
+    sharded.snapshot(9)
+    assert flush(sharded.job).step == 9
+    assert sharded.written() == {(0, 0, 9), (1, 0, 9)} and sharded.remembered() == []
+    assert sharded.start() == [(9, None, None)] * 2
+
+
+def test_a_torn_step_stays_in_memory_and_the_one_before_is_written(sharded: Job) -> None:
+    sharded.snapshot(8)
+    sharded.snapshot(9, ranks=[0])
+    flushed = flush(sharded.job)
+    assert flushed.step == 8 and sharded.written() == {(0, 0, 8), (1, 0, 8)}
+    assert "memory of rank 0 is kept: its step 9 is newer" in flushed.lines[-1]
+    assert "and rank 1 cannot give it" in flushed.lines[-1]
+    assert sharded.remembered() == [0] and (sharded.job / "owner.json").exists()
+    assert sharded.start() == sharded.start(here=True) == [(8, None, None)] * 2
+
+
+def test_some_shards_are_on_disk_already(sharded: Job) -> None:
+    sharded.snapshot(8)
+    sharded.snapshot(9, ranks=[1])
+    sharded.saved(9, ranks=[0])
+    assert flush(sharded.job).step == 9
+    assert sharded.written() == {(1, 0, 9)} and sharded.remembered() == []
+    assert sharded.start() == [(9, None, None)] * 2
+
+
+def test_shards_that_make_no_step_are_not_written(sharded: Job) -> None:
+    """A start would refuse to begin anew over them."""
+    sharded.snapshot(9, ranks=[0])
+    sharded.arena(1).close()
+    flushed = flush(sharded.job)
+    assert sharded.written() == set() and flushed.step is None
+    assert "rank 0 is kept" in flushed.lines[-1] and sharded.remembered() == [0]
+
+
+def test_a_damaged_shard_makes_the_step_useless(sharded: Job) -> None:
+    sharded.snapshot(8)
+    sharded.snapshot(9)
+    flip_bit_in_data(sharded.slots(1)[1])
+    assert flush(sharded.job).step == 8
+    assert sharded.written() == {(0, 0, 8), (1, 0, 8)} and sharded.remembered() == [0]
+
+
+def test_with_ranks_on_other_machines_all_that_may_be_common(tmp_path: Path) -> None:
+    job = Job(tmp_path, 4)
+    job.saved(7)
+    job.snapshot(8, ranks=[0, 1])
+    job.snapshot(9, ranks=[0, 1])
+    assert flush(job.job).step == 9
+    assert job.written() == {(rank, 0, step) for rank in (0, 1) for step in (8, 9)} and job.remembered() == []
+    assert job.start() == [(7, None, None)] * 4
+    job.saved(8, ranks=[2, 3])  # what the other machine had
+    assert job.start() == [(8, None, None)] * 4
+
+
+def test_with_ranks_on_other_machines_nothing_older_than_what_is_whole(tmp_path: Path) -> None:
+    job = Job(tmp_path, 4)
+    job.saved(8)
+    job.snapshot(7, ranks=[0, 1])
+    job.snapshot(9, ranks=[0, 1])
+    job.saved(9, ranks=[2, 3])
+    flush(job.job)
+    assert job.written() == {(0, 0, 9), (1, 0, 9)} and job.start() == [(9, None, None)] * 4
+
+
+def test_ranks_that_have_moved_to_another_machine_since(tmp_path: Path) -> None:
+    """Ranks 0 and 1 were here in the first attempt, 2 and 3 in the second."""
+    job = Job(tmp_path, 4)
+    job.snapshot(8, ranks=[0, 1])
+    job.snapshot(9, ranks=[2, 3], attempt=1)
+    flush(job.job)
+    assert {(2, 1, 9), (3, 1, 9)} <= job.written()
+
+
+# --- what must not be lost ---
+
+
+def disk_full(after: int) -> Callable[[int, int], bool]:
+    calls = []
+
+    def preallocate(fd: int, nbytes: int) -> bool:
+        calls.append(nbytes)
+        if len(calls) > after:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return True
+
+    return preallocate
+
+
+@pytest.mark.parametrize("after", [0, 1])
+def test_a_full_disk_costs_nothing(sharded: Job, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    sharded.saved(7)
+    for rank in (0, 1):
+        path = sharded.directory / f"rank_{rank}" / "memory-1_9_breakpoint.safetensors"
+        write(path, step=9, rank=rank, world_size=2, run_id="older", created=EPOCH_0 - 1000)
+    sharded.snapshot(9)
+    on_disk, in_memory = files(sharded.directory), files(sharded.job)
+    with monkeypatch.context() as patch:
+        patch.setattr(holder, "preallocate", disk_full(after))
+        flushed = flush(sharded.job)
+    assert flushed.step is None and "No space left on device" in flushed.lines[-1] and "is kept" in flushed.lines[-1]
+    assert sharded.remembered() == [0, 1] and files(sharded.job) == in_memory
+    now = files(sharded.directory).values()
+    assert len(now) == len(on_disk) + after and all(content in now for content in on_disk.values())
+    assert sharded.start(here=True) == [(9, None, None)] * 2
+    assert flush(sharded.job).step == 9, "there is room again"
+    assert sharded.remembered() == [] and sharded.start() == [(9, None, None)] * 2
+
+
+def test_room_is_looked_for_where_it_cannot_be_reserved(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_small(path: Path, nbytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(holder, "preallocate", lambda fd, nbytes: False)
+    monkeypatch.setattr(holder, "check_free_space", too_small)
+    alone.snapshot(9)
+    assert "No space left" in flush(alone.job).lines[-1] and alone.remembered() == [0] and alone.written() == set()
+
+
+def test_a_ring_that_cannot_be_copied_keeps_the_memory_and_no_snapshot_from_the_disk(
+    replicas: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replicas.snapshot(9, ranks=[0])
+    replicas.boundary(1, 9)
+    (replicas.directory / "rank_1" / RING_COPY).mkdir(parents=True)
+    flushed = flush(replicas.job)
+    assert replicas.written() == {(0, 0, 9)} and flushed.step == 9
+    assert RING_COPY in flushed.lines[-1] and replicas.remembered() == [0, 1]
+
+
+def test_a_file_of_the_same_name_is_kept(alone: Job) -> None:
+    name = "memory-1_9_breakpoint"
+    write(alone.directory / f"{name}.safetensors", step=9, attempt=0)
+    alone.snapshot(9, attempt=1)
+    assert flush(alone.job).step == 9
+    assert read_header(alone.directory / f"{name}.safetensors").info.attempt == 1
+    assert read_header(alone.directory / f"{name}.prev.safetensors").info.attempt == 0
+    assert alone.start() == [(9, None, None)]
+
+
+def test_a_damaged_file_of_the_same_name_is_replaced(alone: Job) -> None:
+    path = write(alone.directory / "memory-1_9_breakpoint.safetensors", step=9)
+    overwrite_header(path)
+    alone.snapshot(9)
+    assert flush(alone.job).step == 9 and alone.written() == {(0, 0, 9)}
+    assert [path.name for path in (alone.directory / "quarantine").glob("*.safetensors")] == [path.name]
+
+
+@contextmanager
+def in_use(job: Job, rank: int) -> Iterator[None]:
+    """Another process holds the rank's arena."""
+    command = [sys.executable, "-c", _HOLD, str(job.base), str(job.directory), str(rank)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        assert process.stdout.readline() == "held\n"
+        yield
+    finally:
+        process.stdin.close()
+        process.stdout.close()
+        process.wait()
+
+
+def test_an_arena_in_use_is_kept_and_a_replicas_is_written(replicas: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
+    replicas.snapshot(9, ranks=[0])
+    replicas.boundary(1, 9)
+    with in_use(replicas, 1):
+        flushed = flush(replicas.job)
+    assert "memory of rank 1 is kept" in flushed.lines[0] and "is in use by another process" in flushed.lines[0]
+    assert replicas.written() == {(0, 0, 9)} and replicas.remembered() == [1]
+    assert replicas.start(here=True)[1] == (9, 0, 9), "with its own state"
+
+
+def test_without_a_shard_that_is_in_use_nothing_is_written_and_all_is_kept(
+    sharded: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
+    sharded.snapshot(9)
+    with in_use(sharded, 1):
+        flushed = flush(sharded.job)
+    assert flushed.step is None and sharded.written() == set() and sharded.remembered() == [0, 1]
+    assert flush(sharded.job).step == 9 and sharded.remembered() == []
+
+
+def test_whatever_goes_wrong_is_a_line(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("something else")
+
+    alone.snapshot(9)
+    monkeypatch.setattr(holder, "scan", fail)
+    assert "is kept: something else" in flush(alone.job).lines[-1] and alone.remembered() == [0]
+
+
+# --- a job that has finished ---
+
+
+def test_drop_writes_nothing(sharded: Job) -> None:
+    sharded.snapshot(9)
+    drop(sharded.job)
+    assert sharded.remembered() == [] and sharded.written() == set()
+    drop(sharded.job)
+
+
+def test_drop_leaves_what_is_in_use(
+    sharded: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
+    sharded.snapshot(9)
+    with in_use(sharded, 1):
+        drop(sharded.job)
+    assert sharded.remembered() == [1] and "cannot be removed" in caplog.text
