@@ -231,6 +231,7 @@ def test_loader_workers_do_not_get_the_signal() -> None:
     assert not job.matches("CHILD-SIGTERM")
 
 
+@pytest.mark.drill
 def test_what_a_killed_trainer_leaves_is_ended_too() -> None:
     with agent("nest", options=["--max-restarts", "0"]) as job:
         pid = int(job.wait_for(r"CHILD-READY (\d+)")[0][1])
@@ -290,6 +291,7 @@ def test_two_static_nodes_restart_together() -> None:
     assert {match[3] for job in (one, two) for match in job.matches(r"^SUM (\d) (0) 3 (\d+)")} == {port}
 
 
+@pytest.mark.drill
 def test_a_new_node_is_let_in() -> None:
     options = ["--nnodes", "1:2", "--rdzv-conf", "last_call_timeout=1", "--rdzv-backend", "c10d", "--rdzv-id", "grow"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}", "--max-restarts", "0"]

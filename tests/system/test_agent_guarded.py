@@ -147,6 +147,7 @@ def test_a_stop_of_one_node_stops_the_other() -> None:
     assert attempts(Path("a")) == attempts(Path("b")) == [("stopped", 0)]
 
 
+@pytest.mark.drill
 def test_a_worker_killed_on_one_node_is_replaced_on_both() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}"]

@@ -69,6 +69,7 @@ def test_all_ranks_salvage_one_step_when_one_is_stuck(tmp_path: Path, reference:
     assert resumed.hashes() == reference(3).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_survivors_of_a_stopped_peer_save_in_time(tmp_path: Path) -> None:
     with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 8, ranks=3) as job:
         job.wait_for("HOLD", count=3)

@@ -76,7 +76,9 @@ def drilled(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.drill)
 
 
-@pytest.mark.parametrize(("ranks", "victim"), [(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), (4, 0), drilled(4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "victim"), [(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), drilled(4, 0), drilled(4, 2)]
+)
 def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Reference, ranks: int, victim: int) -> None:
     with place.start("--kill", f"forward:8:{victim}", "--say-passed", ranks=ranks) as job:
         job.expect(1)
@@ -106,7 +108,7 @@ def test_a_rank_killed_where_the_others_can_end_the_step(
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("victim", [0, drilled(2)])
+@pytest.mark.parametrize("victim", [drilled(0), drilled(2)])
 def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim: int) -> None:
     with place.start(*LONG, ranks=3) as job:
         job.wait_for(f"PASSED {victim} 11")
@@ -184,7 +186,7 @@ def test_a_directory_that_was_emptied_begins_anew(place: Place, reference: Refer
 # --- killed in the middle of a copy ---
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [s if s in ("copying", "headed", "committed") else drilled(s) for s in STAGES])
 def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stage: str) -> None:
     """The fourth snapshot, of step 8: a record that was not written yet means that the other slot is used."""
     with place.start("--kill-in-snapshot", f"{stage}:4", every=2) as job:

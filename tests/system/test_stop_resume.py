@@ -44,9 +44,9 @@ def resume(directory: Path, ranks: int, *args: object) -> Job:
         (1, "first", ("--accumulate", 3)),
         (2, "first", ("--num-workers", 2)),
         (2, "last", ()),
-        (3, "last", ("--num-workers", 1)),
-        (4, "all", ()),
-        (2, "torchrun", ("--num-workers", 1)),
+        pytest.param(3, "last", ("--num-workers", 1), marks=pytest.mark.drill),
+        pytest.param(4, "all", (), marks=pytest.mark.drill),
+        pytest.param(2, "torchrun", ("--num-workers", 1), marks=pytest.mark.drill),
         (3, "torchrun", ()),
     ],
 )

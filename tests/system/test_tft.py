@@ -43,7 +43,7 @@ def resume(directory: Path, ranks: int, step: int) -> Job:
     return job
 
 
-@pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), (2, 1), (3, 0)])
+@pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), (2, 1), pytest.param(3, 0, marks=pytest.mark.drill)])
 def test_an_exception(tmp_path: Path, reference: Reference, ranks: int, fail_rank: int) -> None:
     args = ("--tft", "--fail-at", 5, "--fail-rank", fail_rank)
     job = run_job("train_model.py", tmp_path, *args, ranks=ranks, env=TFT, code=1)
@@ -63,7 +63,7 @@ def test_sigterm(tmp_path: Path, reference: Reference) -> None:
     assert resume(tmp_path, 2, step).hashes() == reference(2).hashes()
 
 
-@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("killed", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_a_killed_rank(tmp_path: Path, reference: Reference, killed: int) -> None:
     """Also rank 0, on which MindIO's controller would run."""
     with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=3, env=TFT) as job:
