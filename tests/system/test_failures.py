@@ -17,7 +17,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.mark.parametrize(
     ("ranks", "fail_rank", "where"),
-    [(1, 0, "forward"), (1, 0, "after"), (2, 1, "forward"), (3, 0, "forward"), (2, 0, "after")],
+    [
+        (1, 0, "forward"),
+        (1, 0, "after"),
+        (2, 1, "forward"),
+        pytest.param(3, 0, "forward", marks=pytest.mark.drill),
+        (2, 0, "after"),
+    ],
 )
 def test_an_exception_saves_the_last_boundary_and_is_raised(
     tmp_path: Path, reference: Reference, ranks: int, fail_rank: int, where: str

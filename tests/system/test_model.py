@@ -43,7 +43,7 @@ def assert_same_end(reference: Job, resumed: Job) -> None:
         (1, ("--num-workers", 2)),
         (1, ("--plain-loader",)),
         (1, ("--gan",)),
-        (3, ("--grad-accum", 2)),
+        pytest.param(3, ("--grad-accum", 2), marks=pytest.mark.drill),
         (2, ("--rank0-only", "--save-steps", 2, "--async-save")),
     ],
 )
