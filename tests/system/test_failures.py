@@ -77,7 +77,8 @@ def test_all_ranks_salvage_one_step_when_one_is_stuck(tmp_path: Path, reference:
 
 @pytest.mark.drill
 def test_survivors_of_a_stopped_peer_save_in_time(tmp_path: Path) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 8, ranks=3) as job:
+    nothing = {"MINDX_ARENA_DIR": "none"}  # nobody starts again to take it over
+    with start_job("loop.py", tmp_path, "--hold-at", 7, "--grace-s", 8, ranks=3, env=nothing) as job:
         job.wait_for("HOLD", count=3)
         job.signal_rank(1, signal.SIGSTOP)  # neither dead nor alive: collectives with it hang
         job.signal_rank(0)
