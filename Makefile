@@ -31,7 +31,7 @@ help:
 	@echo "make wheel    dist/: the wheel, and ma_pre_start.sh beside it"
 	@echo "make lint     ruff and shellcheck;  make format  lets ruff rewrite what it can"
 	@echo "make types    mypy, strict"
-	@echo "make pytest   every test;  make fast  without those marked slow"
+	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.arena import RankArena
@@ -21,7 +22,10 @@ from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.slots import Snapshot, copy_snapshot, lay_out, reserve_slots, seal_slot
 from mindx_elastic.snapshot_schedule import SnapshotSchedule
 
-__all__ = ["Snapshotter", "reach"]
+__all__ = ["ANY_INTERVAL", "Snapshotter", "reach"]
+
+ANY_INTERVAL = "1"
+"""The proposal of a rank that takes no snapshots: the others' are larger."""
 
 _AGREEMENT_S, _ASK_AGAIN_S = 20.0, 0.002  # ranks pass a step at about the same time
 
@@ -67,6 +71,10 @@ class Snapshotter:
     def at_boundary(self, step: int) -> None:
         """The boundary `step` has just been passed, its volatile state is copied."""
         if self.broken:
+            if self.schedule.every is None:
+                self.schedule.every = 0
+                with suppress(Exception):  # a lost store: nobody waits at it
+                    self._exchange.publish("snapshot_every", ANY_INTERVAL)
             return
         now = time.perf_counter()
         if self._step_began is not None:

@@ -20,6 +20,7 @@ from mindx_elastic.mirror.mirror import open_mirror
 from mindx_elastic.resume.restore import Resumed
 from mindx_elastic.resuming import Start
 from mindx_elastic.saving import Saver
+from mindx_elastic.snapshotting import ANY_INTERVAL
 from mindx_elastic.status_page import StatusPage
 from mindx_elastic.stopping import Stopper
 
@@ -65,7 +66,9 @@ class Surroundings:
         """A measured snapshot interval outlives a restart where every rank still knows the same."""
         self.exchange.publish("interval", str(0 if self.memory is None else self.memory.interval))
         found = {int(text) for text in self.exchange.collect("interval", _START_TIMEOUT_S)}
-        if self.memory is not None and len(found) == 1:
+        if self.memory is None:
+            self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
+        elif len(found) == 1:
             self.memory.take_over(found.pop())
 
     @property
@@ -134,10 +137,12 @@ class Surroundings:
     def leave(self, stopper: Stopper) -> None:
         """The job stops. Memory is needed no more once every rank has said that the agreed step is on its disk."""
         saved = stopper.saved_step if stopper.path is not None else None
-        if saved is None or self.memory is None or (self._ranks.world_size > 1 and saved != stopper.agreed_step):
-            return
+        if self._ranks.world_size > 1 and stopper.agreed_step is None:
+            return  # a rank is gone, or each has acted alone
         try:
-            self.exchange.publish("durable", str(saved))
+            self.exchange.publish("durable", str(saved))  # also where nothing was saved: nobody need wait for it
+            if saved is None or self.memory is None:
+                return
             end = time.monotonic() + min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
             while (found := self.exchange.try_collect("durable")) is None and time.monotonic() < end:
                 time.sleep(0.01)
