@@ -212,6 +212,22 @@ class Supervisor(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._inbox.interrupting():
             super()._rendezvous(worker_group)
+            if (worker_group.group_world_size or 1) > 1:
+                self._agree_on_restarts(worker_group)
+
+    def _agree_on_restarts(self, group: WorkerGroup) -> None:
+        """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
+
+        An agent that first hears of another one's restart takes it for a change of the nodes and does not count it;
+        workers that believe in different counts no longer do the same things.
+        """
+        store: Any = group.store
+        most = group.spec.max_restarts
+        store.set(f"mindx/restarts/{group.group_rank}", str(most - self._remaining_restarts))
+        if group.group_rank == 0:
+            counts = store.multi_get([f"mindx/restarts/{node}" for node in range(int(group.group_world_size or 1))])
+            store.set("mindx/restarts", str(max(map(int, counts))))
+        self._remaining_restarts = most - int(store.get("mindx/restarts"))
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
