@@ -22,7 +22,7 @@ INSTALL := $(PIP) install --quiet $(PIP_ARGS)
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
-.PHONY: help venv wheel demo test lint types pytest fast drill format bench clean
+.PHONY: help venv wheel demo test lint types pytest fast drill format proto bench clean
 .DELETE_ON_ERROR:
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
+	@echo "make proto    the Python code of plan/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"
 
@@ -103,6 +104,9 @@ drill: $(DONE)/dev
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m drill $(PYTEST_ARGS)
 	$(BIN)/python -m tests.drill $(DRILL_ARGS)
 	$(BIN)/python -m tests.drill_kills $(DRILL_ARGS)
+
+proto: $(DONE)/dev
+	$(BIN)/python -m tests.plan.generate_proto
 
 bench: $(DONE)/dev
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

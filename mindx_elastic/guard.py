@@ -29,11 +29,13 @@ from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.listening import Listening, find_peers
+from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
 from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas, start_or_resume
 from mindx_elastic.saving import Saver
 from mindx_elastic.stopping import Stopper
+from mindx_elastic.strategies import standing_of, target_of_all
 from mindx_elastic.surroundings import Surroundings
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -74,6 +76,7 @@ class Guard:
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
     * `allow_shared_directory`: accept a directory that other users may write to.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
+    * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
     Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
@@ -101,13 +104,14 @@ class Guard:
         allow_shared_directory: bool = False,
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
+        layouts: Mapping[str, Layout] | None = None,
     ) -> None:
         if not isinstance(directory, (str, Path)) or not str(directory):
             raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
         self._allow_shared = allow_shared_directory
-        self._snapshot_every, self._redundancy = snapshot_every, redundancy
+        self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
         self.loader = loader
         self._periodic = tuple(periodic)
         self._targets = name_targets(
@@ -170,7 +174,8 @@ class Guard:
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
-        replicated = self.ranks.world_size > 1 and is_replicated(self._targets, self._collector)
+        self._collector.stand(standing_of(self._targets, ranks, self._layouts))
+        replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
         self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
         self._exchange = self._around.exchange
@@ -185,6 +190,7 @@ class Guard:
             resume=self._resume,
             arenas=self._around.arenas,
             transport=self._around.mirror,
+            target=target_of_all(self._collector, ranks, self._exchange),
             on_found=self._around.announce,
         )
         self._take_over(start, settings)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import xxhash
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +25,20 @@ from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import EventLog, logger
-from mindx_elastic.resume.copies import Transport
+from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.reading import Transport
+from mindx_elastic.resume.restore import Resumed, Target, find_and_read
 
-__all__ = ["GradientOrders", "Start", "ddp_modules", "is_replicated", "outermost_replicas", "start_or_resume"]
+__all__ = [
+    "GradientOrders",
+    "Start",
+    "ddp_modules",
+    "is_replicated",
+    "outermost_replicas",
+    "replica_ranks",
+    "start_or_resume",
+]
 
 _RUN_ID_TIMEOUT_S = 600.0
 
@@ -44,7 +54,7 @@ class Start:
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """This rank's state was put together, with a file on disk in it, and is nowhere whole."""
         found = self.resumed
-        if found is None or found.own is None:
+        if found is None or found.own is None or found.plan.resharded:
             return False
         return arenas is None or not found.path.is_relative_to(arenas)
 
@@ -66,11 +76,22 @@ def start_or_resume(
     resume: str | Path,
     arenas: Path | None = None,
     transport: Transport | None = None,
+    target: Target | None = None,
+    faults: Collection[int] = (),
     on_found: Callable[[Resumed | None], None] = lambda found: None,
 ) -> Start:
     """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""
     began = time.perf_counter()
-    found = find_and_read(directories, ranks, exchange, resume=resume, arenas=arenas, transport=transport)
+    found = find_and_read(
+        directories,
+        ranks,
+        exchange,
+        resume=resume,
+        arenas=arenas,
+        transport=transport,
+        target=target,
+        faults=faults,
+    )
     on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
@@ -87,6 +108,8 @@ def start_or_resume(
     _load(found, collector, targets, loader, ranks)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    if ranks.rank == 0 and found.plan.resharded:
+        logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
     events.emit(
         "resume",
         step=info.step,
@@ -95,6 +118,8 @@ def start_or_resume(
         outcome="resumed",
         path=str(found.path),
         rejected=list(found.rejected),
+        exact=found.plan.exact,
+        resharded=found.plan.resharded,
     )
     return Start(run_id, events.attempt, found)
 
@@ -120,6 +145,8 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) ->
     info = found.checkpoint.info
     if found.donor is None:
         return lambda: restore_rng(rng)
+    if found.plan.resharded:
+        return _new_numbers(info, ranks)
     if found.own is not None:
         logger.info(
             "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
@@ -137,6 +164,10 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) ->
         info.step,
         found.donor,
     )
+    return _new_numbers(info, ranks)
+
+
+def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
@@ -172,18 +203,24 @@ def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
     return [*compiled, *(module for _, module in ddp_modules(targets) if id(module) not in inside)]
 
 
-def is_replicated(targets: Mapping[str, Any], collector: Collector) -> bool:
-    """Whether every rank holds the same weights, so that one rank's file can stand in for another's."""
+def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
+    """The ranks that hold the same weights as this one: every trained module is wrapped in DDP; empty: not known."""
     trained = {
         name
         for name, target in targets.items()
         if isinstance(target, nn.Module) and any(p.requires_grad for p in target.parameters())
     }
-    wrapped = {name.split(".")[0] for name, _ in ddp_modules(targets)}
-    # ZeRO: the optimizer's state is spread over the ranks although the weights are not.
-    # By name: importing it runs torch.jit, which takes a second and is deprecated.
-    spread = any(c.__name__ == "ZeroRedundancyOptimizer" for target in targets.values() for c in type(target).__mro__)
-    return bool(trained) and trained <= wrapped and not collector.layout() and not spread
+    modules = ddp_modules(targets)
+    groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for _, module in modules}
+    if not trained or len(groups) != 1 or not trained <= {name.split(".")[0] for name, _ in modules}:
+        return []
+    return list(groups.pop())
+
+
+def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int) -> bool:
+    """Whether every rank holds the same, so that one rank's file can stand in for any other's."""
+    whole = len(replica_ranks(targets)) == world_size > 1
+    return whole and not collector.is_sharded and not collector.is_spread
 
 
 class GradientOrders:
@@ -191,7 +228,7 @@ class GradientOrders:
 
     def __init__(self, targets: Mapping[str, Any], collector: Collector, *, world_size: int) -> None:
         self._collector = collector
-        if world_size > 1 and not ddp_modules(targets) and not collector.layout():
+        if world_size > 1 and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
                 "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"

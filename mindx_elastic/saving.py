@@ -237,7 +237,7 @@ class Saver:
         def write() -> SaveResult:
             for target in (path, *also):
                 target.parent.mkdir(parents=True, exist_ok=True)
-            return write_checkpoint(path, state, info, layout=self.collector.layout() or None, also=also)
+            return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also)
 
         try:
             return write()

@@ -166,7 +166,7 @@ class Snapshotter:
 
     def _lay_out(self) -> Snapshot:
         collector = self._collector
-        snapshot = lay_out(collector.state(), self._describe(), collector.layout() or None)
+        snapshot = lay_out(collector.state(), self._describe(), collector.layout())
         self._nbytes = snapshot.nbytes
         return snapshot
 

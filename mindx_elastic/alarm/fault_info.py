@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -234,7 +235,9 @@ def watch_fault_info(
 
 def parse_fault_report(text: str, source: Path, *, world_size: int | None = None) -> FaultReport:
     """``{"FaultRankIds": ["1"], "CreatTime": 1690000000}`` (the missing e is real), ``{"FaultRank": [1], "UpdateTime":
-    ...}`` or ``{"status": "initializing"}``. Raises ValueError, with what is wrong, for anything else."""
+    ...}`` or ``{"status": "initializing"}``. The first schedulers wrote the list as text: ``"[\\"1\\"]"``.
+
+    Raises ValueError, with what is wrong, for anything else."""
     content = parse_json_object(text)
     known = [key for key in _RANK_KEYS if key in content]
     if not known:
@@ -244,7 +247,7 @@ def parse_fault_report(text: str, source: Path, *, world_size: int | None = None
     ranks: set[int] = set()
     problems: list[str] = []
     for key in known:
-        ranks |= _rank_list(key, content[key], world_size, problems)
+        ranks |= _rank_list(key, _list_in_text(content[key]), world_size, problems)
     created = max((t for key in _TIME_KEYS if (t := time_stamp(content.get(key))) is not None), default=None)
     return FaultReport(frozenset(ranks), created, source, text, problems=tuple(problems))
 
@@ -276,6 +279,17 @@ def _asks_for_stop(entry: Any) -> bool:
         return False
     policy = entry.get("Policy", entry.get("InitialPolicy", ""))
     return not (isinstance(policy, str) and policy.strip().lower() in _HARMLESS_POLICIES)
+
+
+def _list_in_text(value: Any) -> Any:
+    """The list (or null) that a text holds as JSON; anything else as it is."""
+    if not isinstance(value, str) or value.strip()[:1] not in ("[", "n"):
+        return value
+    try:
+        inner = json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+    return inner if inner is None or isinstance(inner, list) else value
 
 
 def _rank_list(key: str, value: Any, world_size: int | None, problems: list[str]) -> set[int]:

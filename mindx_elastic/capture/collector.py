@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
+from mindx_elastic.capture.layouts import LayoutRecorder, Standing
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.targets import RESERVED_NAMES
@@ -25,6 +26,8 @@ class Collector:
 
     def __init__(self, targets: Mapping[str, object]) -> None:
         self.components: dict[str, Component] = {name: component_for(name, t) for name, t in targets.items()}
+        self.layouts = LayoutRecorder(self.components, Standing())
+        """Says which ranks hold what; a guard puts in one that knows the other ranks."""
         self.position = Position()
         self.gradient_order: dict[str, list[int]] = {}
         self._rng = capture_rng()
@@ -115,10 +118,23 @@ class Collector:
                 own[name] = volatile["plain"][name]
         return own
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is a DTensor."""
+        return any(isinstance(c, ModuleComponent) and c.is_sharded for c in self.components.values())
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether an optimizer's state is spread over the ranks although the weights are not (ZeRO)."""
+        return any(isinstance(c, OptimizerComponent) and c.is_spread for c in self.components.values())
+
+    def stand(self, standing: Standing) -> None:
+        """Main thread, at the start: from here on the layout says where this rank stands among the others."""
+        self.layouts = LayoutRecorder(self.components, standing)
+
     def layout(self) -> dict[str, Any]:
-        """Where this rank's parts of sharded tensors lie; empty when nothing is sharded."""
-        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return {name: place for module in modules for name, place in module.layout().items()}
+        """What a file says of its tensors, as JSON; see `capture.layouts`."""
+        return self.layouts.record()
 
     def load(self, state: dict[str, Any]) -> list[str]:
         """Put a state back, everything but the random generators. Returns notes on what did not match but may differ.

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.sharded import describe_shard, local_part, with_layout_of
+from mindx_elastic.capture.sharded import local_part, with_layout_of
 from mindx_elastic.capture.snapshot import map_tensors
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -172,9 +172,15 @@ class ModuleComponent:
             state[name] = copies.get(name, self._extra_copies.get(name, state[name]))
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
-    def layout(self) -> dict[str, Any]:
-        """Where this rank's parts of sharded parameters lie, by ``{component}.{name}``."""
-        return {f"{self.name}.{n}": describe_shard(p) for n, p in self._sharded.items() if isinstance(p, DTensor)}
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is a DTensor."""
+        return bool(self._sharded)
+
+    @property
+    def volatile_names(self) -> list[str]:
+        """What of its state is no parameter: saved buffers and extra state."""
+        return [*self._slot_names, *(name for name, _ in self._extras)]
 
     def load(self, state: dict[str, Any]) -> None:
         live = dict(self.module.state_dict())
@@ -209,7 +215,21 @@ class OptimizerComponent:
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
         self.optimizer = unwrap_optimizer(optimizer)
+        # ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those.
+        # By name: importing it runs torch.jit, which takes a second and is deprecated.
+        self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
         self.copy()
+
+    @property
+    def local(self) -> torch.optim.Optimizer:
+        """The one that has this rank's state."""
+        found: torch.optim.Optimizer = vars(self.optimizer)["optim"] if self.is_spread else self.optimizer
+        return found
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """Those that it has state for, in the order of their numbers in the state."""
+        return [p for group in self.local.param_groups for p in group["params"]]
 
     def copy(self) -> None:
         self._groups = [
@@ -223,7 +243,7 @@ class OptimizerComponent:
         return self._groups
 
     def state(self) -> dict[str, Any]:
-        state = dict(map_tensors(self.optimizer.state_dict(), local_part))
+        state = dict(map_tensors(self.local.state_dict(), local_part))
         state["class"] = type(self.optimizer).__name__
         state["param_groups"] = [
             {**copied, "params": live["params"]}
@@ -236,7 +256,7 @@ class OptimizerComponent:
         there, here = state.pop("class", None), type(self.optimizer).__name__
         if there not in (None, here):
             raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
-        ours = [len(group["params"]) for group in self.optimizer.param_groups]
+        ours = [len(group["params"]) for group in self.local.param_groups]
         theirs = [len(group["params"]) for group in state["param_groups"]]
         if ours != theirs:
             raise MismatchError(
@@ -244,8 +264,11 @@ class OptimizerComponent:
                 f"this optimizer has {ours}"
             )
         state = self._with_layouts(state)
-        self.optimizer.load_state_dict(state)
+        self.local.load_state_dict(state)
         self._undo_casts(state)
+        if self.is_spread:
+            for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
+                shown.update({key: value for key, value in loaded.items() if key != "params"})
         # The process before has stepped it. A scheduler that steps before the first update here (at an epoch's end)
         # would make torch warn of a wrong order.
         vars(self.optimizer)["_opt_called"] = True
@@ -253,7 +276,7 @@ class OptimizerComponent:
 
     def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
         """Moments of a sharded parameter are sharded like it; scalars (``step``) are not."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self.parameters
         indices = [i for group in state["param_groups"] for i in group["params"]]
         if not any(isinstance(p, DTensor) for p in parameters):
             return state
@@ -271,11 +294,11 @@ class OptimizerComponent:
 
         moments.
         """
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters = self.parameters
         indices = [i for group in state["param_groups"] for i in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
             saved = state["state"].get(index, {})
-            loaded = self.optimizer.state.get(parameter, {})
+            loaded = self.local.state.get(parameter, {})
             for key, value in saved.items():
                 if key in loaded:
                     loaded[key] = _with_dtypes_of(value, loaded[key])

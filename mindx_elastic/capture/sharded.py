@@ -1,7 +1,4 @@
-"""DTensor (FSDP2, tensor parallel): each rank saves the part that it holds, with a description of where it lies.
-
-Until resharding exists, a part is put back on the same rank of an equal mesh.
-"""
+"""DTensor (FSDP2, tensor parallel): each rank saves the part that it holds (where it lies is said in `layouts`)."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-__all__ = ["describe_shard", "local_part", "with_layout_of"]
+__all__ = ["local_part", "with_layout_of"]
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -30,15 +27,3 @@ def with_layout_of(template: Any, part: torch.Tensor) -> torch.Tensor:
         shape=template.shape,
         stride=template.stride(),
     )
-
-
-def describe_shard(tensor: DTensor) -> dict[str, Any]:
-    """JSON-able: global shape, mesh shape and names, placements (torch's own spelling), this rank's coordinate."""
-    mesh = tensor.device_mesh
-    return {
-        "global_shape": list(tensor.shape),
-        "mesh_shape": list(mesh.shape),
-        "mesh_dim_names": list(mesh.mesh_dim_names or ()),
-        "placements": [str(placement) for placement in tensor.placements],
-        "coordinate": list(mesh.get_coordinate() or ()),
-    }

@@ -14,7 +14,9 @@ import typer
 
 from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
+from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.run import RUN_SETTINGS, run_command
 from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
@@ -33,7 +35,9 @@ app = typer.Typer(
 app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS)(run_command)
 app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
+app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)
 app.command("status", help=unwrapped(status_command.__doc__))(status_command)
+app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
 app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
 
 
@@ -61,7 +65,9 @@ def _common(
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors
     mindx-elastic verify ckpt                     recompute every digest
+    mindx-elastic plan ckpt                       what the next start would go on from, and why
     mindx-elastic status run                      what happened to a job that an agent ran
+    mindx-elastic convert ckpt weights.pt         for other programs; also from theirs
     mindx-elastic clean --dry-run                 what dead jobs have left in shared memory
     """
 

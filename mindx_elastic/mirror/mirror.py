@@ -132,7 +132,7 @@ def _is_loopback(host: str) -> bool:
 class Mirror:
     """One per guard. Its methods belong to whoever saves (training, persist or watcher thread) unless said otherwise.
 
-    Also what `resume.copies` calls a transport.
+    Also what `resume.reading` calls a transport.
     """
 
     def __init__(

@@ -17,9 +17,10 @@ import torch
 import xxhash
 
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPath
+from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
 
-__all__ = ["Checkpoint", "read_checkpoint", "verify_file"]
+__all__ = ["Checkpoint", "read_checkpoint", "read_some", "verify_file"]
 
 _NUM_THREADS = 4
 _PIECE_BYTES = 8 << 20  # read, then hashed
@@ -54,6 +55,29 @@ def read_checkpoint(path: StrPath, *, verify: bool = True) -> Checkpoint:
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
 
 
+def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
+    """The part of a checkpoint's state that `tree`, a part of the header's tree, describes; digests are checked.
+
+    Raises CorruptCheckpointError.
+    """
+    names = set(_names(tree))
+    tensors = {n: _read_tensor(fd, header, e, path, verify=True) for n, e in header.entries.items() if n in names}
+    return unflatten(tree, tensors, path=path)
+
+
+def _names(tree: Tree) -> Iterator[str]:
+    """Of the tensors that a tree refers to."""
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _names(item)
+    elif isinstance(tree, dict):
+        for key, item in tree.items():
+            if key in ("$tensor", "$ndarray", "$blob") and isinstance(item, str):
+                yield item
+            else:
+                yield from _names(item)
+
+
 def verify_file(path: StrPath) -> list[str]:
     """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing."""
     path = Path(path)
@@ -63,7 +87,7 @@ def verify_file(path: StrPath) -> list[str]:
 
             def check(entry: TensorEntry) -> None:
                 try:
-                    _read_tensor(fd, header, entry, path, verify=True)
+                    _check_tensor(fd, header, entry, path)
                 except CheckpointError as error:
                     problems.append(str(error))
 
@@ -116,10 +140,26 @@ def _read_tensor(fd: int, header: Header, entry: TensorEntry, path: Path, *, ver
             _read_into(fd, piece, offset + start, entry, path)
             if verify:
                 digest.update(piece)
-    if verify and digest.hexdigest() != header.digests[entry.name]:
+    if verify:
+        _compare(digest, header, entry, path)
+    return tensor
+
+
+def _check_tensor(fd: int, header: Header, entry: TensorEntry, path: Path) -> None:
+    """As `_read_tensor`, with memory for a piece only."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(entry.nbytes, _PIECE_BYTES)))
+    for start in range(0, entry.nbytes, _PIECE_BYTES):
+        piece = buffer[: min(_PIECE_BYTES, entry.nbytes - start)]
+        _read_into(fd, piece, header.data_start + entry.start + start, entry, path)
+        digest.update(piece)
+    _compare(digest, header, entry, path)
+
+
+def _compare(digest: Any, header: Header, entry: TensorEntry, path: Path) -> None:
+    if digest.hexdigest() != header.digests[entry.name]:
         problem = f"{path}: tensor {entry.name} does not match its digest; the file is damaged"
         raise CorruptCheckpointError(problem, path=path, tensor=entry.name)
-    return tensor
 
 
 def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path: Path) -> None:

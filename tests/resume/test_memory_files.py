@@ -199,7 +199,7 @@ def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pyt
     machine.snapshot(1, ranks=[0, 2])
     assert find(machine) == [None] * WORLD
     assert "the job begins anew; what it left in memory is not used" in caplog.text
-    assert "step 1: rank 1 has no file of it" in caplog.text
+    assert "step 1 is not used: rank 1 has no file of it" in caplog.text
 
 
 def test_a_snapshot_never_hides_that_the_checkpoints_are_bad(machine: Machine) -> None:

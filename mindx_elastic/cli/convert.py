@@ -1,0 +1,181 @@
+"""``mindx-elastic convert``: checkpoints from and to other programs' formats."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mindx_elastic.cli.common import (
+    EXIT_BAD,
+    EXIT_NOTHING,
+    EXIT_USAGE,
+    JSON_SCHEMA,
+    human_size,
+    is_folder,
+    make_console,
+    printable,
+)
+
+if TYPE_CHECKING:
+    from mindx_elastic.convert.conversion import Request, Result
+
+__all__ = ["convert_command"]
+
+_FORMATS = "dcp|torch|mindspore|mindx"
+
+
+def convert_command(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A checkpoint file, or a checkpoint directory.", show_default=False, readable=False
+        ),
+    ],
+    destination: Annotated[
+        Path, typer.Argument(metavar="DESTINATION", help="The file, for dcp the folder, to make.", show_default=False)
+    ],
+    source_kind: Annotated[
+        str | None, typer.Option("--from", metavar=_FORMATS, help="What SOURCE is; without it found by its content.")
+    ] = None,
+    destination_kind: Annotated[
+        str | None,
+        typer.Option(
+            "--to", metavar=_FORMATS, help="What to make; without it torch for .pt, .pth, .bin, dcp without a suffix."
+        ),
+    ] = None,
+    component: Annotated[
+        str | None,
+        typer.Option(help="What of SOURCE is the model, for example state_dict; without it what is called model."),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Keep the optimizer and all the rest, not the model alone.")
+    ] = False,
+    step: Annotated[
+        int | None,
+        typer.Option(
+            help="Which step of a mindx directory, else the newest complete one; from others to mindx: its number."
+        ),
+    ] = None,
+    epoch: Annotated[int | None, typer.Option(help="To mindx: the epoch that the file gets.")] = None,
+    strategy: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The strategy file that says how MindSpore's rank_*/ files are laid out."),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION where it exists.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
+) -> None:
+    """Convert a checkpoint: from and to DCP, torch.save files, MindSpore's safetensors, and this package's own.
+
+    \b
+    [bold]Formats[/bold]
+    dcp        a folder of torch.distributed.checkpoint
+    torch      a file of torch.save, read with weights_only=True: nothing in it is run
+    mindspore  plain safetensors: name -> tensor; or a folder of rank_*/ files and --strategy
+    mindx      a checkpoint directory or file of this package; sharded ones are put together
+
+    The model alone is converted, its names as they are, unless --all is given (torch, dcp and mindx). To mindx: a
+    file for initial weights. No job resumes from it, because random generators, the loader's position and every
+    rank's own state are not in it; keep it out of a job's checkpoint directory.
+
+    DESTINATION is never overwritten without --force, and appears whole or not at all. Tensors are read where they
+    lie when they are written, and those that are put together from parts go through a scratch file beside
+    DESTINATION: memory for one tensor is enough. Memory for everything is needed by torch.save files of torch 1.5
+    and older. Tied weights stay tied in torch and mindx files, and are written once for each name in the others.
+
+    \b
+    [bold]Exit code[/bold]
+    0  DESTINATION was made
+    1  SOURCE is damaged, incomplete or holds what would have to be run, or DESTINATION cannot be written
+    2  wrong usage, for example DESTINATION exists
+    3  no checkpoint was found
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic convert ckpt weights.pt
+    mindx-elastic convert ckpt folder --to dcp --all --step 1200
+    mindx-elastic convert llama.pt llama.safetensors --to mindx
+    mindx-elastic convert ckpt resnet.safetensors --to mindspore
+    mindx-elastic convert trained resnet.pt --from mindspore --strategy strategy.ckpt
+    """
+    is_folder(source)  # ends the command where it is neither that nor a file
+    from mindx_elastic.convert.conversion import Request, convert
+    from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
+
+    try:
+        request = Request(
+            source=source,
+            destination=destination,
+            source_kind=source_kind,
+            destination_kind=destination_kind,
+            component=component,
+            everything=everything,
+            step=step,
+            epoch=epoch,
+            strategy=strategy,
+            force=force,
+        )
+        result = convert(request)
+    except MindxError as error:
+        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        bad = EXIT_NOTHING if isinstance(error, NoUsableCheckpointError) else EXIT_BAD
+        raise typer.Exit(bad if isinstance(error, CheckpointError) else EXIT_USAGE) from None
+    if as_json:
+        typer.echo(json.dumps(_as_dict(request, result), indent=2))
+    else:
+        _print(request, result)
+
+
+def _as_dict(request: Request, result: Result) -> dict[str, Any]:
+    return {
+        "schema": JSON_SCHEMA,
+        "source": str(request.source),
+        "from": result.source_kind,
+        "destination": str(request.destination),
+        "to": result.destination_kind,
+        "tensors": result.num_tensors,
+        "size_bytes": result.nbytes,
+        "step": result.step if "mindx" in (result.source_kind, result.destination_kind) else None,
+        "epoch": result.epoch if "mindx" in (result.source_kind, result.destination_kind) else None,
+        "notes": result.notes,
+        "load": _how_to_load(request, result),
+    }
+
+
+def _print(request: Request, result: Result) -> None:
+    def say(line: str) -> None:
+        make_console().print(printable(line), soft_wrap=True)
+
+    tensors = "1 tensor" if result.num_tensors == 1 else f"{result.num_tensors} tensors"
+    step = f", step {result.step}" if "mindx" in (result.source_kind, result.destination_kind) else ""
+    say(
+        f"{request.source} ({result.source_kind}{step}) -> {request.destination} ({result.destination_kind}): "
+        f"{tensors}, {human_size(result.nbytes)}"
+    )
+    for note in result.notes:
+        say(f"note: {note}")
+    if result.destination_kind == "mindx":
+        say("for initial weights; no job resumes from it: generators and the data position are not in it")
+    for line in _how_to_load(request, result):
+        say(f"    {line}")
+
+
+def _how_to_load(request: Request, result: Result) -> list[str]:
+    """Python lines."""
+    name, model = str(request.destination), '["model"]' if request.everything else ""
+    if result.destination_kind == "torch":
+        return [f"model.load_state_dict(torch.load({name!r}, weights_only=True){model})"]
+    if result.destination_kind == "mindx":
+        reader = "from mindx_elastic.persist.reader import read_checkpoint"
+        return [reader, f'model.load_state_dict(read_checkpoint({name!r}).state["model"])']
+    if result.destination_kind == "mindspore":
+        in_torch = f"model.load_state_dict(safetensors.torch.load_file({name!r}))"
+        return [f'mindspore.load_checkpoint({name!r}, net, format="safetensors")', in_torch]
+    state = '{"model": model.state_dict()}' if request.everything else "model.state_dict()"
+    return [
+        f"state = {state}",
+        f"torch.distributed.checkpoint.load(state, checkpoint_id={name!r})",
+        f"model.load_state_dict(state{model})",
+    ]

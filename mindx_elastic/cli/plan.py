@@ -1,0 +1,179 @@
+"""``mindx-elastic plan``: what a start would go on from, worked out before any process is started."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, fail, is_folder, make_console
+
+if TYPE_CHECKING:
+    from mindx_elastic.alarm.fault_report import Faults
+    from mindx_elastic.cli.plan_inputs import Checked, Found
+    from mindx_elastic.plan.facts import Refusal, ResumePlan
+
+__all__ = ["plan_command"]
+
+
+@dataclass(frozen=True)
+class _Result:
+    found: Found
+    faults: Faults
+    plan: ResumePlan | Refusal
+    checked: Checked | None
+    """None: digests were not looked at."""
+
+
+def plan_command(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="The checkpoint directory.", show_default=False, readable=False),
+    ],
+    strategy: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="How the old ranks held the tensors, if the files do not say.")
+    ] = None,
+    faults: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="The fault report; default: the mounted one, if any. none: look at none."),
+    ] = None,
+    fault_ranks: Annotated[str | None, typer.Option(metavar="RANKS", help="Faulty ranks: 1,3 or 0-7.")] = None,
+    fault_node: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A faulty node; may be repeated.")
+    ] = None,
+    rank_table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The rank table (hccl.json) that says which ranks a node has.")
+    ] = None,
+    world_size: Annotated[
+        int | None, typer.Option(min=1, max=1 << 24, metavar="N", help="Ranks of the new start; default: as before.")
+    ] = None,
+    mesh: Annotated[
+        str | None, typer.Option(metavar="SIZES", help="Mesh of the new start: dp=2,tp=2; others keep their size.")
+    ] = None,
+    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this step, not the newest.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Only this run's files.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses, compare their digests.")
+    ] = True,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also: each layout's parts, and the replica groups.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    emit_env: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write RESTORE_RANKS and the like as lines for a shell.")
+    ] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write resume_plan.json and resume_plan.pb into DIR.")] = False,
+) -> None:
+    """Say what the next start would go on from, and why: chosen step, who reads what from whom, what is lost.
+
+    Needs no running process: it reads the headers, takes what the fault report says into account and plans as a start
+    does. The files of the plan are then read whole and checked (--no-verify leaves that out); a damaged one is dropped
+    and the rest planned anew. What is left in the memory of a node is not seen here, so a start may find a newer step.
+
+    Nothing is changed but the files asked for with --emit-env and --write. These are written in every case: with
+    RESTORE_RANKS=-1 and "restorable": false where there is no plan, so that no script takes an older one for today's.
+
+    \b
+    [bold]Exit code[/bold]
+    0  restorable
+    1  not restorable: something is there, and none of it can be gone on from
+    2  wrong usage: no such directory, a malformed report or strategy
+    3  no checkpoint was found: a fresh start
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic plan ckpt
+    mindx-elastic plan ckpt --fault-ranks 1,3 --explain
+    mindx-elastic plan ckpt --mesh dp=2,tp=2
+    mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
+    mindx-elastic plan ckpt --json | jq '.step'
+    """
+    from mindx_elastic.plan.facts import ResumePlan
+    from mindx_elastic.plan.outputs import write_env_file, write_plan
+
+    if not is_folder(path):
+        fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
+    result = _plan(
+        path, strategy, (faults, fault_ranks, fault_node or [], rank_table), world_size, mesh, step, run, verify
+    )
+    if write:
+        write_plan(path, result.plan)
+    if emit_env is not None:
+        write_env_file(emit_env, result.plan)
+    document = {**_document(path, result, explain=explain), "asked_step": step}
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        _print(result, document)
+    if isinstance(result.plan, ResumePlan):
+        raise typer.Exit(EXIT_GOOD)
+    raise typer.Exit(EXIT_BAD if result.found.anything else EXIT_NOTHING)
+
+
+def _plan(
+    path: Path,
+    strategy: Path | None,
+    fault_options: tuple[str | None, str | None, list[str], Path | None],
+    world_size: int | None,
+    mesh: str | None,
+    step: int | None,
+    run: str | None,
+    verify: bool,
+) -> _Result:
+    from mindx_elastic.cli.plan_inputs import find, gather_faults, make_plan, new_world, parse_mesh, plan_and_check
+
+    sizes = None if mesh is None else parse_mesh(mesh)
+    found = find(path, strategy, run)
+    faults = gather_faults(*fault_options, max((fact.world_size for fact in found.facts), default=None))
+    world = new_world(found, world_size, sizes)
+    if verify:
+        return _Result(found, faults, *plan_and_check(found, world, faults.ranks, step))
+    return _Result(found, faults, make_plan(found, world, faults.ranks, step), None)
+
+
+def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
+    """What ``--json`` prints: `outputs.plan_to_json`, and what this command adds. The screen shows the same."""
+    from mindx_elastic.cli.plan_table import explain as explain_plan
+    from mindx_elastic.plan.facts import ResumePlan
+    from mindx_elastic.plan.outputs import plan_to_json
+
+    plan, checked = result.plan, result.checked
+    document = plan_to_json(plan, path)
+    document |= {
+        "directory": str(path),
+        "reasons": [],
+        "faults_from": result.faults.source,
+        "faults_problems": [*_initializing(result.faults), *result.faults.problems],
+        "digests_checked": checked is not None,
+        "checked_files": 0 if checked is None else checked.files,
+        "checked_bytes": 0 if checked is None else checked.nbytes,
+    }
+    if isinstance(plan, ResumePlan):
+        infos = [result.found.entries[each.file.path].info for each in plan.ranks]
+        document["reasons"] = list(dict.fromkeys(info.reason for info in infos if info is not None))
+        if explain:
+            document["explanation"] = explain_plan(plan)
+    return document
+
+
+def _initializing(faults: Faults) -> list[str]:
+    return ["the platform has not finished its report: call again before the start"] if faults.initializing else []
+
+
+def _print(result: _Result, document: dict[str, Any]) -> None:
+    from mindx_elastic.cli.plan_table import print_explanation, print_nothing, print_plan, print_refusal
+    from mindx_elastic.plan.facts import Refusal
+
+    console = make_console()
+    if not result.found.anything:
+        print_nothing(console, document["directory"])
+    elif isinstance(result.plan, Refusal):
+        print_refusal(console, result.plan, document)
+    else:
+        print_plan(console, result.plan, document, now=time.time())
+        if "explanation" in document:
+            print_explanation(console, document["explanation"])

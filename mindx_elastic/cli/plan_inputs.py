@@ -1,0 +1,402 @@
+"""What ``mindx-elastic plan`` tells the planner: files, faults, strategies, the new world. And the check of digests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mindx_elastic.alarm.fault_report import (
+    Faults,
+    default_fault_sources,
+    default_node_map,
+    merge,
+    parse_rank_list,
+    read_faults,
+    read_node_map,
+    widen,
+)
+from mindx_elastic.cli.verify import check_entries
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.facts import FileFact, Moment, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.plan.layout import MAX_RANKS
+from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.targets import remesh
+
+if TYPE_CHECKING:
+    from mindx_elastic.alarm.rank_table import NodeMap
+    from mindx_elastic.persist.catalog import Catalog, CatalogEntry
+    from mindx_elastic.persist.format import Header
+
+__all__ = ["Checked", "Found", "find", "gather_faults", "make_plan", "new_world", "parse_mesh", "plan_and_check"]
+
+_MESH_DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*([0-9]{1,8})\s*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies in the directory."""
+
+    directory: Path
+    facts: Sequence[FileFact] = ()
+    rejected: Sequence[Rejected] = ()
+    entries: Mapping[str, CatalogEntry] = field(default_factory=dict)
+    """By path."""
+    own_states: Mapping[Moment, Collection[int]] = field(default_factory=dict)
+    recorded: Mapping[Moment, Strategy] = field(default_factory=dict)
+
+    @property
+    def anything(self) -> bool:
+        """Whether a job has been here: then a start that finds nothing to go on from is no fresh start."""
+        return bool(self.facts or self.rejected)
+
+    @property
+    def world_size(self) -> int | None:
+        """Number of ranks that wrote the step which goes first."""
+        first = next(iter(order_of_moments(self.facts)), None)
+        sizes = [(fact.created, fact.world_size) for fact in self.facts if fact.moment == first]
+        return max(sizes)[1] if sizes else None
+
+
+# --- files ---
+
+
+def find(directory: Path, strategy_file: Path | None = None, run_id: str | None = None) -> Found:
+    """Look at every header under `directory`, and at the small states that lie on disk beside the checkpoints.
+
+    run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
+    """
+    from mindx_elastic.persist.catalog import scan
+    from mindx_elastic.resume.facts import facts_of, settle_assumptions
+
+    catalog = scan(directory)
+    facts, rejected = facts_of(catalog.entries)
+    facts = settle_assumptions(facts)
+    rejected += [_too_large(fact) for fact in facts if fact.world_size > MAX_RANKS]
+    facts = [fact for fact in facts if fact.world_size <= MAX_RANKS]
+    if not facts:
+        rejected += _leftovers(catalog)
+    facts, rejected = _of_run(facts, rejected, run_id)
+    recorded: dict[Moment, Strategy] = {}
+    entries = {str(entry.path): entry for entry in catalog.entries}
+    if strategy_file is not None:
+        facts, recorded = _with_strategy(facts, strategy_file, entries)
+    return Found(directory, facts, rejected, entries, _own_states(catalog), recorded)
+
+
+def _too_large(fact: FileFact) -> Rejected:
+    return Rejected(fact.path, f"says that it is one of {fact.world_size} ranks; {MAX_RANKS} at most")
+
+
+def _leftovers(catalog: Catalog) -> list[Rejected]:
+    """What is no reason to plan, and keeps a start from being a fresh one."""
+    from mindx_elastic.persist.storage import quarantined
+
+    found = [
+        Rejected(str(entry.path), f"is not meant for resuming ({entry.info.kind})")
+        for entry in catalog.entries
+        if entry.info is not None and not entry.info.resumable
+    ]
+    aside = len(quarantined(catalog.directory))
+    if aside:
+        text = f"{aside} file{'s' * (aside > 1)} that could not be used (the .reason.txt beside each says why)"
+        found.append(Rejected(f"{catalog.directory}/quarantine", text))
+    return found
+
+
+def _of_run(
+    facts: list[FileFact], rejected: list[Rejected], run_id: str | None
+) -> tuple[list[FileFact], list[Rejected]]:
+    if run_id is None:
+        return facts, rejected
+    chosen = [fact for fact in facts if fact.moment[0] == run_id]
+    if facts and not chosen:
+        runs = list(dict.fromkeys(moment[0] for moment in order_of_moments(facts)))
+        text = ", ".join(runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
+        rejected = [Rejected(f"run {run_id}", f"no usable file is of it (runs that are there: {text})"), *rejected]
+    return chosen, rejected
+
+
+def _with_strategy(
+    facts: list[FileFact], path: Path, entries: Mapping[str, CatalogEntry]
+) -> tuple[list[FileFact], dict[Moment, Strategy]]:
+    """`facts` and the strategy of each step that `path` is about; files that say nothing themselves are of it."""
+    from mindx_elastic.plan.strategy_file import load_strategy
+
+    strategy = load_strategy(path)
+    fitting = [fact for fact in facts if fact.world_size == strategy.world_size]
+    if facts and not fitting:
+        sizes = ", ".join(map(str, sorted({fact.world_size for fact in facts})))
+        raise UsageError(f"strategy file {path}: it is for {strategy.world_size} ranks, the files are of {sizes}")
+    if fitting:
+        newest = order_of_moments(fitting)[0]
+        headers = {f.rank: entries[f.path].header for f in fitting if f.moment == newest}
+        strategy = _as_in_files(strategy, {rank: header for rank, header in headers.items() if header}, path)
+    recorded = {fact.moment: strategy for fact in fitting}
+    changed = [replace(f, strategy=strategy) if f.moment in recorded and _is_silent(f) else f for f in facts]
+    return changed, recorded
+
+
+def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) -> Strategy:
+    """Names as the files have them, and shapes: MindSpore's strategies have none, and know no ``model.`` in front.
+
+    Tensors that are in no file, and whose shape nobody knows, are left out.
+    """
+    from mindx_elastic.persist.places import shape_of_node, tensor_places
+    from mindx_elastic.plan.mindspore import with_shapes
+
+    shapes: dict[str, dict[int, tuple[int, ...]]] = {}
+    for rank, header in headers.items():
+        for place, node in tensor_places(header).items():
+            shapes.setdefault(place, {})[rank] = tuple(shape_of_node(node, header))
+    specs = [s if s.name in shapes or f"model.{s.name}" not in shapes else _of_model(s) for s in strategy.tensors]
+    shapeless = {s.name for s in specs if not s.shape and s.layout.splitting}
+    kept = [s for s in specs if s.name not in shapeless or s.name in shapes]
+    if not kept:
+        raise UsageError(f"strategy file {path}: none of its {len(specs)} tensors is in the files here")
+    try:
+        return with_shapes(
+            Strategy(strategy.world_size, tuple(kept)), {name: shapes[name] for name in shapeless & set(shapes)}
+        )
+    except UsageError as error:
+        raise UsageError(f"strategy file {path} does not fit the files here: {error}") from None
+
+
+def _of_model(spec: TensorSpec) -> TensorSpec:
+    return replace(spec, name=f"model.{spec.name}")
+
+
+def _is_silent(fact: FileFact) -> bool:
+    return "" in fact.strategy.by_name
+
+
+def _own_states(catalog: Catalog) -> dict[Moment, set[int]]:
+    """Of each step the ranks whose own random numbers and buffers lie on disk (``rank_*/boundaries.mindx``)."""
+    from mindx_elastic.persist.catalog import rank_of_folder
+    from mindx_elastic.resume.memory_files import RING_COPY, own_states
+
+    infos = [entry.info for entry in catalog.entries if entry.info is not None]
+    unforeseen = {info.moment for info in infos if info.coordinates.get("foreseen") == 0}
+    found: dict[Moment, set[int]] = {}
+    for ring in sorted(catalog.directory.glob(f"rank_*/{RING_COPY}")):
+        rank = rank_of_folder(ring.parent)
+        for moment, own in own_states(ring).items() if rank is not None else ():
+            if rank is not None and not (own.forecast and moment in unforeseen):
+                found.setdefault(moment, set()).add(rank)
+    return found
+
+
+# --- faults ---
+
+
+def gather_faults(
+    report: str | None,
+    ranks: str | None,
+    node_names: Sequence[str],
+    rank_table: Path | None,
+    world_size: int | None,
+) -> Faults:
+    """All that is said to be faulty. `report`: a path, or ``none``; None: what the platform has mounted, if anything.
+
+    Raises UsageError for whatever is not understood in full, and for ranks that a job of `world_size` does not have.
+    """
+    nodes = _nodes(rank_table, needed=bool(node_names))
+    if report is None:
+        sources: Sequence[Path] = default_fault_sources(FaultPaths.from_env())
+    else:
+        sources = () if report == "none" else (Path(report),)
+    faults = Faults.none()
+    for source in sources:
+        faults = merge(faults, read_faults(source, world_size=world_size, nodes=nodes))
+    if ranks is not None:
+        typed = Faults(parse_rank_list(ranks, world_size=world_size), source="--fault-ranks")
+        faults = merge(faults, typed)
+    if node_names:
+        if nodes is None:
+            raise UsageError("--fault-node: which ranks a node has is not known; give --rank-table FILE")
+        typed = Faults(widen((), nodes, node_names), tuple(node_names), source="--fault-node")
+        faults = merge(faults, typed)
+    if world_size is not None and max(faults.ranks, default=0) >= world_size:
+        raise UsageError(
+            f"{faults.source} names rank {max(faults.ranks)}, but no step here is of more than {world_size} ranks: it "
+            "is about another job"
+        )
+    return faults
+
+
+def _nodes(rank_table: Path | None, *, needed: bool) -> NodeMap | None:
+    if rank_table is not None:
+        return read_node_map(rank_table)
+    try:
+        return default_node_map()
+    except UsageError:  # somebody else's variable is no reason to fail where no node is named
+        if needed:
+            raise
+        return None
+
+
+# --- the new world ---
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """``dp=2,tp=2``. Raises UsageError for anything else."""
+    mesh: dict[str, int] = {}
+    for part in text.split(","):
+        found = _MESH_DIM.fullmatch(part)
+        if found is None or not int(found[2]) or found[1] in mesh:
+            raise UsageError(f"--mesh {text!r:.80}: {part!r:.40} is not understood; give names and sizes: dp=2,tp=2")
+        mesh[found[1]] = int(found[2])
+    if prod(mesh.values()) > MAX_RANKS:
+        raise UsageError(f"--mesh {text!r:.80}: {prod(mesh.values())} ranks; {MAX_RANKS} at most")
+    return mesh
+
+
+def new_world(found: Found, world_size: int | None, mesh: Mapping[str, int] | None) -> World:
+    """What is about to start; neither given: as many ranks as before. Raises UsageError for a mesh that does not fit
+    what the files say."""
+    if not mesh:
+        return World(world_size or found.world_size or 1)
+    problem: UsageError | None = None
+    for moment in order_of_moments(found.facts):
+        try:
+            source = _source(found, moment)
+            size = world_size or _ranks_of_mesh(source, mesh)
+            return World(size, remesh(source, size, mesh))
+        except UsageError as error:  # this step's files may be incomplete, or contradict each other
+            problem = problem or error
+    if problem is not None:
+        raise UsageError(f"--mesh: {problem}") from None
+    return World(world_size or prod(mesh.values()))
+
+
+def _source(found: Found, moment: Moment) -> Strategy:
+    strategies = {id(fact.strategy): fact.strategy for fact in found.facts if fact.moment == moment}
+    if moment in found.recorded:
+        strategies[id(found.recorded[moment])] = found.recorded[moment]
+    if len(strategies) == 1:
+        return next(iter(strategies.values()))
+    size = next(fact.world_size for fact in found.facts if fact.moment == moment)
+    return Strategy(size, tuple(spec for strategy in strategies.values() for spec in strategy.tensors))
+
+
+def _ranks_of_mesh(source: Strategy, mesh: Mapping[str, int]) -> int:
+    """A mesh is that of one pipeline stage, and their number stays; dimensions that are not named keep their sizes."""
+    for group in source.classes:
+        layout = group.layout
+        sizes = dict(zip(layout.mesh_dim_names, layout.mesh_shape, strict=False))
+        if set(mesh) <= set(sizes):
+            return prod({**sizes, **mesh}.values()) * (source.world_size // layout.size)
+    return prod(mesh.values())
+
+
+# --- plan, check, plan again ---
+
+
+@dataclass
+class Checked:
+    """What was read to compare digests."""
+
+    files: int = 0
+    nbytes: int = 0
+
+
+def make_plan(
+    found: Found, world: World, faults: Collection[int], step: int | None, rejected: Sequence[Rejected] = ()
+) -> ResumePlan | Refusal:
+    """Call the planner; `rejected`: paths that have turned out to be damaged, in addition to those that `found` has."""
+    damaged = {each.what for each in rejected}
+    facts = [fact for fact in found.facts if fact.path not in damaged]
+
+    def call(only: Moment | None, others: Sequence[Rejected]) -> ResumePlan | Refusal:
+        return plan_resume(
+            facts,
+            world,
+            faults=faults,
+            own_states=found.own_states,
+            recorded=found.recorded,
+            rejected=others,
+            only=only,
+        )
+
+    known = (*rejected, *found.rejected)
+    plan = call(None, known) if step is None else _plan_of_step(facts, step, faults, call, known)
+    return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=_steps_lost(found, plan))
+
+
+def _plan_of_step(
+    facts: Sequence[FileFact],
+    step: int,
+    faults: Collection[int],
+    call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
+    known: Sequence[Rejected],
+) -> ResumePlan | Refusal:
+    """Several runs or attempts may have such a step: the first that works, in the planner's order."""
+    reasons: tuple[Rejected, ...] = ()
+    worlds: set[int] = set()
+    moments = [moment for moment in order_of_moments(facts) if moment[2] == step]
+    for moment in moments:
+        plan = call(moment, reasons)
+        if isinstance(plan, ResumePlan):
+            return replace(plan, rejected=(*plan.rejected, *known))
+        reasons = plan.reasons
+        worlds.update(plan.other_worlds)
+    reasons = reasons if moments else (_no_such_step(facts, step),)
+    return Refusal((*reasons, *known), bool(facts), tuple(sorted(worlds)), frozenset(faults))
+
+
+def _no_such_step(facts: Sequence[FileFact], step: int) -> Rejected:
+    steps = list(dict.fromkeys(moment[2] for moment in order_of_moments(facts)))
+    text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+    return Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})")
+
+
+def _steps_lost(found: Found, plan: ResumePlan) -> int | None:
+    """Counted from everything that was seen, damaged files and steps that were not asked for included."""
+    newest = max(fact.moment[2] for fact in found.facts if fact.moment[:2] == plan.moment[:2])
+    return newest - plan.step if newest > plan.step else None
+
+
+def plan_and_check(
+    found: Found, world: World, faults: Collection[int], step: int | None
+) -> tuple[ResumePlan | Refusal, Checked]:
+    """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
+    checked, good, damaged = Checked(), set[str](), list[Rejected]()
+    while True:
+        plan = make_plan(found, world, faults, step, damaged)
+        paths = [] if isinstance(plan, Refusal) else [path for path in _files_used(plan) if path not in good]
+        if not paths:
+            return plan, checked
+        entries = [found.entries[path] for path in paths]
+        for path, entry, problems in zip(paths, entries, check_entries(entries), strict=True):
+            problem = "; ".join(problems) or _changed(entry)
+            if problem:
+                damaged.append(Rejected(path, problem))
+            good.add(path)
+        checked.files += len(entries)
+        checked.nbytes += sum(entry.size for entry in entries)
+
+
+def _changed(entry: CatalogEntry) -> str:
+    """A running job may replace a file between the look at its header and the reading."""
+    from mindx_elastic.persist.catalog import read_entry
+
+    return "" if read_entry(entry.path, entry) is entry else "was replaced while it was looked at; call again"
+
+
+def _files_used(plan: ResumePlan) -> list[str]:
+    """All files that some rank reads, in the order of ranks. Where ranks put tensors together: of whole tensors the
+    donors in their turn, of parts the first file of every rank, which is what a start may ask for."""
+    found = dict.fromkeys(each.file.path for each in plan.ranks)
+    readers = [each.rank for each in plan.ranks if each.assembled]
+    if readers and any(group.layout.splitting for group in plan.source.classes):
+        found |= dict.fromkeys(facts[0].path for facts in plan.files.values())
+    elif readers:
+        for group in plan.source.classes:
+            for reader in readers:
+                found |= dict.fromkeys(fact.path for fact in plan.holders(group.layout, 0, reader)[:1])
+    return list(found)

@@ -1,0 +1,316 @@
+"""A plan, or why there is none, on a screen: for somebody who has been woken up by it.
+
+The verdict comes first, then what it costs, then who reads what; ranks that do the same share a line, so that 16,384 of
+them fit on a screen. Everything in full is in ``--json``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan, moment_name
+from mindx_elastic.plan.strategy import LayoutClass
+
+__all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "ranks_text"]
+
+_MAX_ROWS = 12
+_MAX_RUNS = 8
+_KEY_WIDTH = 9
+_COLUMNS = ("ranks", "read", "each", "from")
+_RANK_FOLDER = re.compile(r"rank_\d+")
+_RANK_FILE = re.compile(r"ttp_rank_\d+")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``0-5, 7``; of very scattered ones the first and how many more there are."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:_MAX_RUNS]]
+    more = sum(b - a + 1 for a, b in runs[_MAX_RUNS:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+
+
+# --- there is a plan ---
+
+
+def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, now: float) -> None:
+    """`document`: what ``--json`` prints."""
+    console.print(Text("RESTORABLE", style="bold green"), printable(f"from {moment_name(plan.moment)}"), soft_wrap=True)
+    for key, text, style in _facts(plan, document, now):
+        console.print(Text(f"  {key:<{_KEY_WIDTH}} "), Text(printable(text), style=style), sep="", soft_wrap=True)
+    console.print()
+    _print_rows(console, _rows(plan, document["directory"]))
+    total = f"{human_size(document['total_bytes'])} of tensors to read"
+    console.print(f"{plan.world.size} rank{'s' * (plan.world.size > 1)}, {total} in all", soft_wrap=True)
+    _print_rejected(console, "not used:", plan.rejected, document["directory"])
+
+
+def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
+    reasons = [text for text in document["reasons"] if text not in document["kinds"]]
+    why = ", ".join(document["kinds"]) + (f" ({'; '.join(reasons[:3])})" if reasons else "")
+    rows = [
+        ("saved", f"{_when(document['created'], now)}: {why}", ""),
+        ("position", f"epoch {plan.epoch}, step {plan.step_in_epoch} in it", ""),
+    ]
+    if plan.exact:
+        rows.append(("exact", "yes, it goes on bit for bit as if nothing had happened", "green"))
+    else:
+        rows += [("exact" if n == 0 else "", f"NO: {r}" if n == 0 else r, "yellow") for n, r in enumerate(plan.inexact)]
+    if plan.steps_lost:
+        s = "s" * (plan.steps_lost > 1)
+        rows.append(("lost", f"{plan.steps_lost} step{s}: up to {plan.step + plan.steps_lost} had been seen", "yellow"))
+    else:
+        rows.append(("lost", "nothing that was saved later", ""))
+    rows.append(("world", _worlds(plan, document), ""))
+    rows += _inputs(document)
+    rows.append(("restore", _restore(document), ""))
+    return rows
+
+
+def _inputs(document: dict[str, Any]) -> list[tuple[str, str, str]]:
+    rows = []
+    if document["faults"]:
+        rows.append(("faults", f"{_of_ranks(document['faults'])} ({document['faults_from']})", "yellow"))
+    rows += [("", problem, "yellow") for problem in document["faults_problems"][:3]]
+    if document["digests_checked"]:
+        s = "s" * (document["checked_files"] != 1)
+        rows.append(
+            ("digests", f"checked: {document['checked_files']} file{s}, {human_size(document['checked_bytes'])}", "")
+        )
+    else:
+        rows.append(("digests", "NOT checked: damaged files would only be found by the start itself", "yellow"))
+    return rows
+
+
+def _worlds(plan: ResumePlan, document: dict[str, Any]) -> str:
+    def text(size: int, mesh: dict[str, int] | None) -> str:
+        names = f" ({', '.join(f'{name}={n}' for name, n in mesh.items())})" if mesh else ""
+        return f"{size} rank{'s' * (size > 1)}{names}"
+
+    old = text(document["old_world_size"], document["old_mesh"])
+    if not plan.resharded:
+        return f"{old}, as before"
+    return f"{old} become {text(document['new_world_size'], document['new_mesh'])}"
+
+
+def _restore(document: dict[str, Any]) -> str:
+    if not document["restore_ranks_map"]:
+        return "RESTORE_RANKS=-1 (dying saves alone, taken as whole files, are not enough)"
+    donors = document["restore_ranks"].split(",")
+    more = f",... ({len(donors)} donors)" if len(donors) > 16 else ""
+    return f"RESTORE_RANKS={','.join(donors[:16])}{more}"
+
+
+def _when(created: float, now: float) -> str:
+    age = human_age(now - created)
+    age = age if age == "in future" else f"{age} ago"
+    try:
+        return f"{datetime.fromtimestamp(created, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC, {age}"
+    except (OverflowError, ValueError, OSError):  # a header may say anything
+        return f"at a time that no calendar has ({created:g})"
+
+
+# --- who reads what ---
+
+
+def _rows(plan: ResumePlan, directory: str) -> list[tuple[str, str, str, str]]:
+    groups: dict[tuple[bool, int | None], list[RankPlan]] = {}
+    for each in plan.ranks:
+        key = (each.assembled, None if each.assembled else each.donor)
+        groups.setdefault(key, []).append(each)
+    own = [key for key in groups if key[1] is None]
+    others = [key for key in groups if key[1] is not None]
+    shown = [*own, *others[: _MAX_ROWS - len(own)]]
+    rows = [_row(key, groups[key], directory) for key in shown]
+    rest = [each for key in others[_MAX_ROWS - len(own) :] for each in groups[key]]
+    if rest:
+        text = f"other ranks' files, of {len({each.file.rank for each in rest})} donors"
+        rows.append((ranks_text(each.rank for each in rest), text, _sizes(rest), "(--json lists them)"))
+    return rows
+
+
+def _row(key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str) -> tuple[str, str, str, str]:
+    assembled, donor = key
+    several = len(ranks) > 1
+    if assembled:
+        what = "parts of several files"
+    elif donor is not None:
+        what = f"rank {donor}'s file"
+    else:
+        what = "their own files" if several else "its own file"
+    return ranks_text(each.rank for each in ranks), what, _sizes(ranks), _paths(ranks, directory)
+
+
+def _sizes(ranks: Sequence[RankPlan]) -> str:
+    low, high = min(each.nbytes for each in ranks), max(each.nbytes for each in ranks)
+    return human_size(high) if human_size(low) == human_size(high) else f"{human_size(low)} to {human_size(high)}"
+
+
+def _paths(ranks: Sequence[RankPlan], directory: str) -> str:
+    """One path, with a star for the rank where they differ in nothing else."""
+    paths = dict.fromkeys(_relative(each.file.path, directory) for each in ranks)
+    if len(paths) > 1:
+        paths = dict.fromkeys(_RANK_FILE.sub("ttp_rank_*", _RANK_FOLDER.sub("rank_*", path)) for path in paths)
+    first = next(iter(paths))
+    return first if len(paths) == 1 else f"{first} and others"
+
+
+def _relative(path: str, directory: str) -> str:
+    found = Path(path)
+    return str(found.relative_to(directory)) if found.is_relative_to(directory) else path
+
+
+def _print_rows(console: Console, rows: Sequence[tuple[str, str, str, str]]) -> None:
+    cells = [tuple(map(printable, row)) for row in rows]
+    widths = [max(len(name), *(len(row[n]) for row in cells)) for n, name in enumerate(_COLUMNS)]
+    if sum(widths) + 2 * (len(widths) - 1) > console.width:
+        for ranks, what, size, path in cells:
+            console.print(f"rank{'' if ranks.isdigit() else 's'} {ranks}: {what}, {size} each ({path})", soft_wrap=True)
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name == "each" else "left", no_wrap=True)
+    for row in cells:
+        table.add_row(*map(Text, row))
+    console.print(table)
+
+
+def _print_rejected(console: Console, title: str, rejected: Sequence[Rejected], directory: str) -> None:
+    """What has the same reason shares a line."""
+    if not rejected:
+        return
+    by_reason: dict[str, list[str]] = {}
+    for each in rejected:
+        by_reason.setdefault(each.reason, []).append(_relative(each.what, directory))
+    console.print()
+    console.print(title, style="bold")
+    for reason, names in list(by_reason.items())[:_MAX_ROWS]:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        console.print(printable(f"  {', '.join(names[:3])}{more}: {reason}"), soft_wrap=True)
+    hidden = sum(len(names) for names in list(by_reason.values())[_MAX_ROWS:])
+    if hidden:
+        console.print(f"  and {hidden} more for other reasons (--json lists them)")
+
+
+# --- there is none ---
+
+
+def print_refusal(console: Console, refusal: Refusal, document: dict[str, Any]) -> None:
+    """Why nothing can be restored, and what to do about it."""
+    directory = document["directory"]
+    console.print(Text("NOT RESTORABLE", style="bold red"), printable(f"from what lies in {directory}"), soft_wrap=True)
+    for key, text, style in _inputs(document):
+        console.print(Text(f"  {key:<{_KEY_WIDTH}} "), Text(printable(text), style=style), sep="", soft_wrap=True)
+    _print_rejected(console, "why:", refusal.reasons, directory)
+    console.print()
+    console.print("what to do:", style="bold")
+    for line in _remedies(refusal, document):
+        console.print(printable(f"  - {line}"), soft_wrap=True)
+
+
+def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
+    text = " ".join(each.reason for each in refusal.reasons)
+    lines = []
+    if re.fullmatch(r"rank_\d+", Path(document["directory"]).absolute().name):
+        lines.append("this is one rank's folder: give the folder above it")
+    if document["asked_step"] is not None:
+        lines.append("leave out --step: another step may do")
+    if refusal.other_worlds:
+        sizes = " or ".join(map(str, refusal.other_worlds))
+        lines.append(f"start with {sizes} ranks as before, or say how the new ones hold the tensors (--mesh)")
+    if refusal.faults and "dying saves are not used" in text:
+        lines.append("if the fault report names ranks that were well, correct it, or leave it out (--faults none)")
+    if "missing" in text or "no usable file" in text:
+        lines.append("bring back the files that are missing: mount the disk of their node, or copy them here")
+    if "quarantine" in text or "damaged" in text or "digest" in text or "truncated" in text:
+        lines.append("damaged files cannot be mended: copy good ones from another place, if there are any")
+    lines.append("`mindx-elastic inspect` shows all steps, `mindx-elastic verify` every damaged file")
+    lines.append('to begin anew on purpose give the job an empty directory, or resume="never"; nothing is deleted')
+    return lines
+
+
+def print_nothing(console: Console, directory: str) -> None:
+    """No job has been here."""
+    line = f"no checkpoint found in {directory}: there is nothing to restore, the job starts from the beginning"
+    console.print(printable(line), soft_wrap=True)
+
+
+# --- --explain ---
+
+
+def explain(plan: ResumePlan) -> dict[str, Any]:
+    """For each layout which parts come from where; and the replica groups."""
+    groups = plan.source.replica_groups()
+    return {
+        "layouts": [_explain_class(plan, group) for group in plan.source.classes],
+        "replica_groups": [{"ranks": list(g), "with_files": [r for r in g if r in plan.files]} for g in groups],
+    }
+
+
+def _explain_class(plan: ResumePlan, group: LayoutClass) -> dict[str, Any]:
+    layout, reduced = group.layout, []
+    for shard, ranks in enumerate(layout.holders):
+        there = [rank for rank in ranks if rank in plan.files]
+        if len(there) < len(ranks):
+            reduced.append({"part": shard, "held_by": list(ranks), "read_from": there})
+    return {
+        "layout": str(layout),
+        "tensors": len(group.tensors),
+        "examples": [spec.name for spec in group.tensors[:3]],
+        "parts": layout.num_shards,
+        "copies": layout.size // layout.num_shards,
+        "reduced": reduced,
+    }
+
+
+def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
+    """What `explain` gave."""
+    console.print()
+    console.print("layouts:", style="bold")
+    for each in explanation["layouts"]:
+        for line in _class_lines(each):
+            console.print(printable(line), soft_wrap=True)
+    console.print("replica groups:", style="bold")
+    groups = explanation["replica_groups"]
+    for group in groups[:_MAX_ROWS]:
+        lost = sorted(set(group["ranks"]) - set(group["with_files"]))
+        note = f", no usable file of {_of_ranks(lost)}" if lost else ""
+        console.print(printable(f"  {ranks_text(group['ranks'])}{note}"), soft_wrap=True)
+    if len(groups) > _MAX_ROWS:
+        console.print(f"  and {len(groups) - _MAX_ROWS} more (--json lists them)")
+
+
+def _class_lines(each: dict[str, Any]) -> list[str]:
+    names = ", ".join(name or "everything in the file" for name in each["examples"])
+    more = f" and {each['tensors'] - len(each['examples'])} more" if each["tensors"] > len(each["examples"]) else ""
+    parts = f"{each['parts']} part{'s' * (each['parts'] > 1)}"
+    copies = f"{each['copies']} cop{'ies' if each['copies'] > 1 else 'y'} of each"
+    lines = [f"  {each['layout']}: {names}{more}", f"    {parts}, {copies}"]
+    reduced = each["reduced"]
+    if not reduced:
+        lines[-1] += ", and a file of every rank that holds one"
+    for part in reduced[:_MAX_ROWS]:
+        lost = [rank for rank in part["held_by"] if rank not in part["read_from"]]
+        source = f"read from {_of_ranks(part['read_from'])}" if part["read_from"] else "nobody needs it"
+        lines.append(f"    part {part['part'] + 1}: no usable file of {_of_ranks(lost)}, {source}")
+    if len(reduced) > _MAX_ROWS:
+        lines.append(f"    and {len(reduced) - _MAX_ROWS} parts more with fewer copies (--json lists them)")
+    return lines

@@ -1,0 +1,207 @@
+"""One checkpoint from one format into another: read what is wanted, then write it under a name of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mindx_elastic.convert import dcp, mindspore_file, ours, torch_file
+from mindx_elastic.convert.destination import check_destination, new_file, new_folder
+from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.state import (
+    MODEL,
+    components_of,
+    flat_tensors,
+    num_tensors,
+    plain_values,
+    resolved,
+    select,
+)
+from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.catalog import rank_of_folder
+
+if TYPE_CHECKING:
+    from mindx_elastic.persist.format import CheckpointInfo
+    from mindx_elastic.plan.strategy import Strategy
+
+__all__ = ["Request", "Result", "convert"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked for. Raises UsageError for parts that do not go together."""
+
+    source: Path
+    destination: Path
+    source_kind: str | None = None
+    """None: found by content."""
+    destination_kind: str | None = None
+    """None: by the destination's name."""
+    component: str | None = None
+    """Of several things in the source the one that is the model."""
+    everything: bool = False
+    """Keep the optimizer and the rest."""
+    step: int | None = None
+    """Which step of ours; to ours: the number that the file gets."""
+    epoch: int | None = None
+    strategy: Path | None = None
+    """How ``rank_*/`` files of MindSpore are laid out."""
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        for kind in (self.source_kind, self.destination_kind):
+            if kind not in (None, *KINDS):
+                raise UsageError(f"{kind!r} is no format; give one of {', '.join(KINDS)}")
+        for name, value in (("step", self.step), ("epoch", self.epoch)):
+            if value is not None and value < 0:
+                raise UsageError(f"{name} {value}: numbers count from 0")
+
+
+@dataclass
+class Result:
+    """What was done."""
+
+    source_kind: str
+    destination_kind: str
+    num_tensors: int
+    nbytes: int
+    """Of the tensors."""
+    step: int
+    epoch: int
+    component: str
+    notes: list[str] = field(default_factory=list)
+    """For people: what was left out or is doubtful."""
+
+
+@dataclass
+class _Content:
+    state: dict[str, Any]
+    info: CheckpointInfo | None
+    """Of a checkpoint of ours."""
+    notes: list[str]
+
+
+def convert(request: Request) -> Result:
+    """Do it. Raises UsageError, UnsupportedStateError, or a CheckpointError; the destination is untouched then."""
+    kind = request.source_kind or find_kind(request.source)
+    target = request.destination_kind or kind_of_name(request.destination)
+    if target == "mindspore" and request.everything:
+        raise UsageError(
+            "a plain safetensors file holds named tensors only: leave out --all, or convert to torch or dcp"
+        )
+    if target != "mindx" and request.epoch is not None:
+        raise UsageError("--epoch is for --to mindx: only such files have an epoch")
+    if kind != "mindx" and target != "mindx" and request.step is not None:
+        raise UsageError("--step is for checkpoints of this package, as source or destination")
+    if request.strategy is not None and kind != "mindspore":
+        raise UsageError(f"--strategy is for rank folders of MindSpore; {request.source} is {kind}")
+    check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
+    content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
+    step, epoch = _step_and_epoch(request, content.info)
+    result = Result(kind, target, 0, 0, step, epoch, request.component or MODEL, content.notes)
+    _write(request, target, content, result)
+    return result
+
+
+# --- reading ---
+
+
+def _read_ours(request: Request, scratch: Scratch) -> _Content:
+    step = ours.find_step(request.source, request.step)
+    state = ours.read_step(step, request.component, request.everything, scratch)
+    return _Content(state, step.info, [step.note] if step.note else [])
+
+
+def _foreign(request: Request, content: Any) -> _Content:
+    chosen = select(components_of(content, str(request.source), request.component), request.everything)
+    return _Content(resolved(chosen), None, [])
+
+
+def _read_dcp(request: Request, scratch: Scratch) -> _Content:
+    if not request.source.is_dir():
+        raise UsageError(f"{request.source} is no folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
+    return _foreign(request, dcp.read_dcp(request.source, scratch))
+
+
+def _read_torch(request: Request, scratch: Scratch) -> _Content:
+    if request.source.is_dir():
+        raise UsageError(f"{request.source} is a folder; give the name of a torch.save file")
+    return _foreign(request, torch_file.read_torch_file(request.source))
+
+
+def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
+    if request.component is not None:
+        raise UsageError("--component: a plain safetensors file has no components")
+    path = request.source
+    if path.is_dir() and any(rank_of_folder(folder) is not None for folder in path.iterdir()):
+        if request.strategy is None:
+            raise UsageError(f"{path} has rank folders: say with --strategy FILE how their tensors are laid out")
+        tensors, notes = mindspore_file.read_shards(path, _load_strategy(request.strategy), scratch)
+        return _Content({MODEL: tensors}, None, notes)
+    if request.strategy is not None:
+        raise UsageError(f"{path} has no rank_*/ folders that --strategy could speak of")
+    return _Content({MODEL: mindspore_file.read_plain(path)}, None, [])
+
+
+def _load_strategy(path: Path) -> Strategy:
+    from mindx_elastic.plan import strategy_file
+
+    found: Strategy = strategy_file.load_strategy(path)
+    return found
+
+
+_READERS: dict[str, Callable[[Request, Scratch], _Content]] = {
+    "dcp": _read_dcp,
+    "torch": _read_torch,
+    "mindspore": _read_mindspore,
+    "mindx": _read_ours,
+}
+
+
+# --- writing ---
+
+
+def _step_and_epoch(request: Request, info: CheckpointInfo | None) -> tuple[int, int]:
+    if info is not None:
+        return info.step, info.epoch if request.epoch is None else request.epoch
+    return request.step or 0, request.epoch or 0
+
+
+def _write(request: Request, target: str, content: _Content, result: Result) -> None:
+    path, state = request.destination, content.state
+    if target == "mindspore":
+        tensors, others = flat_tensors(state[MODEL])
+        if others:
+            result.notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
+        result.num_tensors, result.nbytes = num_tensors(tensors)
+        with new_file(path, force=request.force) as temp:
+            mindspore_file.write_plain(temp, tensors)
+        return
+    result.num_tensors, result.nbytes = num_tensors(state)
+    if target == "mindx":
+        with new_file(path, force=request.force) as temp:
+            ours.write_ours(temp, state, _info(request, content, result))
+        return
+    plain = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
+    if target == "torch":
+        with new_file(path, force=request.force) as temp:
+            torch_file.write_torch_file(temp, plain)
+        return
+    if not isinstance(plain, Mapping):
+        raise UsageError(f"{request.source}: the model is no dictionary; DCP stores nothing else")
+    with new_folder(path) as temp:
+        dcp.write_dcp(temp, plain)
+
+
+def _info(request: Request, content: _Content, result: Result) -> CheckpointInfo:
+    info = ours.converted_info(
+        f"{result.source_kind} {request.source.absolute().name}", step=result.step, epoch=result.epoch
+    )
+    if content.info is not None and request.epoch is None:
+        same = {name: getattr(content.info, name) for name in ("step_in_epoch", "batch_num")}
+        info = dataclasses.replace(info, **same)
+    return info

@@ -1,0 +1,276 @@
+"""Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
+
+``.metadata`` says of each tensor its size, and of each of its chunks where it lies in the whole and in which file;
+every chunk, and every value that is no tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
+`inert_pickle`, the rest with ``weights_only=True``: nothing of such a directory is ever run. Written with torch's own
+writer.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.convert.inert_pickle import Made, Name, Table, read_inert
+from mindx_elastic.convert.mapped import Scratch, open_regular
+from mindx_elastic.convert.state import Later
+from mindx_elastic.convert.torch_file import load_weights
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
+from mindx_elastic.persist.dtypes import parse_dtype
+
+__all__ = ["METADATA", "read_dcp", "write_dcp"]
+
+METADATA = ".metadata"
+_MAX_METADATA_BYTES = 1 << 30
+_MAX_DIMS = 64
+_MAX_LIST = 1_000_000
+_MODULE = "torch.distributed.checkpoint.metadata"
+_Size = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one chunk, or one value, lies."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    offsets: _Size
+    sizes: _Size
+    place: _Place
+
+
+def read_dcp(path: Path, scratch: Scratch) -> dict[str, Any]:
+    """The nested state, with a `Later` for every leaf. Raises CorruptCheckpointError, ForeignCheckpointError."""
+    file = path / METADATA
+    try:
+        with open(open_regular(file), "rb") as stream:
+            data = stream.read(_MAX_METADATA_BYTES + 1)
+        if len(data) > _MAX_METADATA_BYTES:
+            raise ValueError(f"more than {_MAX_METADATA_BYTES:,} bytes")
+        return _Reader(path, scratch).read(data)
+    except ValueError as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CorruptCheckpointError(f"{file}: no metadata of a DCP checkpoint: {error}", path=file) from error
+
+
+class _Reader:
+    def __init__(self, path: Path, scratch: Scratch) -> None:
+        self.path, self.scratch = path, scratch
+
+    def read(self, data: bytes) -> dict[str, Any]:
+        record = _made(read_inert(data), "Metadata").fields()
+        entries = _table(record.get("state_dict_metadata")).by_text()
+        places = self._places(_table(record.get("storage_data")))
+        planner_data = record.get("planner_data")
+        paths = planner_data.by_text() if isinstance(planner_data, Table) else {}
+        state: dict[str, Any] = {}
+        for name, entry in entries.items():
+            kind = entry.called.name if isinstance(entry, Made) else type(entry).__name__
+            if kind == "TensorStorageMetadata":
+                leaf = self._tensor(name, _made(entry, kind), places.get(name, {}))
+            elif kind == "BytesStorageMetadata":
+                leaf = self._value(name, places.get(name, {}))
+            else:
+                raise ValueError(f"{name!s:.80} is described by a {kind!s:.80}")
+            _put(state, _path_of(name, paths.get(name)), leaf)
+        return _optimizer_numbers(state)
+
+    def _places(self, table: Table) -> dict[str, dict[_Size | None, _Place]]:
+        found: dict[str, dict[_Size | None, _Place]] = {}
+        for key, value in table.pairs:
+            index = _made(key, "MetadataIndex").fields()
+            if not isinstance(value, Made) or value.called.name != "_StorageInfo":
+                raise ValueError("storage data of an unknown kind")
+            info = value.fields()
+            name, file = index.get("fqn"), info.get("relative_path")
+            if type(name) is not str or type(file) is not str:
+                raise ValueError("storage data without a name")
+            if file in ("", ".", "..") or "/" in file or "\0" in file:
+                raise ValueError(f"{name!s:.80} lies in {file!s:.80}, which is outside of the directory")
+            if info.get("transform_descriptors"):
+                raise ForeignCheckpointError(
+                    f"{self.path}: {name!s:.80} is packed or encrypted; save without extensions"
+                )
+            offset = index.get("offset")
+            place = _Place(file, _number(info.get("offset")), _number(info.get("length")))
+            found.setdefault(name, {})[None if offset is None else _size(offset)] = place
+        return found
+
+    def _tensor(self, name: str, entry: Made, places: Mapping[_Size | None, _Place]) -> Later:
+        fields = entry.fields()
+        shape = _size(fields.get("size"))
+        state = _made(fields.get("properties"), "TensorProperties").state
+        dtype = state[0] if type(state) is tuple and state else None
+        if not isinstance(dtype, Name) or dtype.module != "torch":
+            raise ValueError(f"{name!s:.80} without a type")
+        kind = parse_dtype(dtype.name)
+        chunks = [self._chunk(name, chunk, shape, places) for chunk in _list(fields.get("chunks"))]
+        _check_chunks(name, shape, chunks, kind)
+        return Later(lambda: self._whole(name, shape, kind, chunks))
+
+    def _chunk(self, name: str, value: Any, shape: _Size, places: Mapping[_Size | None, _Place]) -> _Chunk:
+        fields = _made(value, "ChunkStorageMetadata").fields()
+        offsets, sizes = _size(fields.get("offsets")), _size(fields.get("sizes"))
+        inside = len(offsets) == len(sizes) == len(shape)
+        if not inside or not all(o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)):
+            raise ValueError(f"{name!s:.80}: a chunk outside of its tensor")
+        place = places.get(offsets)
+        if place is None:
+            raise ValueError(f"{name!s:.80}: its chunk at {list(offsets)} is in no file")
+        return _Chunk(offsets, sizes, place)
+
+    def _whole(self, name: str, shape: _Size, dtype: torch.dtype, chunks: list[_Chunk]) -> torch.Tensor:
+        whole: torch.Tensor | None = None
+        for chunk in chunks:
+            part = self._load(name, chunk.place)
+            if not isinstance(part, torch.Tensor) or tuple(part.shape) != chunk.sizes or part.dtype != dtype:
+                found = f"{part.dtype} {list(part.shape)}" if isinstance(part, torch.Tensor) else type(part).__name__
+                problem = f"{self.path}: {name}: {found} instead of {dtype} {list(chunk.sizes)}"
+                raise CorruptCheckpointError(problem, path=self.path, tensor=name)
+            if part.layout is not torch.strided or part.is_quantized:
+                raise ForeignCheckpointError(f"{self.path}: {name} is no plain dense tensor", path=self.path)
+            part = part.detach()
+            if whole is None:
+                whole = self.scratch.empty(shape, dtype)
+            whole[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = part
+        return torch.empty(shape, dtype=dtype) if whole is None else whole
+
+    def _value(self, name: str, places: Mapping[_Size | None, _Place]) -> Later:
+        if len(places) != 1:
+            raise ValueError(f"{name!s:.80} is in {len(places)} places")
+        (place,) = places.values()
+        return Later(lambda: self._load(name, place))
+
+    def _load(self, name: str, place: _Place) -> Any:
+        path = self.path / place.file
+        with open(open_regular(path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if place.offset + place.length > size:
+                problem = f"{path}: {name} should end at byte {place.offset + place.length}, the file has {size}"
+                raise CorruptCheckpointError(problem, path=path, tensor=name)
+            file.seek(place.offset)
+            data = file.read(place.length)
+        return load_weights(io.BytesIO(data), f"{path}: {name}", path)
+
+
+def _check_chunks(name: str, shape: _Size, chunks: list[_Chunk], dtype: torch.dtype) -> None:
+    """That they fill the tensor, each place once, and that their files are large enough to hold them."""
+    filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
+    for chunk in filled:
+        if math.prod(chunk.sizes) * dtype.itemsize > chunk.place.length:
+            raise ValueError(f"{name!s:.80}: {chunk.place.length} bytes for a chunk of {list(chunk.sizes)}")
+    if sum(math.prod(chunk.sizes) for chunk in filled) != math.prod(shape) or not _disjoint(filled):
+        raise ValueError(f"{name!s:.80}: its chunks do not make up a tensor of {list(shape)}")
+
+
+def _disjoint(chunks: list[_Chunk]) -> bool:
+    """Sorted along the first dimension, so that rows of an FSDP job are compared with their neighbours only."""
+    active: list[_Chunk] = []
+    for chunk in sorted(chunks, key=lambda c: c.offsets):
+        if not chunk.offsets:
+            return len(chunks) == 1
+        active = [other for other in active if other.offsets[0] + other.sizes[0] > chunk.offsets[0]]
+        for other in active:
+            pairs = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in pairs):
+                return False
+        active.append(chunk)
+    return True
+
+
+def _path_of(name: str, found: Any) -> tuple[str | int, ...]:
+    if found is None:
+        return (name,)
+    if type(found) is not tuple or not found or type(found[0]) is not str or len(found) > _MAX_DIMS:
+        raise ValueError(f"{name!s:.80}: a malformed path in the state")
+    if all(type(key) is str or (type(key) is int and 0 <= key < _MAX_LIST) for key in found):
+        return found
+    raise ValueError(f"{name!s:.80}: a malformed path in the state")
+
+
+def _put(state: dict[str, Any], path: tuple[str | int, ...], leaf: Later) -> None:
+    """As in DCP: a text is a key of a dictionary, a number a place in a list."""
+    at: Any = state
+    for key, following in zip(path, [*path[1:], None], strict=True):
+        if isinstance(key, int):
+            if not isinstance(at, list) or key > len(at):
+                raise ValueError(f"{path!s:.200}: a list with gaps")
+            if key == len(at):
+                at.append(None)
+        elif not isinstance(at, dict):
+            raise ValueError(f"{path!s:.200}: two values in one place")
+        present = at[key] if isinstance(key, int) else at.get(key)
+        if following is None:
+            if present is not None:
+                raise ValueError(f"{path!s:.200}: two values in one place")
+            at[key] = leaf
+        elif present is None:
+            at[key] = [] if isinstance(following, int) else {}
+        at = at[key]
+
+
+def _optimizer_numbers(state: dict[str, Any]) -> dict[str, Any]:
+    """DCP makes texts of all keys; an optimizer's state is keyed by the numbers of its parameters."""
+    for value in [state, *state.values()]:
+        if isinstance(value, dict) and isinstance(value.get("state"), dict) and "param_groups" in value:
+            numbered = value["state"]
+            if all(type(key) is str and key.isascii() and key.isdecimal() for key in numbered):
+                value["state"] = {int(key): item for key, item in numbered.items()}
+    return state
+
+
+def _made(value: Any, name: str) -> Made:
+    if not isinstance(value, Made) or value.called != Name(_MODULE, name):
+        called = value.called if isinstance(value, Made) else type(value).__name__
+        raise ValueError(f"a {called!s:.80} where a {name} should be")
+    return value
+
+
+def _table(value: Any) -> Table:
+    if not isinstance(value, Table):
+        raise ValueError("a table is missing")
+    return value
+
+
+def _list(value: Any) -> Iterator[Any]:
+    if type(value) is not list:
+        raise ValueError("a list is missing")
+    return iter(value)
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise ValueError(f"{value!r:.80} where a number of bytes should be")
+    return value
+
+
+def _size(value: Any) -> _Size:
+    """``torch.Size((2, 3))``."""
+    if isinstance(value, Made) and value.called == Name("torch", "Size"):
+        arguments = value.arguments[0] if len(value.arguments) == 1 else None
+        if type(arguments) is tuple and len(arguments) <= _MAX_DIMS:
+            return tuple(_number(n) for n in arguments)
+    raise ValueError("a size is missing")
+
+
+def write_dcp(temp: Path, state: Mapping[str, Any]) -> None:
+    """Write `state` to the folder `temp`; torch's writer flushes every file. The caller renames."""
+    from torch.distributed.checkpoint import FileSystemWriter, save
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is one process is meant
+        save(dict(state), storage_writer=FileSystemWriter(temp), no_dist=True)

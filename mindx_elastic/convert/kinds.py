@@ -1,0 +1,71 @@
+"""Which format something is in, found by what is in it and never by its name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from mindx_elastic.convert.dcp import METADATA
+from mindx_elastic.convert.mapped import open_regular
+from mindx_elastic.convert.torch_file import is_torch_file
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
+from mindx_elastic.persist.catalog import rank_of_folder, scan
+
+__all__ = ["KINDS", "find_kind", "kind_of_name"]
+
+KINDS = ("dcp", "torch", "mindspore", "mindx")
+_TORCH_NAMES = {".pt", ".pth", ".bin"}
+_SNIFF_BYTES = 1 << 16  # our metadata begins at byte 20 or so
+
+
+def find_kind(path: Path) -> str:
+    """One of `KINDS`. Raises NoUsableCheckpointError where there is nothing of any kind."""
+    if path.is_dir():
+        return _kind_of_folder(path)
+    with open(open_regular(path), "rb") as file:
+        start = file.read(_SNIFF_BYTES)
+    if is_torch_file(start):
+        return "torch"
+    length = int.from_bytes(start[:8], "little")
+    if len(start) > 8 and start[8:9] == b"{" and length <= 100_000_000:
+        return "mindx" if b'"mindx.' in start else "mindspore"
+    if not start:
+        raise CorruptCheckpointError(f"{path}: is empty", path=path)
+    raise CorruptCheckpointError(
+        f"{path}: neither a torch.save file nor a safetensors file, or its beginning is damaged", path=path
+    )
+
+
+def _kind_of_folder(path: Path) -> str:
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
+    if METADATA in names:
+        return "dcp"
+    catalog = scan(path)
+    if catalog.steps:
+        return "mindx"
+    if any(entry.foreign and entry.path.suffix == ".safetensors" for entry in catalog.entries):
+        return "mindspore"
+    bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in catalog.problems[:4])
+    if bad:
+        raise CorruptCheckpointError(f"no checkpoint in {path} can be used: {bad}", path=path)
+    ranks = " below its rank folders either" if any(rank_of_folder(path / name) is not None for name in names) else ""
+    raise NoUsableCheckpointError(
+        f"no checkpoint found in {path}: no {METADATA} (DCP), no safetensors file{ranks}; a torch.save file is "
+        "given by its own name",
+        path=path,
+    )
+
+
+def kind_of_name(destination: Path) -> str:
+    """What a destination of this name is meant to be. Raises UsageError where that is not clear."""
+    if destination.suffix in _TORCH_NAMES:
+        return "torch"
+    if not destination.suffix:
+        return "dcp"
+    raise UsageError(
+        f"{destination.name}: say with --to what it is to be: mindspore (a plain safetensors file) or mindx (a "
+        "checkpoint file of this package), torch or dcp"
+    )

@@ -1,0 +1,98 @@
+"""Tensors that lie in files, so that a checkpoint may be larger than the memory of the machine that converts it.
+
+A tensor of a safetensors file is a mapping of the file: its bytes are read when they are written elsewhere, and the
+kernel drops them when memory is short. A tensor that is put together from parts goes to a scratch file without a name
+beside the destination, for the same reason.
+
+Each tensor gets a storage of exactly its own bytes. One storage for the whole file would be simpler, and `torch.save`
+of a single tensor would then write all of it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import stat
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, SaveError, StrPath
+from mindx_elastic.persist.direct_io import preallocate
+from mindx_elastic.persist.storage import check_free_space
+
+__all__ = ["MappedFile", "Scratch", "open_regular"]
+
+_IN_MEMORY_BYTES = 1 << 20  # parts of small tensors are put together in memory: a mapping has its price
+
+
+def open_regular(path: StrPath) -> int:
+    """A descriptor for reading. A link that the user has named is followed; what is no file is refused.
+
+    Raises CheckpointError, also for a file that cannot be opened.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be opened: {error.strerror}", path=path) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise CorruptCheckpointError(f"{path}: is not a regular file", path=path)
+    return fd
+
+
+class MappedFile:
+    """A file in the address space. What is written to its tensors stays in memory and never reaches the file."""
+
+    def __init__(self, path: StrPath) -> None:
+        self.path = Path(path)
+        fd = open_regular(path)
+        try:
+            self.size = os.fstat(fd).st_size
+            self._map = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY) if self.size else None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{path}: cannot be mapped: {error}", path=path) from error
+        finally:
+            os.close(fd)
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Bytes [start, end) of the file. Raises CorruptCheckpointError where they are not there."""
+        if not 0 <= start <= end <= self.size:
+            raise CorruptCheckpointError(f"{self.path}: bytes {start} to {end} of {self.size}", path=self.path)
+        if start == end or self._map is None:
+            return torch.empty(tuple(shape), dtype=dtype)
+        raw = torch.from_numpy(np.frombuffer(self._map, np.uint8, end - start, start))
+        return raw.view(dtype).reshape(tuple(shape))
+
+
+class Scratch:
+    """Room for tensors that are put together, in files of `folder` that have no name and go away by themselves."""
+
+    def __init__(self, folder: StrPath) -> None:
+        self.folder = Path(folder)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Uninitialised. Raises SaveError where the disk is full."""
+        nbytes = dtype.itemsize
+        for size in shape:
+            nbytes *= size
+        if nbytes < _IN_MEMORY_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype)
+        try:
+            fd, name = tempfile.mkstemp(".mindx-tmp", ".convert.", self.folder)
+            try:
+                # A write to a mapped page without a place on the disk would kill the process.
+                if not preallocate(fd, nbytes):
+                    check_free_space(self.folder, nbytes)
+                    os.ftruncate(fd, nbytes)
+                storage = torch.UntypedStorage.from_file(name, True, nbytes)
+            finally:
+                os.close(fd)
+                os.unlink(name)
+        except (OSError, RuntimeError) as error:
+            message = f"{self.folder}: no room for a tensor of {nbytes:,} bytes that is put together there: {error}"
+            raise SaveError(message, path=self.folder) from error
+        return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]

@@ -1,0 +1,315 @@
+"""Our own checkpoint files as a source and as a destination.
+
+As a source a step is put together from the files of all its ranks: tensors that are the same everywhere come from the
+lowest rank, sharded ones from the parts (``mindx.layout`` in the headers), components are merged (pipeline stages).
+Every tensor that is used is checked against its digest; a damaged one is taken from another holder where there is one.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.convert.assemble import assemble, first_healthy
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.rank_file import RankFile, agree
+from mindx_elastic.convert.state import MODEL
+from mindx_elastic.errors import (
+    CorruptCheckpointError,
+    MismatchError,
+    NoUsableCheckpointError,
+    UsageError,
+)
+from mindx_elastic.persist.catalog import StepSet, scan
+from mindx_elastic.persist.flatten import Tree
+from mindx_elastic.persist.format import CheckpointInfo, read_header
+from mindx_elastic.persist.unflatten import unflatten
+from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.plan.strategy import TensorSpec
+
+__all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
+
+_OF_EACH_RANK = {"rng", "loader", "progress", "gradient_order", "train", "callbacks"}
+"""Components that differ between ranks by their nature; the lowest rank's is taken."""
+_REFERENCES = ("$tensor", "$ndarray", "$blob")
+
+
+@dataclass
+class OurStep:
+    """The files of one moment, by rank; of one rank the one to try first in front."""
+
+    info: CheckpointInfo
+    files: dict[int, list[RankFile]]
+    note: str = ""
+    """For people: what is doubtful about the choice."""
+
+
+def find_step(path: Path, step: int | None) -> OurStep:
+    """What to convert: a file, or of a directory the newest complete step, or `step`.
+
+    Raises NoUsableCheckpointError when there is nothing, UsageError for one rank's file of a sharded job.
+    """
+    if not path.is_dir():
+        file = RankFile(path, read_header(path))
+        info = file.header.info
+        if any(spec.layout.num_shards > 1 for spec in file.specs.values()):
+            raise UsageError(
+                f"{path} is rank {info.rank}'s part of {info.world_size}: give the directory that holds all ranks, and "
+                f"--step {info.step}"
+            )
+        if step is not None and step != info.step:
+            raise UsageError(f"{path} is of step {info.step}, not {step}")
+        alone = any(spec.layout.size < info.world_size for spec in file.specs.values())
+        note = f"what rank {info.rank} holds; the other ranks of {info.world_size} may hold more" if alone else ""
+        return OurStep(info, {info.rank: [file]}, note)
+    catalog = scan(path)
+    steps = [s for s in catalog.steps if step in (None, s.step)]
+    if not steps:
+        there = sorted({s.step for s in catalog.steps})
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        shown = f"; steps found: {', '.join(map(str, there[-8:]))}" if there else ""
+        bad = [f"{entry.path}: {entry.problem}" for entry in catalog.problems if entry.looks_ours]
+        shown += f"; cannot be used: {'; '.join(bad[:4])}" if bad else ""
+        raise NoUsableCheckpointError(f"no {wanted} found in {path}{shown}", path=path)
+    chosen = next((s for s in steps if s.complete), steps[0])
+    return OurStep(chosen.info, _files_of(chosen), _doubt(chosen, steps))
+
+
+def _files_of(step: StepSet) -> dict[int, list[RankFile]]:
+    found: dict[int, list[RankFile]] = {}
+    for entry in step.entries:
+        assert entry.header is not None  # a step has good headers only
+        if entry.header.info.world_size == step.world_size:
+            found.setdefault(entry.header.info.rank, []).append(RankFile(entry.path, entry.header))
+    return found
+
+
+def _doubt(chosen: StepSet, steps: list[StepSet]) -> str:
+    notes = [] if chosen.complete else [f"step {chosen.step} is not complete: {chosen.why_incomplete}"]
+    same = [s for s in steps if s.step == chosen.step]
+    if len(same) > 1:
+        notes.append(f"{len(same)} runs or attempts have a step {chosen.step}; run {chosen.run_id} is taken")
+    return "; ".join(notes)
+
+
+def read_step(step: OurStep, component: str | None, everything: bool, scratch: Scratch) -> dict[str, Any]:
+    """The components, the model under `MODEL`; `everything`: all of them.
+
+    Raises UsageError for a component that is not there, CorruptCheckpointError for a tensor, or a part of one, that no
+    file holds sound, MismatchError where files of the ranks do not fit together.
+    """
+    return _Step(step, scratch).read(component or MODEL, everything)
+
+
+class _Step:
+    def __init__(self, step: OurStep, scratch: Scratch) -> None:
+        self.files, self.scratch = step.files, scratch
+        self.whole: dict[tuple[object, ...], torch.Tensor] = {}
+        self.owner: dict[str, tuple[TensorSpec | None, int]] = {}
+        """Name -> what it is, and the rank that it was first seen on."""
+
+    def read(self, component: str, everything: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        first: RankFile | None = None
+        for rank, files in sorted(self.files.items()):
+            file = files[0]
+            tree = _wanted(file, component, everything)
+            names = list(dict.fromkeys(_references(tree)))
+            self._check_numbers(first, file, everything)
+            if self._adds_nothing(rank, file, names) and first is not None:
+                continue
+            first = first or file
+            tensors = {name: self._tensor(name) for name in names}
+            sharded = {name for name in names if name in file.specs}
+            found = unflatten(_without_strides(tree, sharded), tensors, path=file.path)
+            state = found if not state else _merged(state, found)
+        model = state.get(component)
+        if not isinstance(model, Mapping):
+            path = first.path if first else "it"
+            raise UsageError(f"{path} has no component {component!r}; there are {', '.join(_names(first)) or 'none'}")
+        return {MODEL: model, **{name: item for name, item in state.items() if name not in (component, MODEL)}}
+
+    def _adds_nothing(self, rank: int, file: RankFile, names: list[str]) -> bool:
+        """Whether everything in this rank's file is known from lower ranks."""
+        new = False
+        for name in names:
+            spec = file.specs.get(name)
+            known = self.owner.get(name)
+            if known is None:
+                self.owner[name] = (spec, rank)
+                new = True
+                continue
+            other, owner = known
+            if self._belong_together(name, file, spec, other, owner):
+                continue
+            raise MismatchError(
+                f"{name}: rank {owner} and rank {rank} hold different tensors of this name, and their files do not say "
+                "how they belong together (pipeline stages that all count from 0, or weights of each rank's own). "
+                "Convert one rank's file, or leave out --all",
+                path=file.path,
+            )
+        return not new
+
+    def _belong_together(
+        self, name: str, file: RankFile, spec: TensorSpec | None, other: TensorSpec | None, owner: int
+    ) -> bool:
+        same = self._digest(owner, name) == file.header.digests[name]
+        if name.partition(".")[0] in _OF_EACH_RANK:
+            return True
+        if not agree(spec, other):  # such as weights that ranks keep equal by themselves
+            return same and all(one is None or one.layout.num_shards == 1 for one in (spec, other))
+        info = file.header.info
+        return spec is not None or same or info.coordinates.get("replicas") == info.world_size
+
+    def _digest(self, rank: int, name: str) -> str:
+        return self.files[rank][0].header.digests.get(name, "")
+
+    def _check_numbers(self, first: RankFile | None, file: RankFile, everything: bool) -> None:
+        """State of an optimizer is numbered; only equal numbers can be merged."""
+        if first is None or not everything:
+            return
+        ours, theirs = (f.header.layout.get("parameters") for f in (first, file))
+        if ours != theirs:
+            raise MismatchError(
+                f"{first.path} and {file.path} number the parameters of their optimizers differently (pipeline "
+                "stages, ZeRO): convert without --all"
+            )
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        spec, rank = self.owner[name]
+        key: tuple[object, ...] = spec.key if spec is not None else (name,)
+        if key not in self.whole:
+            self.whole[key] = self._read(name, rank, spec)
+        return self.whole[key]
+
+    def _read(self, name: str, rank: int, spec: TensorSpec | None) -> torch.Tensor:
+        if spec is None:
+            digest = self._digest(rank, name)
+            same = [r for r in self.files if digest == self._digest(r, name)] if digest else []
+            ranks = list(dict.fromkeys([rank, *sorted(same)]))
+            return first_healthy(name, ranks, lambda r: self._first(r, lambda file: file.tensor(name)))
+
+        self._check_assumed(name, rank, spec)
+
+        def part(holder: int) -> torch.Tensor | None:
+            return self._first(holder, lambda file: file.part_of(spec))
+
+        return assemble(name, spec.layout, spec.shape, part, self.scratch)
+
+    def _check_assumed(self, name: str, rank: int, spec: TensorSpec) -> None:
+        """That ranks are equal may be no more than likely (see `capture.layouts`): their digests tell.
+
+        Buffers may differ, as the statistics of a BatchNorm do: the lowest rank's are taken.
+        """
+        file = self.files[rank][0]
+        if name.partition(".")[0] in _OF_EACH_RANK or file.is_volatile(name) or not file.is_assumed(name):
+            return
+        for holders in spec.layout.holders:
+            found: dict[str, int] = {}
+            for holder in holders:
+                for other in self.files.get(holder, ())[:1]:
+                    found.setdefault(other.digest_of(spec), holder)
+            found.pop("", None)
+            if len(found) > 1:
+                one, other_rank = list(found.values())[:2]
+                raise MismatchError(
+                    f"{name}: rank {one} and rank {other_rank} hold different tensors of this name, which were taken "
+                    "to be equal; describe its layout where it was saved, or convert one rank's file",
+                    path=file.path,
+                )
+
+    def _first(self, rank: int, read: Any) -> torch.Tensor | None:
+        """From the first of the rank's files that has it sound."""
+        problem: CorruptCheckpointError | None = None
+        for file in self.files.get(rank, ()):
+            try:
+                found: torch.Tensor | None = read(file)
+            except CorruptCheckpointError as error:
+                problem = problem or error
+            else:
+                if found is not None:
+                    return found
+        if problem is not None:
+            raise problem
+        return None
+
+
+def _names(file: RankFile | None) -> list[str]:
+    tree = None if file is None else file.header.tree
+    return [str(name)[:60] for name in tree] if isinstance(tree, dict) else []
+
+
+def _wanted(file: RankFile, component: str, everything: bool) -> dict[str, Tree]:
+    tree = file.header.tree
+    if not isinstance(tree, dict) or any(key.startswith("$") for key in tree):
+        raise UsageError(f"{file.path} holds no components by name; it was not written by a training job")
+    return tree if everything else {key: node for key, node in tree.items() if key == component}
+
+
+def _references(node: Tree, depth: int = 0) -> Iterator[str]:
+    """Names of the tensors that a tree speaks of; `unflatten` refuses what is deeper."""
+    if depth > 300:
+        return
+    if isinstance(node, dict):
+        for tag in _REFERENCES:
+            if isinstance(node.get(tag), str):
+                yield node[tag]
+        for item in node.values():
+            yield from _references(item, depth + 1)
+    elif isinstance(node, list):
+        for item in node:
+            yield from _references(item, depth + 1)
+
+
+def _without_strides(node: Tree, names: set[str]) -> Tree:
+    """A part's strides say nothing about the whole."""
+    if isinstance(node, list):
+        return [_without_strides(item, names) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if isinstance(node.get("$tensor"), str) and node["$tensor"] in names:
+        return {key: item for key, item in node.items() if key != "strides"}
+    return {key: _without_strides(item, names) for key, item in node.items()}
+
+
+def _merged(one: Any, other: Any) -> Any:
+    """Entries of both; where both have one, that of the lower rank."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one
+    result = one.copy()
+    for key, value in other.items():
+        result[key] = _merged(one[key], value) if key in one else value
+    return result
+
+
+# --- destination ---
+
+
+def converted_info(source: str, *, step: int, epoch: int, step_in_epoch: int = 0, batch_num: int = 0) -> CheckpointInfo:
+    """Of a run of its own, so that no start takes it for a file of the job it came from; never resumed from: what makes
+    a resume exact (generators, the loader's position, every rank's own state) is not in it."""
+    started = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+    return CheckpointInfo(
+        run_id=f"convert-{started}-{secrets.token_hex(4)}",
+        world_size=1,
+        rank=0,
+        step=step,
+        epoch=epoch,
+        step_in_epoch=step_in_epoch,
+        batch_num=batch_num,
+        reason=f"converted from {source}",
+        kind="manual",
+        created=time.time(),
+        resumable=False,
+    )
+
+
+def write_ours(temp: Path, state: Mapping[str, Any], info: CheckpointInfo) -> None:
+    """Write `state` to `temp`, a name that is still free; the caller renames."""
+    write_checkpoint(temp, dict(state), info)

@@ -1,0 +1,165 @@
+"""What a checkpoint holds, whatever format it comes from: named components, one of which is the model."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindx_elastic.errors import UnsupportedStateError, UsageError
+
+__all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved", "select"]
+
+MODEL = "model"
+_MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
+"""How training programs commonly call the weights among other things."""
+_MAX_DEPTH = 100
+
+
+class Later:
+    """Stands for a value that is read when it is known to be wanted."""
+
+    def __init__(self, read: Callable[[], Any]) -> None:
+        self.read = read
+
+
+def components_of(content: Any, where: str, component: str | None) -> dict[str, Any]:
+    """Sort what a foreign file holds into components, the weights under `MODEL`.
+
+    A flat state dict is a model. Among several things the model is `component`, or what has one of the usual names.
+    Raises UsageError where that is not clear.
+    """
+    if not isinstance(content, Mapping):
+        raise UsageError(f"{where} holds a {type(content).__name__}; convert takes a state dict, or a dict of several")
+    if component is not None:
+        if not isinstance(content.get(component), Mapping):
+            raise UsageError(f"{where}: {_no_component(component, content)}")
+        names: list[str] = [component]
+    else:
+        names = [name for name in _MODEL_NAMES if isinstance(content.get(name), Mapping)]
+    if names:
+        rest = {key: value for key, value in content.items() if key != names[0] and key != MODEL}
+        return {MODEL: content[names[0]], **rest}
+    if any(isinstance(value, torch.Tensor | Later) for value in content.values()) or not content:
+        return {MODEL: content}
+    raise UsageError(f"{where} holds {_listed(content)}; say with --component which of them is the model")
+
+
+def _listed(content: Mapping[Any, Any]) -> str:
+    names = [str(name)[:60] for name in content]
+    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+
+
+def _no_component(component: str, content: Mapping[Any, Any]) -> str:
+    return f"no component {component!r}; there are {_listed(content) or 'none'}"
+
+
+def select(components: dict[str, Any], everything: bool) -> dict[str, Any]:
+    """All components, or the model alone."""
+    return components if everything else {MODEL: components[MODEL]}
+
+
+def resolved(value: Any, depth: int = 0) -> Any:
+    """`value` with all `Later` values read, in containers of the same kind."""
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"nested deeper than {_MAX_DEPTH} levels, or it contains itself")
+    if isinstance(value, Later):
+        return value.read()
+    if type(value) is dict:
+        return {key: resolved(item, depth + 1) for key, item in value.items()}
+    if type(value) is list:
+        return [resolved(item, depth + 1) for item in value]
+    return value
+
+
+def plain_values(value: Any, where: str = "state", depth: int = 0) -> Any:
+    """`value` of types that ``torch.load(weights_only=True)`` reads: arrays become tensors, their scalars numbers.
+
+    Raises UnsupportedStateError for what has no such form.
+    """
+    if depth > _MAX_DEPTH:
+        raise UnsupportedStateError(where, f"nested deeper than {_MAX_DEPTH} levels, or it contains itself")
+
+    def inner(item: Any, key: object) -> Any:
+        return plain_values(item, f"{where}.{key}"[:300], depth + 1)
+
+    if isinstance(value, Counter):
+        return Counter(dict(value))
+    if isinstance(value, OrderedDict):
+        ordered = OrderedDict((key, inner(item, key)) for key, item in value.items())
+        if hasattr(value, "_metadata"):  # a module's version numbers
+            ordered._metadata = value._metadata  # type: ignore[attr-defined]
+        return ordered
+    if isinstance(value, dict):
+        return {key: inner(item, key) for key, item in value.items()}
+    if isinstance(value, list | deque):
+        return [inner(item, index) for index, item in enumerate(value)]
+    if type(value) is tuple:
+        return tuple(inner(item, index) for index, item in enumerate(value))
+    if isinstance(value, frozenset):
+        return set(value)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(np.array(value, order="C"))
+        except TypeError:
+            return value.tolist()
+    if type(value) in _KNOWN or value is None:
+        return value
+    raise UnsupportedStateError(where, f"a value of type {type(value).__qualname__} has no form there")
+
+
+_KNOWN = (
+    *(bool, int, float, complex, str, bytes, set, torch.Tensor, torch.nn.Parameter),
+    *(torch.Size, torch.dtype, torch.device),
+)
+
+
+def flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Every tensor of `model` by its dotted name, and the names of what is no tensor.
+
+    Raises UsageError where two tensors would have one name.
+    """
+    found: dict[str, torch.Tensor] = {}
+    others: list[str] = []
+
+    def walk(value: Any, name: str, depth: int) -> None:
+        if depth > _MAX_DEPTH:
+            raise UsageError(f"{name[:80]}: nested deeper than {_MAX_DEPTH} levels, or it contains itself")
+        if isinstance(value, torch.Tensor):
+            if name in found:
+                raise UsageError(f"two tensors would be called {name}")
+            found[name] = value
+        elif isinstance(value, Mapping) and value:
+            for key, item in value.items():
+                walk(item, f"{name}.{key}" if name else str(key), depth + 1)
+        elif isinstance(value, list | tuple) and any(isinstance(item, torch.Tensor | Mapping) for item in value):
+            for index, item in enumerate(value):
+                walk(item, f"{name}.{index}", depth + 1)
+        else:
+            others.append(name)
+
+    walk(model, "", 0)
+    return found, [name for name in others if name]
+
+
+def num_tensors(value: Any) -> tuple[int, int]:
+    """How many tensors, and their bytes."""
+    found: list[torch.Tensor] = []
+
+    def walk(item: Any) -> None:
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, Mapping):
+            for one in item.values():
+                walk(one)
+        elif isinstance(item, list | tuple | deque):
+            for one in item:
+                walk(one)
+
+    walk(value)
+    return len(found), sum(tensor.numel() * tensor.element_size() for tensor in found)

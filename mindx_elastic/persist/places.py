@@ -1,0 +1,42 @@
+"""Where tensors stand in a checkpoint's tree, in the words of the state: ``optimizer.state.3.exp_avg``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mindx_elastic.persist.flatten import MAX_DEPTH, Tree
+from mindx_elastic.persist.format import Header
+
+__all__ = ["shape_of_node", "tensor_places"]
+
+
+def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
+    """The ``$tensor`` nodes of the tree by their place. Tied tensors have several places and one name in the file."""
+    return dict(_walk(header.tree, "", 0))
+
+
+def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    if depth > MAX_DEPTH:
+        return
+    if isinstance(node, list):
+        for index, item in enumerate(node):
+            yield from _walk(item, f"{where}.{index}", depth + 1)
+    elif isinstance(node, dict):
+        if isinstance(node.get("$tensor"), str):
+            yield where, node
+            return
+        for tag in ("$map", "$odict"):
+            for pair in node.get(tag, ()) if isinstance(node.get(tag), list) else ():
+                if isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], (str, int)):
+                    yield from _walk(pair[1], f"{where}.{pair[0]}" if where else str(pair[0]), depth + 1)
+        if any(key.startswith("$") for key in node):
+            return
+        for key, item in node.items():
+            yield from _walk(item, f"{where}.{key}" if where else key, depth + 1)
+
+
+def shape_of_node(node: Mapping[str, Any], header: Header) -> tuple[int, ...]:
+    """Of the tensor as the program knows it: complex numbers are stored as pairs."""
+    shape = header.entries[node["$tensor"]].shape
+    return shape[:-1] if str(node.get("dtype", "")).startswith("complex") else shape

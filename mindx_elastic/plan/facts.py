@@ -1,0 +1,189 @@
+"""What the planner is told, and what it answers. Plain values: no torch, no file system."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mindx_elastic.plan.layout import REPLICATE, Layout
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+
+__all__ = [
+    "DYING_KINDS",
+    "FileFact",
+    "Moment",
+    "RankPlan",
+    "Refusal",
+    "Rejected",
+    "ResumePlan",
+    "World",
+    "alone",
+    "moment_name",
+    "rank_list",
+]
+
+_MANY = 100_000
+
+Moment = tuple[str, int, int]
+"""run_id, attempt, step: the identity of a set of files."""
+
+DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
+"""Kinds of files that a rank writes when the job is about to die, or that are made of its memory then: what a faulty
+device may have spoilt."""
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """One usable checkpoint file: its header is sound."""
+
+    path: str
+    rank: int
+    """Of the world that wrote it."""
+    moment: Moment
+    world_size: int
+    strategy: Strategy
+    """What it says of its tensors; files that say the same share one object. `alone` where it says nothing."""
+    kind: str = "periodic"
+    created: float = 0.0
+    """Unix seconds."""
+    nbytes: int = 0
+    epoch: int = 0
+    step_in_epoch: int = 0
+    visible_to: frozenset[int] | None = None
+    """The new ranks that can read it; None: all."""
+    echo: str = ""
+    """Over what the file assumes others to hold, too; see `resume.facts`."""
+
+    def seen_by(self, rank: int) -> bool:
+        return self.visible_to is None or rank in self.visible_to
+
+
+def alone(rank: int, world_size: int) -> Strategy:
+    """Of a file that says nothing about other ranks: nobody else has what is in it."""
+    return Strategy(world_size, (TensorSpec("", (), Layout((1,), (REPLICATE,), (rank,))),))
+
+
+@dataclass(frozen=True)
+class World:
+    """What is about to start."""
+
+    size: int
+    """Number of ranks."""
+    strategy: Strategy | None = None
+    """How they lay their tensors out; None: as before, where the size is as before; else what was replicated stays
+    so, and anything sharded needs to be told."""
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A step, or a file, that was not taken."""
+
+    what: str
+    reason: str
+    moment: Moment | None = None
+    """Of a step that was no candidate, or was none any more."""
+
+    def __str__(self) -> str:
+        return f"{self.what} is not used: {self.reason}"
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank of the new world reads."""
+
+    rank: int
+    file: FileFact
+    """Everything that is no tensor of the strategy comes from here; with `assembled` False the tensors, too."""
+    assembled: bool = False
+    """Its tensors are put together from parts of several files (`ResumePlan.holders`)."""
+    nbytes: int = 0
+    """Bytes of tensors to read."""
+
+    @property
+    def donor(self) -> int | None:
+        """The rank whose file it takes in place of its own."""
+        return None if self.file.rank == self.rank else self.file.rank
+
+
+@dataclass(frozen=True)
+class ResumePlan:
+    """A start that will work, as far as headers tell. Pure data; the same on every rank."""
+
+    moment: Moment
+    epoch: int
+    step_in_epoch: int
+    source: Strategy
+    """How the old world laid it out."""
+    world: World
+    ranks: tuple[RankPlan, ...]
+    """One for each new rank, in order."""
+    files: Mapping[int, tuple[FileFact, ...]]
+    """All usable files of the step, by old rank, the one to try first in front."""
+    resharded: bool
+    """The new ranks hold other parts than the old ones."""
+    inexact: tuple[str, ...] = ()
+    """Why the run will not be bit for bit the uninterrupted one; empty: it will."""
+    rejected: tuple[Rejected, ...] = ()
+    steps_lost: int | None = None
+    """Steps of the same attempt that were seen and have to be done again; None: nothing newer was seen."""
+    faults: frozenset[int] = frozenset()
+
+    @property
+    def step(self) -> int:
+        return self.moment[2]
+
+    @property
+    def exact(self) -> bool:
+        return not self.inexact
+
+    def holders(self, layout: Layout, shard: int, reader: int) -> list[FileFact]:
+        """The files that hold `shard`, the one to try first for the new rank `reader` in front.
+
+        Its own old rank goes first; the rest are taken in turn, so that no file is read by everybody.
+        """
+        found = [f for r in layout.holders[shard] for f in self.files.get(r, ())[:1] if f.seen_by(reader)]
+        own = [f for f in found if f.rank == reader]
+        others = [f for f in found if f.rank != reader]
+        turn = reader % len(others) if others else 0
+        spare = [f for r in layout.holders[shard] for f in self.files.get(r, ())[1:] if f.seen_by(reader)]
+        return [*own, *others[turn:], *others[:turn], *spare]
+
+    def used_paths(self) -> set[str]:
+        """The files that some rank may read; for huge worlds all of the step's, since readers are spread over them."""
+        used = {share.file.path for share in self.ranks}
+        readers = [share.rank for share in self.ranks if share.assembled]
+        num_shards = sum(group.layout.num_shards for group in self.source.classes)
+        if len(readers) * num_shards > _MANY:
+            return used | {fact.path for facts in self.files.values() for fact in facts[:1]}
+        for group in self.source.classes if readers else ():
+            for shard in range(group.layout.num_shards):
+                used |= {found[0].path for r in readers if (found := self.holders(group.layout, shard, r))}
+        return used
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """There is no start from these files."""
+
+    reasons: tuple[Rejected, ...]
+    """For each step that was there, the newest in front; then files."""
+    found_anything: bool
+    other_worlds: tuple[int, ...] = field(default=())
+    """World sizes of steps that another number of ranks than the new one wrote."""
+    faults: frozenset[int] = frozenset()
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.reasons)) or "there is no checkpoint"
+
+
+def moment_name(moment: Moment) -> str:
+    """For people."""
+    run, attempt, step = moment
+    return f"run {run}{f' attempt {attempt}' if attempt else ''} step {step}"
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """``ranks 0, 1 and 12 more``."""
+    shown = sorted(ranks)
+    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
+    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:8]))}{more}"

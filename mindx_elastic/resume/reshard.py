@@ -1,0 +1,257 @@
+"""Puts a rank's state together from parts that other ranks have saved, under another layout.
+
+Each tensor is made at its final size and filled with the boxes that the old ranks' files have of it; no more is read
+than is needed, and nothing larger than the rank's own part is ever in memory. What is no tensor of the strategy
+(options of the optimizer, scheduler, loader, buffers) comes from one file, the rank's own old one if there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
+from mindx_elastic.persist.places import tensor_places
+from mindx_elastic.persist.reader import Checkpoint, read_some
+from mindx_elastic.persist.regions import read_box
+from mindx_elastic.plan.facts import FileFact, ResumePlan
+from mindx_elastic.plan.layout import Layout, local_places, overlap
+from mindx_elastic.plan.strategy import TensorSpec, global_name
+
+__all__ = ["Parts", "assemble"]
+
+
+class Parts:
+    """The files of a plan's step, opened when they are needed. Use as a context manager."""
+
+    def __init__(self, plan: ResumePlan, reader: int) -> None:
+        self.plan, self.reader = plan, reader
+        self.num_bytes = 0
+        """Read so far."""
+        self._open: dict[str, _PartFile] = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Parts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def file(self, fact: FileFact) -> _PartFile:
+        """Raises what `open_checkpoint` raises, and CorruptCheckpointError when it has become another's file."""
+        if fact.path not in self._open:
+            fd, header = self._stack.enter_context(open_checkpoint(fact.path))
+            if header.info.moment != fact.moment or header.info.rank != fact.rank:
+                raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
+            self._open[fact.path] = _PartFile(Path(fact.path), fd, header)
+        return self._open[fact.path]
+
+    def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
+        """What `rank` holds of the tensor `spec` under `layout`. Raises MismatchError for holes."""
+        segments = layout.segments(spec.shape, layout.shard_of(rank))
+        shape = tuple(sum(stop - start for start, stop in each) for each in segments)
+        out: torch.Tensor | None = None
+        missing = math.prod(shape)
+        for shard in self._shards(spec, layout, rank):
+            for whole, theirs in local_places(spec.layout.segments(spec.shape, shard)):
+                for wanted, place in local_places(segments):
+                    common = overlap(whole, wanted) if spec.shape else ()
+                    if common is None:
+                        continue
+                    file = self.file(self.plan.holders(spec.layout, shard, self.reader)[0])
+                    if out is None:
+                        out = torch.empty(shape, dtype=file.dtype(spec))
+                    inside = _shift(common, whole, theirs)
+                    target = out[tuple(slice(a, b) for a, b in _shift(common, wanted, place))]
+                    self.num_bytes += file.read(spec, inside, target)
+                    missing -= target.numel()
+            if not missing and out is not None:
+                break
+        if out is None:  # an empty part: of the right type all the same
+            out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec))
+        if missing:
+            raise MismatchError(f"{missing} elements of {spec.name} lie in no file of step {self.plan.step}")
+        return out
+
+    def _shards(self, spec: TensorSpec, layout: Layout, rank: int) -> Sequence[int]:
+        """The shards of `spec` to look at, in order; only one where the rank held the same before."""
+        old = spec.layout
+        if rank in old and old.segments(spec.shape, old.shard_of(rank)) == layout.segments(
+            spec.shape, layout.shard_of(rank)
+        ):
+            return [old.shard_of(rank)]
+        return range(old.num_shards)
+
+    def _any_file(self, spec: TensorSpec) -> _PartFile:
+        for shard in range(spec.layout.num_shards):
+            holders = self.plan.holders(spec.layout, shard, self.reader)
+            if holders:
+                return self.file(holders[0])
+        raise MismatchError(f"{spec.name} lies in no file of step {self.plan.step}")
+
+
+class _PartFile:
+    """One open checkpoint file, its tensors by their names in the strategy."""
+
+    def __init__(self, path: Path, fd: int, header: Header) -> None:
+        self.path, self.fd, self.header = path, fd, header
+        parameters = header.layout.get("parameters", {})
+        self.parameters: Mapping[str, Sequence[str]] = parameters
+        self._nodes = {global_name(place, parameters)[0]: node for place, node in tensor_places(header).items()}
+
+    def _node(self, spec: TensorSpec) -> dict[str, Any]:
+        node = self._nodes.get(spec.name)
+        if node is None or "dtype" in node:
+            problem = "is not in it" if node is None else f"has type {node['dtype']}, which cannot be cut into parts"
+            raise MismatchError(f"{self.path}: {spec.name} {problem}")
+        return node
+
+    def dtype(self, spec: TensorSpec) -> torch.dtype:
+        return self.header.entries[self._node(spec)["$tensor"]].torch_dtype
+
+    def read(self, spec: TensorSpec, box: Sequence[tuple[int, int]], out: torch.Tensor) -> int:
+        entry = self.header.entries[self._node(spec)["$tensor"]]
+        return read_box(self.fd, self.header, entry, box, out, self.path)
+
+    def state_of(self, component: str, parameter: str) -> dict[str, Any]:
+        """What an optimizer keeps of a parameter that is no tensor."""
+        tree = self.header.tree.get(component, {})
+        names = list(self.parameters.get(component, ()))
+        if parameter not in names:
+            return {}
+        pairs = tree.get("state", {}).get("$map", [])
+        found: dict[str, Any] = next((value for key, value in pairs if key == names.index(parameter)), {})
+        kept = {key: value for key, value in found.items() if not (isinstance(value, dict) and "$tensor" in value)}
+        values: dict[str, Any] = unflatten(kept, {}, path=self.path)
+        return values
+
+
+def _shift(
+    common: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]], place: Sequence[tuple[int, int]]
+) -> Any:
+    """`common` lies in `whole`, which lies at `place` of something else: where `common` lies there."""
+    return [(a - first + to, b - first + to) for (a, b), (first, _), (to, _) in zip(common, whole, place, strict=True)]
+
+
+def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint) -> Checkpoint:
+    """The state of new rank `rank`, ready for `Collector.load`. Digests of the files were checked before.
+
+    Raises MismatchError when the step does not hold what this program has, and what opening and reading files raise.
+    """
+    assert plan.world.strategy is not None
+    target = plan.world.strategy
+    with Parts(plan, rank) as parts:
+        base = parts.file(plan.ranks[rank].file)
+        made = {*blueprint.parameters, *blueprint.optimizers}
+        state = _rest(base, made)
+        for component, names in blueprint.parameters.items():
+            own = {name: _parameter(parts, target.by_name, f"{component}.{name}", rank) for name in names}
+            state[component] = {**own, **_volatile(base, component, blueprint.volatile[component])}
+        for component, groups in blueprint.optimizers.items():
+            state[component] = _optimizer(parts, base, component, groups, target.by_name, rank)
+        return Checkpoint(base.header.info, state, {})
+
+
+def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:
+    tree = {name: node for name, node in base.header.tree.items() if name not in made}
+    state: dict[str, Any] = read_some(base.fd, base.header, tree, base.path)
+    return state
+
+
+def _volatile(base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
+    tree = base.header.tree.get(component, {})
+    found: dict[str, Any] = dict(tree.get("$odict", ())) if "$odict" in tree else tree
+    state: dict[str, Any] = read_some(
+        base.fd, base.header, {name: found[name] for name in names if name in found}, base.path
+    )
+    return state
+
+
+def _parameter(parts: Parts, targets: Mapping[str, Sequence[TensorSpec]], name: str, rank: int) -> torch.Tensor:
+    target = next(spec for spec in targets[name] if rank in spec.layout)
+    source = _source(parts.plan, name, target.layout)
+    if source.shape != target.shape:
+        raise MismatchError(
+            f"the checkpoint does not fit: {name} has shape {list(source.shape)} there and {list(target.shape)} here"
+        )
+    return parts.tensor(source, target.layout, rank)
+
+
+def _source(plan: ResumePlan, name: str, layout: Layout) -> TensorSpec:
+    specs = plan.source.by_name.get(name, ())
+    if not specs:
+        raise MismatchError(
+            f"the checkpoint does not fit: {name} is missing in it; use the model that wrote it, or start anew with "
+            'resume="never" in another directory'
+        )
+    return next((spec for spec in specs if spec.layout == layout), specs[0])
+
+
+def _optimizer(
+    parts: Parts,
+    base: _PartFile,
+    component: str,
+    groups: Sequence[Sequence[str]],
+    targets: Mapping[str, Sequence[TensorSpec]],
+    rank: int,
+) -> dict[str, Any]:
+    tree = base.header.tree.get(component)
+    if not isinstance(tree, dict):
+        raise MismatchError(
+            f"the checkpoint holds nothing for {component}; use the same objects as the run that wrote it"
+        )
+    saved = read_some(base.fd, base.header, {key: tree[key] for key in tree if key != "state"}, base.path)
+    if len(saved["param_groups"]) != len(groups):
+        raise MismatchError(
+            f"the checkpoint does not fit {component}: it has {len(saved['param_groups'])} parameter groups, this "
+            f"optimizer has {len(groups)}"
+        )
+    by_parameter: dict[str, list[TensorSpec]] = {}
+    prefix = f"{component}.state."
+    for spec in parts.plan.source.tensors:
+        if spec.parameter and spec.name.startswith(prefix):
+            by_parameter.setdefault(spec.parameter, []).append(spec)
+    state: dict[int, dict[str, Any]] = {}
+    merged, index = [], 0
+    for names, options in zip(groups, saved["param_groups"], strict=True):
+        numbers = list(range(index, index + len(names)))
+        index += len(names)
+        merged.append({**options, "params": numbers})
+        for number, name in zip(numbers, names, strict=True):
+            found = _state_of(parts, component, name, by_parameter.get(name, []), targets, rank)
+            if found:
+                state[number] = found
+    return {**saved, "param_groups": merged, "state": state}
+
+
+def _state_of(
+    parts: Parts,
+    component: str,
+    name: str,
+    specs: Sequence[TensorSpec],
+    targets: Mapping[str, Sequence[TensorSpec]],
+    rank: int,
+) -> dict[str, Any]:
+    """An optimizer's state of one parameter."""
+    if not specs:
+        return {}
+    target = next((spec for spec in targets.get(name, ()) if rank in spec.layout), None)
+    found: dict[str, Any] = {}
+    for spec in specs:
+        key = spec.name.removeprefix(f"{component}.state.{name}.")
+        if key in found:
+            continue  # of another rank's replica under the same name
+        like = target is not None and spec.shape == target.shape and spec.shape != ()
+        layout = target.layout if like and target is not None else Layout((1,), ("R",), (rank,))  # type: ignore[arg-type]
+        source = next((s for s in specs if s.name == spec.name and s.layout == layout), spec)
+        found[key] = parts.tensor(source, layout, rank)
+    holder = parts.plan.holders(specs[0].layout, 0, rank)
+    extra = parts.file(holder[0]).state_of(component, name) if holder else {}
+    return {**found, **extra}

@@ -1,0 +1,183 @@
+"""What all ranks of a start can see, put together: every rank comes to the same facts, and so to the same plan.
+
+Disks may be shared, or each node has its own, with the same path on each: a file is known by its path and by what its
+header says, and for each it is noted which ranks can read it. A copy of a rank's file on another node counts as
+readable by that rank where a transport can fetch it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.persist.catalog import KIND_ORDER
+from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
+from mindx_elastic.resume.facts import Strategies, pack_facts, settle_assumptions, unpack_facts
+from mindx_elastic.resume.memory_files import OwnState
+
+__all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "key_of", "share_sights"]
+
+START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
+
+Key = tuple[str, int, Moment, str, float, int]
+Place = tuple[int, str]
+"""Number of a directory and path in it, the same on every rank."""
+
+
+@dataclass
+class Sight:
+    """What one rank sees."""
+
+    attempt: int = 0
+    """As the launcher counts."""
+    facts: list[FileFact] = field(default_factory=list)
+    places: dict[Key, Place] = field(default_factory=dict)
+    """Of files that may be fetched from here."""
+    own: dict[Moment, OwnState] = field(default_factory=dict)
+    """This rank's own small state of a step, to go with a donor's file."""
+    unforeseen: set[Moment] = field(default_factory=set)
+    """Boundaries that came out otherwise than their forecasts, as some rank's file says."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Highest attempt of each run."""
+    rejected: list[Rejected] = field(default_factory=list)
+    anything: bool = False
+    """There are files of ours, or were."""
+
+    def encode(self) -> str:
+        return json.dumps(
+            {
+                **pack_facts(self.facts),
+                "places": [self.places.get(key_of(fact)) for fact in self.facts],
+                "rejected": [[one.what, one.reason] for one in self.rejected],
+                "anything": self.anything,
+                "attempts": self.attempts,
+            }
+        )
+
+
+def key_of(fact: FileFact) -> Key:
+    """What a file is known by, on whichever machine it lies."""
+    return fact.path, fact.rank, fact.moment, fact.kind, fact.created, fact.nbytes
+
+
+class Sights:
+    """What all ranks see; the same on every rank, and so is everything that is derived from it."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.own_states: dict[Moment, set[int]] = {}
+        self.rejected: list[Rejected] = []
+        self.anything = False
+        self.launched = 0
+        self._facts: dict[Key, FileFact] = {}
+        self._seen: dict[Key, set[int]] = {}
+        self._places: dict[Key, dict[int, Place]] = {}
+        self._attempts: dict[str, int] = {}
+        self._damage: list[tuple[Moment, str]] = []
+
+    def add(self, rank: int, facts: Sequence[FileFact], content: Mapping[str, Any]) -> None:
+        """What `rank` says that it sees; `facts`: those in `content`."""
+        for fact, place in zip(facts, content["places"], strict=True):
+            key = key_of(fact)
+            self._facts.setdefault(key, fact)
+            self._seen.setdefault(key, set()).add(rank)
+            if place is not None:
+                self._places.setdefault(key, {})[rank] = (int(place[0]), str(place[1]))
+        known = {(one.what, one.reason) for one in self.rejected}
+        self.rejected += [Rejected(*row) for row in content["rejected"] if tuple(row) not in known]
+        self.anything |= bool(content["anything"])
+        for run, attempt in content["attempts"].items():
+            self._attempts[run] = max(int(attempt), self._attempts.get(run, 0))
+
+    def facts(self) -> list[FileFact]:
+        """All usable files as of now, of a rank's several files of a step the one to try first in front."""
+        found = []
+        for key, fact in self._facts.items():
+            readers = self._seen[key] | self._fetchers(key, fact)
+            if readers:
+                everybody = len(readers) == self.world_size
+                found.append(replace(fact, visible_to=None if everybody else frozenset(readers)))
+        found.sort(key=_preference)
+        return settle_assumptions(found)
+
+    def _fetchers(self, key: Key, fact: FileFact) -> set[int]:
+        return {fact.rank} if self._places.get(key) and fact.rank < self.world_size else set()
+
+    def sees(self, rank: int, fact: FileFact) -> bool:
+        """Whether `rank` has the file before itself, and need not fetch it."""
+        return rank in self._seen[key_of(fact)]
+
+    def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:
+        """Where `rank` can fetch the file: (other rank, place)."""
+        places = sorted(self._places.get(key_of(fact), {}).items())
+        return [(holder, place) for holder, place in places if holder != rank]
+
+    def forget(self, rank: int, fact: FileFact, problem: str) -> None:
+        """`rank` was told to read a file and could not use it. Called on all ranks in the same order."""
+        key = key_of(fact)
+        shared = len(self._seen[key]) == self.world_size
+        if shared:
+            self._seen[key].clear()
+        elif rank in self._seen[key]:
+            self._seen[key].discard(rank)
+            self._places.get(key, {}).pop(rank, None)
+        else:  # it was fetched
+            self._places.pop(key, None)
+        self._damage.append((fact.moment, f"rank {rank}: {problem}"))
+
+    def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
+        """For the log: everything that was not taken, and why; damage that was found on the way in its place."""
+        damaged: dict[Moment, list[str]] = {}
+        for moment, text in self._damage:
+            damaged.setdefault(moment, []).append(text)
+        found: list[str] = []
+        named: set[tuple[str, int]] = set()
+        for one in rejected:
+            if one.moment is None:
+                found.append(f"{one.what}: {one.reason}")
+            elif one.moment not in damaged and one.moment[:2] not in named:  # of an attempt the newest is enough
+                named.add(one.moment[:2])
+                found.append(str(one))
+        for moment, texts in damaged.items():
+            unused = "" if moment == taken else " is not used"
+            found.append(f"{moment_name(moment)}{unused}: {'; '.join(texts)}")
+        return list(dict.fromkeys(found))
+
+    def next_attempt(self, run: str) -> int:
+        """Above every attempt of the run that any rank has seen."""
+        return max(self.launched, 1 + self._attempts.get(run, 0))
+
+
+def _preference(fact: FileFact) -> tuple[Any, ...]:
+    kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
+    return fact.moment, fact.rank, kind, -fact.created, fact.path
+
+
+def share_sights(sight: Sight, rank: int, exchange: Exchange) -> Sights:
+    """Main thread, all ranks together. What several ranks see in the same way is sent once."""
+    text = sight.encode()
+    head = {
+        "attempt": sight.attempt,
+        "own": [list(moment) for moment in sight.own],
+        "digest": xxhash.xxh3_128_hexdigest(text.encode()),
+    }
+    exchange.publish("sight", json.dumps(head))
+    heads = [json.loads(each) for each in exchange.collect("sight", START_TIMEOUT_S)]
+    digests = [each["digest"] for each in heads]
+    exchange.publish("view", text if digests.index(head["digest"]) == rank else "")
+    bodies = exchange.collect("view", START_TIMEOUT_S)
+    sights, strategies = Sights(len(heads)), Strategies()
+    contents = {number: json.loads(body) for number, body in enumerate(bodies) if body}
+    facts = {number: unpack_facts(content, strategies) for number, content in contents.items()}
+    for number, each in enumerate(heads):
+        first = digests.index(each["digest"])
+        sights.add(number, facts[first], contents[first])
+        sights.launched = max(sights.launched, int(each["attempt"]))
+        for run, attempt, step in each["own"]:
+            sights.own_states.setdefault((str(run), int(attempt), int(step)), set()).add(number)
+    return sights

@@ -1,0 +1,67 @@
+"""What a guard knows of the job's parallel strategy: from its objects, completed by hand, written at the start."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.layouts import Given, Standing
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.strategy import Strategy, TensorSpec, strategy_from_record
+from mindx_elastic.resume.restore import Target
+from mindx_elastic.resuming import replica_ranks
+
+__all__ = ["standing_of", "target_of_all"]
+
+_START_TIMEOUT_S = 1800.0
+
+
+def standing_of(targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None) -> Standing:
+    """Where this rank stands among the others. Raises UsageError for layouts that are none."""
+    return Standing(ranks.rank, ranks.world_size, replica_ranks(targets), _by_hand(layouts or {}, ranks))
+
+
+def _by_hand(layouts: Mapping[str, Layout], ranks: RankInfo) -> Given:
+    for pattern, layout in layouts.items():
+        if not isinstance(layout, Layout) or not isinstance(pattern, str):
+            raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
+        if max(layout.ranks) >= ranks.world_size:
+            raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
+
+    def given(place: str, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        for pattern, layout in layouts.items():
+            if fnmatch.fnmatchcase(place, pattern) and ranks.rank in layout:
+                return layout.to_json(), layout.global_shape(shape)
+        return None
+
+    return given
+
+
+def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> Target:
+    """How all ranks together lay their tensors out. Main thread, all ranks together.
+
+    Raises UsageError when a layout does not fit the tensors that it is for.
+    """
+    record = collector.layout()
+    shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
+    own = strategy_from_record(record, shapes)
+    exchange.publish("strategy", _text_of(own))
+    specs: dict[tuple[str, Layout], TensorSpec] = {}
+    for text in dict.fromkeys(exchange.collect("strategy", _START_TIMEOUT_S)):
+        for spec in _parsed(text).tensors:
+            specs.setdefault((spec.name, spec.layout), spec)
+    return Target(Strategy(ranks.world_size, tuple(specs.values())), collector.layouts.blueprint())
+
+
+def _text_of(strategy: Strategy) -> str:
+    return json.dumps(strategy.to_json(), sort_keys=True)
+
+
+def _parsed(text: str) -> Strategy:
+    return Strategy.from_json(json.loads(text))

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from mindx_elastic.convert import torch_file
+from mindx_elastic.persist.reader import read_checkpoint
+from tests.checkpoint_files import STATE, cut_off_end, write
+from tests.convert.samples import Marker
+
+WEIGHT = torch.arange(1000.0)
+
+
+@pytest.fixture
+def ckpt(tmp_path: Path) -> Path:
+    write(tmp_path / "ckpt" / "resnet-2_7.safetensors")
+    return tmp_path / "ckpt"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_to_torch_says_what_was_done_and_how_to_load_it(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> None:
+    made = tmp_path / "weights.pt"
+    result = run("convert", ckpt, made)
+    assert result.exit_code == 0 and result.stderr == ""
+    first, second = result.stdout.splitlines()
+    assert first == f"{ckpt} (mindx, step 17) -> {made} (torch): 2 tensors, 3.9 KiB"
+    assert second == f"    model.load_state_dict(torch.load({str(made)!r}, weights_only=True))"
+    assert torch.equal(torch.load(made, weights_only=True)["weight"], WEIGHT)
+    assert names(tmp_path) == ["ckpt", "weights.pt"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "mindspore", "mindx"])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_lines_that_load_it_work(run: Callable[..., Any], ckpt: Path, tmp_path: Path, kind: str) -> None:
+    import safetensors.torch
+    import torch.distributed.checkpoint
+
+    made = tmp_path / "made"
+    for everything in ("--all",) if kind != "mindspore" else ():
+        assert run("convert", ckpt, tmp_path / "all", "--to", kind, everything, "--json").exit_code == 0
+    result = run("convert", ckpt, made, "--to", kind, "--json")
+    lines = json.loads(result.stdout)["load"]
+    if kind == "mindspore":
+        lines = lines[1:]  # for torch
+    model = torch.nn.Module()
+    model.register_parameter("weight", torch.nn.Parameter(torch.zeros(1000)))
+    model.register_buffer("bias", torch.zeros(3, dtype=torch.bfloat16))
+    model.weight.data.fill_(5)
+    exec("\n".join(lines), {"model": model, "torch": torch, "safetensors": safetensors})
+    assert torch.equal(model.weight, WEIGHT)
+
+
+def test_inspect_shows_what_was_made(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> None:
+    torch.save({"model": {"w": WEIGHT}}, tmp_path / "m.pt")
+    made = tmp_path / "m.safetensors"
+    result = run("convert", tmp_path / "m.pt", made, "--to", "mindx", "--step", 1200, "--epoch", 3)
+    assert result.exit_code == 0 and "no job resumes from it" in result.stdout
+    shown = run("inspect", made)
+    assert shown.exit_code == 0 and "1200" in shown.stdout and "converted from torch m.pt" in shown.stdout
+    assert run("verify", made).exit_code == 0
+    assert torch.equal(read_checkpoint(made).state["model"]["w"], WEIGHT)
+
+
+def test_json(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> None:
+    result = run("convert", ckpt, tmp_path / "x.safetensors", "--to", "mindspore", "--json")
+    found = json.loads(result.stdout)
+    assert {key: found[key] for key in ("schema", "from", "to", "tensors", "size_bytes", "step", "epoch", "notes")} == {
+        "schema": 1,
+        "from": "mindx",
+        "to": "mindspore",
+        "tensors": 2,
+        "size_bytes": 4006,
+        "step": 17,
+        "epoch": 2,
+        "notes": [],
+    }
+    assert torch.equal(load_file(tmp_path / "x.safetensors")["weight"], STATE["model"]["weight"])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "mindspore", "mindx"])
+def test_nothing_is_overwritten_unasked(run: Callable[..., Any], ckpt: Path, tmp_path: Path, kind: str) -> None:
+    made = tmp_path / "made"
+    assert run("convert", ckpt, made, "--to", kind).exit_code == 0
+    before = {p: p.stat().st_mtime_ns for p in [made, *made.rglob("*")]}
+    result = run("convert", ckpt, made, "--to", kind)
+    assert result.exit_code == 2 and "exists; give --force to replace it" in result.stderr and result.stdout == ""
+    assert {p: p.stat().st_mtime_ns for p in [made, *made.rglob("*")]} == before
+    assert run("convert", ckpt, made, "--to", kind, "--force").exit_code == 0
+    assert {p: p.stat().st_mtime_ns for p in [made, *made.rglob("*")]} != before
+    assert names(tmp_path) == ["ckpt", "made"]
+
+
+def test_force_has_its_limits(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "thesis.txt").write_text("x")
+    (tmp_path / "file").write_text("x")
+    for destination, kind, message in [
+        ("folder", "dcp", "is a folder with other things than a DCP checkpoint; it is never replaced"),
+        ("folder", "torch", "is a folder; give the name of a file"),
+        ("file", "dcp", "is a file; a DCP checkpoint is a folder"),
+        ("ckpt/resnet-2_7.safetensors", "mindspore", "is the source"),
+        ("no/where", "torch", "is no folder; make it first"),
+    ]:
+        source = ckpt / "resnet-2_7.safetensors"
+        result = run("convert", source, tmp_path / destination, "--to", kind, "--force")
+        assert (result.exit_code, result.stdout) == (2, "") and message in result.stderr
+    assert (tmp_path / "folder" / "thesis.txt").exists() and (tmp_path / "file").read_text() == "x"
+    (tmp_path / "empty").mkdir()
+    assert run("convert", ckpt, tmp_path / "empty", "--to", "dcp").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["no such path", "x.pt"], "does not exist"),
+        (["ckpt", "x.safetensors"], "say with --to what it is to be"),
+        (["ckpt", "x.pt", "--to", "onnx"], "'onnx' is no format"),
+        (["ckpt", "x.pt", "--from", "onnx"], "'onnx' is no format"),
+        (["ckpt", "x.pt", "--from", "dcp"], "no metadata|cannot be opened"),
+        (["ckpt", "x.pt", "--from", "torch"], "is a folder; give the name of a torch.save file"),
+        (["ckpt/resnet-2_7.safetensors", "x.pt", "--from", "dcp"], "is no folder; a DCP checkpoint is one"),
+        (["ckpt", "x.pt", "--epoch", "3"], "--epoch is for --to mindx"),
+        (["m.pt", "x.pt", "--step", "3"], "--step is for checkpoints of this package"),
+        (["m.pt", "x.pt", "--strategy", "m.pt"], "--strategy is for rank folders"),
+        (["m.pt", "x", "--to", "mindspore", "--all"], "leave out --all"),
+        (["ckpt", "x.pt", "--step", "-3"], "numbers count from 0"),
+        (["ckpt", "x.pt", "--component", "net"], "no component 'net'; there are model, optimizer"),
+    ],
+)
+def test_wrong_usage_is_named(
+    run: Callable[..., Any], ckpt: Path, tmp_path: Path, words: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import re
+
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"w": WEIGHT}}, "m.pt")
+    result = run("convert", *words)
+    assert re.search(message, result.stderr), result.stderr
+    assert result.exit_code == (1 if "dcp" in words and words[0] == "ckpt" else 2) and result.stdout == ""
+    assert names(tmp_path) == ["ckpt", "m.pt"]
+
+
+def test_nothing_there_is_3(run: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    result = run("convert", tmp_path / "empty", tmp_path / "x.pt")
+    assert result.exit_code == 3 and "no checkpoint found" in result.stderr
+    result = run("convert", tmp_path / "empty", tmp_path / "x.pt", "--from", "mindx")
+    assert result.exit_code == 3
+
+
+def test_damage_is_1(run: Callable[..., Any], ckpt: Path, tmp_path: Path) -> None:
+    cut_off_end(ckpt / "resnet-2_7.safetensors")
+    for source in (ckpt, ckpt / "resnet-2_7.safetensors"):
+        result = run("convert", source, tmp_path / "x.pt")
+        assert result.exit_code == 1 and "truncated or overwritten" in result.stderr
+
+
+def test_a_program_in_a_torch_file_is_1_and_not_run(run: Callable[..., Any], tmp_path: Path) -> None:
+    torch.save({"w": Marker(tmp_path / "mark")}, tmp_path / "m.pt")
+    result = run("convert", tmp_path / "m.pt", tmp_path / "x", "--to", "dcp")
+    assert result.exit_code == 1 and "Nothing of it was run" in result.stderr and "Traceback" not in result.stderr
+    assert names(tmp_path) == ["m.pt"]
+
+
+def test_a_full_disk_leaves_nothing(
+    run: Callable[..., Any], ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.pt").write_text("before")
+
+    def fail(temp: Path, state: Any) -> None:
+        temp.write_bytes(b"half")
+        raise OSError(28, os.strerror(28))
+
+    monkeypatch.setattr(torch_file, "write_torch_file", fail)
+    result = run("convert", ckpt, tmp_path / "x.pt", "--force")
+    assert result.exit_code == 1 and "No space left on device; what was there before is untouched" in result.stderr
+    assert names(tmp_path) == ["ckpt", "x.pt"] and (tmp_path / "x.pt").read_text() == "before"
+
+
+def test_somebody_was_faster(
+    run: Callable[..., Any], ckpt: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_late(temp: Path, state: Any) -> None:
+        torch.save(state, temp)
+        (tmp_path / "x.pt").write_text("another's")
+
+    monkeypatch.setattr(torch_file, "write_torch_file", write_late)
+    result = run("convert", ckpt, tmp_path / "x.pt")
+    assert result.exit_code == 2 and "has appeared meanwhile" in result.stderr
+    assert (tmp_path / "x.pt").read_text() == "another's" and names(tmp_path) == ["ckpt", "x.pt"]
+
+
+def test_help_says_what_needs_memory(run: Callable[..., Any]) -> None:
+    result = run("convert", "--help", columns=120)
+    assert result.exit_code == 0
+    assert "memory for one tensor is enough" in " ".join(result.stdout.split())
+    assert "--force" in result.stdout and "weights_only=True" in result.stdout

@@ -1,0 +1,468 @@
+"""``mindx-elastic plan`` on real files."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.cli import plan_table
+from mindx_elastic.cli.common import make_console
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.storage import quarantine
+from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.plan.facts import FileFact, ResumePlan, World
+from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.planner import plan_resume
+from mindx_elastic.plan.saved_plan import read_plan
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from tests.checkpoint_files import cut_off_end, flip_bit_in_data, replace_by_link, write, write_step
+
+Run = Callable[..., Any]
+REPLICAS = {"replicas": 4}
+MESH = Layout((2, 2), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
+MISSING = "no usable file of it"
+
+
+@pytest.fixture(autouse=True)
+def _no_platform(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nothing of the machine that the tests run on."""
+    monkeypatch.setenv("MINDX_FAULT_DIR", str(tmp_path / "no faults"))
+    monkeypatch.setenv("MINDX_RESET_DIR", str(tmp_path / "no resets"))
+    for name in ("MINDX_RANK_TABLE", "RANK_TABLE_FILE", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def ddp(tmp_path: Path) -> Path:
+    """Four replicas: step 10 periodic, step 17 saved at a stop."""
+    root = tmp_path / "ckpt"
+    write_step(root, 10, world_size=4, coordinates=REPLICAS)
+    stopped = {"kind": "breakpoint", "reason": "SIGTERM", "coordinates": REPLICAS}
+    write_step(root, 17, world_size=4, name="resnet-2_7_breakpoint.safetensors", **stopped)
+    return root
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    """dp = 2, tp = 2: each half of a weight on two ranks."""
+    root = tmp_path / "ckpt"
+    for rank in range(4):
+        write_part(root / f"rank_{rank}" / "a-1_9_breakpoint.safetensors", rank)
+    return root
+
+
+def write_part(path: Path, rank: int, **fields: Any) -> None:
+    facts = {"run_id": "run-a", "world_size": 4, "rank": rank, "step": 9, "epoch": 1, "step_in_epoch": 9}
+    facts |= {"batch_num": 10, "reason": "SIGTERM", "kind": "breakpoint", "created": 1.7e9, **fields}
+    record = {"version": 2, "rank": rank, "world_size": 4, "layouts": [MESH.to_json()]}
+    record["tensors"] = {"model.w": [0, [8, 4]]}
+    state = {"model": {"w": torch.full((4, 4), float(rank % 2))}, "rng": [rank], "progress": {"step": 9}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_checkpoint(path, state, CheckpointInfo(**facts), layout=record)
+
+
+def stop(root: Path, rank: int) -> Path:
+    return root / f"rank_{rank}" / "resnet-2_7_breakpoint.safetensors"
+
+
+def document(run: Run, *words: object) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run("plan", *words, "--json").stdout)
+    return found
+
+
+# --- restorable ---
+
+
+def test_the_simplest_plan(run: Run, ddp: Path) -> None:
+    result = run("plan", ddp)
+    assert result.exit_code == 0 and result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert lines[0] == "RESTORABLE from run run-a step 17"
+    text = result.stdout
+    for part in (
+        "saved     2023-11-14 22:13:37 UTC, ",
+        "ago: breakpoint (SIGTERM)",
+        "position  epoch 2, step 7 in it",
+        "exact     yes",
+        "lost      nothing",
+        "world     4 ranks, as before",
+        "digests   checked: 4 files, ",
+        "restore   RESTORE_RANKS=0",
+        "0-3    their own files  7.8 KiB  rank_*/resnet-2_7_breakpoint.safetensors",
+        "4 ranks, 31.3 KiB of tensors to read in all",
+    ):
+        assert part in text, part
+    assert "not used" not in text
+
+
+def test_a_donor_stands_in_and_the_price_is_said(run: Run, ddp: Path) -> None:
+    stop(ddp, 2).unlink()
+    text = run("plan", ddp).stdout
+    assert "exact     NO: rank 2 takes rank 0's file and has no random numbers of its own" in text
+    assert "0, 1, 3  their own files" in text and "2        rank 0's file" in text
+    assert document(run, ddp)["ranks"][2]["donor"] == 0
+
+
+def test_a_damaged_file_is_found_and_planned_around(run: Run, ddp: Path) -> None:
+    flip_bit_in_data(stop(ddp, 0))
+    found = document(run, ddp)
+    assert (found["step"], found["ranks"][0]["donor"], found["restore_ranks"]) == (17, 1, "1")
+    assert found["digests_checked"] and found["checked_files"] == 4
+    (rejected,) = found["rejected"]
+    assert rejected["what"] == "rank_0/resnet-2_7_breakpoint.safetensors" and "model.bias" in rejected["reason"]
+    assert "does not match its digest" in run("plan", ddp).stdout
+    trusting = document(run, ddp, "--no-verify")
+    assert trusting["ranks"][0]["donor"] is None and not trusting["digests_checked"]
+    assert "NOT checked" in run("plan", ddp, "--no-verify").stdout
+
+
+def test_donors_may_be_damaged_too(run: Run, ddp: Path) -> None:
+    stop(ddp, 0).unlink()
+    for rank in (1, 2):
+        flip_bit_in_data(stop(ddp, rank))
+    found = document(run, ddp)
+    assert found["step"] == 17 and [each["donor"] for each in found["ranks"]] == [3, 3, 3, None]
+
+
+def test_it_falls_back_and_counts_what_is_lost(run: Run, ddp: Path) -> None:
+    for rank in range(4):
+        flip_bit_in_data(stop(ddp, rank))
+    result = run("plan", ddp)
+    assert result.exit_code == 0 and "RESTORABLE from run run-a step 10" in result.stdout
+    assert "lost      7 steps: up to 17 had been seen" in result.stdout
+    assert "RESTORE_RANKS=-1" in result.stdout
+    assert document(run, ddp)["steps_lost"] == 7
+
+
+def test_one_step_or_run_only(run: Run, ddp: Path) -> None:
+    found = document(run, ddp, "--step", 10)
+    assert (found["step"], found["steps_lost"]) == (10, 7)
+    result = run("plan", ddp, "--step", 11)
+    assert result.exit_code == 1 and "steps that are there: 17, 10" in result.stdout
+    assert "leave out --step" in result.stdout
+    write_step(ddp, 3, world_size=4, run_id="old", created=1e9, coordinates=REPLICAS, name="old-1_3.safetensors")
+    assert document(run, ddp)["run_id"] == "run-a"
+    assert (document(run, ddp, "--run", "old")["step"], document(run, ddp)["step"]) == (3, 17)
+    result = run("plan", ddp, "--run", "other")
+    assert result.exit_code == 1 and "runs that are there: run-a, old" in result.stdout
+
+
+def test_faults(run: Run, ddp: Path) -> None:
+    found = document(run, ddp, "--fault-ranks", "0,2")
+    assert found["faults"] == [0, 2] and [each["donor"] for each in found["ranks"]] == [1, None, 3, None]
+    assert found["restore_ranks_map"] == {"0,1,2,3": 1}
+    assert "faults    ranks 0, 2 (--fault-ranks)" in run("plan", ddp, "--fault-ranks", "0,2").stdout
+
+
+def test_a_report_of_the_platform(run: Run, ddp: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    (folder / "fault-npus").write_text('{"FaultRankIds": ["1"], "CreatTime": 1690000000}')
+    assert document(run, ddp, "--faults", folder)["faults"] == [1]
+    assert document(run, ddp)["faults"] == []
+    monkeypatch.setenv("MINDX_FAULT_DIR", str(folder))
+    found = document(run, ddp)
+    assert found["faults"] == [1] and str(folder) in found["faults_from"]
+    assert document(run, ddp, "--faults", "none")["faults"] == []
+
+
+def test_a_faulty_node(run: Run, ddp: Path, tmp_path: Path) -> None:
+    servers = [
+        {"server_id": f"node-{n}", "device": [{"device_id": "0", "rank_id": str(r)} for r in ranks]}
+        for n, ranks in enumerate([(0, 1), (2, 3)])
+    ]
+    table = tmp_path / "hccl.json"
+    table.write_text(json.dumps({"status": "completed", "server_list": servers}))
+    found = document(run, ddp, "--fault-node", "node-1", "--rank-table", table)
+    assert found["faults"] == [2, 3] and found["restore_ranks"] == "0"
+    result = run("plan", ddp, "--fault-node", "node-7", "--rank-table", table)
+    assert result.exit_code == 2 and "node-7" in result.stderr
+    result = run("plan", ddp, "--fault-node", "node-1")
+    assert result.exit_code == 2 and "--rank-table" in result.stderr
+
+
+def test_everybody_is_faulty(run: Run, ddp: Path) -> None:
+    found = document(run, ddp, "--fault-ranks", "0-3")
+    assert (found["step"], found["restore_ranks"]) == (10, "-1")
+    assert "dying saves are not used" in found["rejected"][0]["reason"]
+    result = run("plan", ddp, "--fault-ranks", "0-3", "--step", 17)
+    assert result.exit_code == 1 and "--faults none" in result.stdout
+
+
+# --- other worlds ---
+
+
+def test_fewer_ranks(run: Run, ddp: Path) -> None:
+    result = run("plan", ddp, "--world-size", 2)
+    assert result.exit_code == 0 and "world     4 ranks become 2 ranks" in result.stdout
+    found = document(run, ddp, "--world-size", 2)
+    assert found["resharded"] and found["restore_ranks_map"] == {"0,1": 0} and found["checked_files"] == 2
+
+
+def test_shards_and_a_mesh(run: Run, sharded: Path) -> None:
+    found = document(run, sharded)
+    assert (found["old_mesh"], found["exact"]) == ({"dp": 2, "tp": 2}, True)
+    assert found["restore_ranks_map"] == {"0,2": 0, "1,3": 1}
+    found = document(run, sharded, "--mesh", "tp=1")
+    assert (found["new_world_size"], found["new_mesh"]) == (2, {"dp": 2, "tp": 1})
+    assert found["restore_ranks"] == "-1" and all(each["assembled"] for each in found["ranks"])
+    assert [each["bytes"] for each in found["ranks"]] == [128, 128]
+    assert document(run, sharded, "--mesh", "dp=1,tp=4")["new_world_size"] == 4
+    text = run("plan", sharded, "--mesh", "tp=1").stdout
+    assert "4 ranks (dp=2, tp=2) become 2 ranks (dp=2, tp=1)" in text and "parts of several files" in text
+
+
+@pytest.mark.parametrize("mesh", ["", "dp", "dp=0", "dp=2,dp=2", "=2", "dp=2;tp=2", "pp=2", "dp=99999999,tp=9"])
+def test_meshes_that_make_no_sense(run: Run, sharded: Path, mesh: str) -> None:
+    result = run("plan", sharded, "--mesh", mesh)
+    assert result.exit_code == 2 and "--mesh" in result.stderr and result.stdout == ""
+
+
+def test_a_missing_shard_is_named(run: Run, sharded: Path) -> None:
+    for rank in (1, 3):
+        (sharded / f"rank_{rank}" / "a-1_9_breakpoint.safetensors").unlink()
+    result = run("plan", sharded)
+    assert result.exit_code == 1 and "NOT RESTORABLE" in result.stdout
+    assert "part 2 of 2 of model.w: no usable file of ranks 1, 3, which held it" in result.stdout
+    assert "bring back the files that are missing" in result.stdout
+
+
+def test_explain(run: Run, sharded: Path) -> None:
+    (sharded / "rank_3" / "a-1_9_breakpoint.safetensors").unlink()
+    text = run("plan", sharded, "--explain").stdout
+    assert "[dp=2:R, tp=2:S(0)]: model.w" in text and "2 parts, 2 copies of each" in text
+    assert "part 2: no usable file of rank 3, read from rank 1" in text
+    assert "  1, 3, no usable file of rank 3" in text
+    explanation = document(run, sharded, "--explain")["explanation"]
+    assert explanation["replica_groups"][1] == {"ranks": [1, 3], "with_files": [1]}
+    assert "explanation" not in document(run, sharded)
+
+
+def test_a_strategy_for_files_that_say_nothing(run: Run, tmp_path: Path) -> None:
+    root, file = tmp_path / "ckpt", tmp_path / "strategy.json"
+    write_step(root, 5, world_size=2)
+    (root / "rank_1" / "resnet-1_5.safetensors").unlink()
+    assert run("plan", root).exit_code == 1
+    layout = Layout((2,), ("R",))  # type: ignore[arg-type]
+    strategy = Strategy(2, (TensorSpec("model.weight", (1000,), layout, "F32"),))
+    file.write_text(json.dumps(strategy.to_json()))
+    result = run("plan", root, "--strategy", file)
+    assert result.exit_code == 0 and "rank 0's file" in result.stdout
+    file.write_text(json.dumps(replace(strategy, world_size=3).to_json()))
+    result = run("plan", root, "--strategy", file)
+    assert result.exit_code == 2 and "it is for 3 ranks, the files are of 2" in result.stderr
+
+
+# --- what is written ---
+
+
+def test_files_for_scripts(run: Run, ddp: Path, tmp_path: Path) -> None:
+    env = tmp_path / "resume.sh"
+    assert run("plan", ddp, "--emit-env", env, "--write").exit_code == 0
+    script = f'. {env}; printf "%s %s" "$RESTORE_RANKS" "$MINDX_RESUME_STEP"'
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout == "0 17"
+    saved = [read_plan(ddp / name) for name in ("resume_plan.json", "resume_plan.pb")]
+    assert saved[0] == saved[1] and saved[0].step == 17
+    assert saved[0].ranks[3].path == "rank_3/resnet-2_7_breakpoint.safetensors"
+    assert run("inspect", ddp).exit_code == 0 and "resume_plan" not in run("inspect", ddp).stdout
+    for rank in range(4):
+        for path in (ddp / f"rank_{rank}").iterdir():
+            cut_off_end(path)
+    assert run("plan", ddp, "--emit-env", env, "--write").exit_code == 1
+    assert not read_plan(ddp / "resume_plan.pb").restorable and "RESTORE_RANKS=-1\n" in env.read_text()
+
+
+def test_nothing_is_written_unless_asked_for(run: Run, ddp: Path) -> None:
+    flip_bit_in_data(stop(ddp, 0))
+    before = sorted(ddp.rglob("*"))
+    run("plan", ddp, "--explain")
+    assert sorted(ddp.rglob("*")) == before
+
+
+# --- nothing, or nothing that can be used ---
+
+
+def test_an_empty_directory_is_a_fresh_start(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    root.mkdir()
+    (root / "events.jsonl").write_text("{}\n")
+    result = run("plan", root)
+    assert result.exit_code == 3 and "the job starts from the beginning" in result.stdout
+    found = document(run, root)
+    assert (found["restorable"], found["found_anything"], found["rejected"]) == (False, False, [])
+
+
+@pytest.mark.parametrize(
+    "options", [["--mesh", "dp=2"], ["--world-size", "2"], ["--step", "3"], ["--fault-ranks", "1"]]
+)
+def test_an_empty_directory_whatever_is_asked(run: Run, tmp_path: Path, options: list[str]) -> None:
+    (tmp_path / "ckpt").mkdir()
+    assert run("plan", tmp_path / "ckpt", *options).exit_code in (1, 3)
+
+
+def test_what_is_in_quarantine_is_no_fresh_start(run: Run, tmp_path: Path) -> None:
+    path = write(tmp_path / "ckpt" / "a-1_1.safetensors")
+    quarantine(path, "damaged", tmp_path / "ckpt")
+    result = run("plan", tmp_path / "ckpt")
+    assert result.exit_code == 1 and "quarantine: 1 file that could not be used" in result.stdout
+
+
+def test_only_what_is_not_meant_for_resuming(run: Run, tmp_path: Path) -> None:
+    write(tmp_path / "ckpt" / "a_eval.safetensors", kind="eval", resumable=False)
+    result = run("plan", tmp_path / "ckpt")
+    assert result.exit_code == 1 and "is not meant for resuming (eval)" in result.stdout
+
+
+def test_every_damage_leaves_a_plan_or_a_reason(run: Run, ddp: Path, damage: Callable[[Path], None]) -> None:
+    for rank in range(3):
+        damage(stop(ddp, rank))
+    found = document(run, ddp)
+    assert found["step"] == 17 and [each["donor"] for each in found["ranks"]] == [3, 3, 3, None]
+    damage(stop(ddp, 3))
+    assert document(run, ddp)["step"] == 10
+
+
+def test_links_are_never_followed(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    write_step(root, 5, world_size=2)
+    replace_by_link(root / "rank_1" / "resnet-1_5.safetensors")
+    result = run("plan", root)
+    assert result.exit_code == 1 and "symbolic link" in result.stdout and "rank 1 of 2 missing" in result.stdout
+
+
+def test_two_runs_are_not_mixed(run: Run, tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    for rank, name in enumerate(("a", "b")):
+        write(root / f"rank_{rank}" / f"{name}-1_5.safetensors", step=5, rank=rank, world_size=2, run_id=name)
+    result = run("plan", root)
+    assert result.exit_code == 1
+    assert "run a step 5" in result.stdout and "run b step 5" in result.stdout
+
+
+def test_one_rank_folder(run: Run, tmp_path: Path) -> None:
+    write_step(tmp_path / "ckpt", 5, world_size=2)
+    result = run("plan", tmp_path / "ckpt" / "rank_1")
+    assert result.exit_code == 1 and "give the folder above it" in result.stdout
+
+
+# --- bad input ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--fault-ranks", "4"],
+        ["--fault-ranks", "x"],
+        ["--fault-ranks", "3-1"],
+        ["--faults", "/no/such/file"],
+        ["--faults", "/dev/null"],
+        ["--strategy", "/no/such/file.json"],
+        ["--strategy", "/dev/zero"],
+        ["--world-size", "0"],
+        ["--step", "-1"],
+        ["--fault-node", "x", "--rank-table", "/no/such/file"],
+        ["--emit-env", "/proc/no/such"],
+    ],
+)
+def test_wrong_usage_is_2(run: Run, ddp: Path, options: list[str]) -> None:
+    result = run("plan", ddp, *options)
+    assert result.exit_code == 2 and result.stdout == "" and result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"FaultRankIds": ["9"]}', '{"FaultRankIds": "all"}', "{}", "\0"])
+def test_malformed_reports_and_strategies(run: Run, ddp: Path, tmp_path: Path, content: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(content)
+    for option in ("--faults", "--strategy"):
+        result = run("plan", ddp, option, file)
+        assert result.exit_code == 2 and str(file) in result.stderr
+
+
+def test_no_directory(run: Run, ddp: Path, tmp_path: Path) -> None:
+    assert run("plan", tmp_path / "nowhere").exit_code == 2
+    result = run("plan", stop(ddp, 0))
+    assert result.exit_code == 2 and "is a file" in result.stderr
+
+
+def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
+    evil = "\x1b[2J[bold]x\n"
+    write(tmp_path / "ckpt" / "a-1_5.safetensors", run_id=evil, reason=evil, created=1e300)
+    result = run("plan", tmp_path / "ckpt", "--emit-env", tmp_path / "env.sh")
+    assert result.exit_code == 0 and "\x1b" not in result.stdout and "\\x1b[2J[bold]x\\n" in result.stdout
+    assert "a time that no calendar has" in result.stdout
+    assert "\x1b" not in (tmp_path / "env.sh").read_text()
+
+
+def test_a_file_that_is_replaced_meanwhile(run: Run, ddp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(entries: list[Any]) -> list[list[str]]:
+        if any(entry.path == stop(ddp, 0) for entry in entries):
+            os.utime(stop(ddp, 0), (1, time.time() + 9))
+        return [[] for _ in entries]
+
+    monkeypatch.setattr("mindx_elastic.cli.plan_inputs.check_entries", check)
+    found = document(run, ddp)
+    assert found["ranks"][0]["donor"] == 1 and "was replaced" in found["rejected"][0]["reason"]
+
+
+# --- the screen ---
+
+
+@pytest.mark.parametrize("columns", [40, 60, 100])
+def test_narrow_terminals(run: Run, ddp: Path, columns: int) -> None:
+    stop(ddp, 2).unlink()
+    text = run("plan", ddp, columns=columns).stdout
+    assert "\u2026" not in text and "rank 0's file" in text and "rank_0/resnet-2_7_breakpoint.safetensors" in text
+    if columns < 70:
+        assert "ranks 0, 1, 3: their own files, 7.8 KiB each (rank_*/" in text
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([0], "0"),
+        ([3, 1, 2], "1-3"),
+        ([0, 1], "0, 1"),
+        ([0, 2, 3, 4, 9], "0, 2-4, 9"),
+        (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
+    ],
+)
+def test_ranks_text(ranks: Any, text: str) -> None:
+    assert plan_table.ranks_text(ranks) == text
+
+
+def test_thousands_of_ranks_fit_on_a_screen(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    size = 16_384
+    layout = Layout((16, 1024), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
+    strategy = Strategy(size, tuple(TensorSpec(f"model.{n}", (4096, 64), layout, "F32") for n in range(20)))
+    moment = ("run", 0, 9)
+    facts = [
+        FileFact(f"/c/rank_{r}/a-1_9.safetensors", r, moment, size, strategy, "breakpoint", 1e9, 9)
+        for r in range(size)
+        if r % 250
+    ]
+    plan = plan_resume(facts, World(size))
+    assert isinstance(plan, ResumePlan)
+    from mindx_elastic.plan.outputs import plan_to_json
+
+    started = time.monotonic()
+    extra: dict[str, Any] = {"directory": "/c", "reasons": [], "faults_problems": [], "digests_checked": False}
+    found = {**plan_to_json(plan, "/c"), **extra}
+    plan_table.print_plan(make_console(), plan, found, now=2e9)
+    plan_table.print_explanation(make_console(), plan_table.explain(plan))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 70 and max(map(len, lines)) < 400
+    assert time.monotonic() - started < 5
+    assert any("other ranks' files" in line for line in lines)

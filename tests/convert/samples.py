@@ -1,0 +1,123 @@
+"""Checkpoints to convert, in every format; and pickles that leave a mark when they are run."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.writer import write_checkpoint
+from mindx_elastic.plan.layout import Layout
+
+
+def model_state() -> dict[str, torch.Tensor]:
+    """Every type that all formats hold, 0-dim, empty, transposed, and larger than what is put together in memory."""
+    torch.manual_seed(0)
+    shared = torch.randn(5, 3)
+    state = {
+        "big": torch.randn(600, 700),
+        "tied.a": shared,
+        "tied.b": shared,
+        "transposed": torch.randn(4, 6).t(),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.empty(0, 3),
+        "flags": torch.tensor([True, False, True]),
+        "count": torch.tensor(7),
+        "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+    }
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.uint8, torch.int16, torch.int32):
+        state[str(dtype)] = torch.arange(11).to(dtype)
+    return state
+
+
+def job_state() -> dict[str, Any]:
+    """As a guard saves it."""
+    import numpy as np
+
+    model = model_state()
+    return {
+        "model": OrderedDict(model),
+        "optimizer": {
+            "state": {0: {"exp_avg": torch.ones(600, 700), "step": torch.tensor(3.0)}, 10: {"exp_avg": torch.zeros(2)}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 10]}],
+        },
+        "rng": {"torch": torch.get_rng_state(), "numpy": np.arange(4, dtype=np.uint32), "x": np.float32(1.5)},
+        "progress": {"step": 17, "epoch": 2, "none": None, "name": "x"},
+    }
+
+
+def assert_same_model(found: Any, expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected) or set(found) == set(expected)
+    for name, tensor in expected.items():
+        other = found[name]
+        assert (other.dtype, other.shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(
+            other.contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        )
+
+
+def write_rank(
+    root: Path,
+    rank: int,
+    world_size: int,
+    state: dict[str, Any],
+    *,
+    layouts: list[Layout] | None = None,
+    tensors: dict[str, list[Any]] | None = None,
+    default: int | None = None,
+    name: str = "m-1_7.safetensors",
+    record: dict[str, Any] | None = None,
+    **fields: Any,
+) -> Path:
+    """One rank's file of step 17; `tensors`: place -> [layout number, whole shape]."""
+    folder = root / f"rank_{rank}" if world_size > 1 else root
+    folder.mkdir(parents=True, exist_ok=True)
+    facts: dict[str, Any] = {
+        "run_id": "run-a",
+        "world_size": world_size,
+        "rank": rank,
+        "step": 17,
+        "epoch": 2,
+        "step_in_epoch": 7,
+        "batch_num": 10,
+        "reason": "periodic",
+        "kind": "periodic",
+        "created": 1_700_000_000.0,
+    }
+    layout = None
+    if layouts is not None:
+        layout = {
+            "version": 2,
+            "rank": rank,
+            "world_size": world_size,
+            "layouts": [each.to_json() for each in layouts],
+            "default": default,
+            "tensors": tensors or {},
+            "parameters": {},
+            **(record or {}),
+        }
+    path = folder / name
+    write_checkpoint(path, state, CheckpointInfo(**{**facts, **fields}), layout=layout)
+    return path
+
+
+def part(tensor: torch.Tensor, layout: Layout, rank: int) -> torch.Tensor:
+    """What `rank` holds of `tensor`, by way of index lists (not as the code under test does it)."""
+    for dim, each in enumerate(layout.segments(tuple(tensor.shape), layout.shard_of(rank))):
+        chosen = [i for start, stop in each for i in range(start, stop)]
+        tensor = tensor.index_select(dim, torch.tensor(chosen, dtype=torch.long))
+    return tensor
+
+
+class Marker:
+    """Unpickled by code that runs what it reads, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)

@@ -1,0 +1,266 @@
+from __future__ import annotations
+
+import io
+import pickle
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.dcp import METADATA, read_dcp, write_dcp
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.state import resolved
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
+from tests.convert.samples import Marker
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+def read(folder: Path) -> Any:
+    return resolved(read_dcp(folder, Scratch(folder.parent)))
+
+
+def saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+class Folder:
+    """A checkpoint as several ranks write it, chunk by chunk."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        self.metadata = Metadata({}, {}, {})
+
+    def add(self, name: str, whole: torch.Tensor, boxes: list[Box]) -> Folder:
+        chunks = []
+        for number, (offsets, sizes) in enumerate(boxes):
+            piece = whole[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))].clone()
+            self.put(MetadataIndex(name, torch.Size(offsets), 0), f"__{number}_0.distcp", saved(piece))
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+        properties = TensorProperties(dtype=whole.dtype)
+        self.metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, whole.size(), chunks)
+        return self.finish()
+
+    def add_value(self, name: str, data: bytes) -> Folder:
+        self.put(MetadataIndex(name), "__0_0.distcp", data)
+        self.metadata.state_dict_metadata[name] = BytesStorageMetadata()
+        return self.finish()
+
+    def put(self, index: MetadataIndex, file: str, data: bytes) -> None:
+        with open(self.path / file, "ab") as stream:
+            start = stream.seek(0, 2)
+            stream.write(data)
+        self.metadata.storage_data[index] = _StorageInfo(file, start, len(data))
+
+    def finish(self) -> Folder:
+        (self.path / METADATA).write_bytes(pickle.dumps(self.metadata))
+        return self
+
+
+WHOLE = torch.arange(48.0).reshape(8, 6)
+QUARTERS: list[Box] = [((r, c), (4, 3)) for r in (0, 4) for c in (0, 3)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return Folder(tmp_path / "ck")
+
+
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (8, 6))],
+        QUARTERS,
+        [((0, 0), (3, 6)), ((3, 0), (3, 6)), ((6, 0), (2, 6)), ((8, 0), (0, 6))],
+        [((0, 0), (8, 1)), ((0, 1), (2, 5)), ((2, 1), (6, 5))],
+    ],
+)
+def test_chunks_of_several_ranks(folder: Folder, boxes: list[Box]) -> None:
+    found = read(folder.add("w", WHOLE, boxes).path)
+    assert torch.equal(found["w"], WHOLE)
+
+
+def test_a_large_tensor_goes_through_a_file(folder: Folder) -> None:
+    large = torch.randn(1024, 512)
+    found = read(folder.add("w", large, [((0, 0), (500, 512)), ((500, 0), (524, 512))]).path)
+    assert torch.equal(found["w"], large)
+    assert [p.name for p in folder.path.parent.iterdir()] == ["ck"]
+
+
+def test_lists_and_numbers_as_torch_writes_them(tmp_path: Path) -> None:
+    state = {
+        "a": [torch.ones(1), {"b": torch.zeros(2)}],
+        "optimizer": {"state": {7: {"x": torch.ones(1)}}, "param_groups": [1]},
+    }
+    write_dcp(tmp_path / "ck", state)
+    found = read(tmp_path / "ck")
+    assert torch.equal(found["a"][1]["b"], torch.zeros(2)) and list(found["optimizer"]["state"]) == [7]
+
+
+def without_a_chunk(folder: Folder) -> None:
+    folder.metadata.state_dict_metadata["w"].chunks.pop()
+
+
+def with_a_chunk_twice(folder: Folder) -> None:
+    chunks = folder.metadata.state_dict_metadata["w"].chunks
+    chunks[1] = chunks[0]
+
+
+def with_a_chunk_outside(folder: Folder) -> None:
+    folder.metadata.state_dict_metadata["w"].chunks[0].offsets = torch.Size((7, 5))
+
+
+def with_a_chunk_in_no_file(folder: Folder) -> None:
+    folder.metadata.storage_data.popitem()
+
+
+def with_a_huge_tensor(folder: Folder) -> None:
+    entry = folder.metadata.state_dict_metadata["w"]
+    entry.size = torch.Size((1 << 40, 1 << 20))
+    entry.chunks = [ChunkStorageMetadata(torch.Size((0, 0)), entry.size)]
+
+
+def with_a_path_outside(folder: Folder) -> None:
+    for info in folder.metadata.storage_data.values():
+        info.relative_path = "../secret"
+
+
+def with_an_absolute_path(folder: Folder) -> None:
+    for info in folder.metadata.storage_data.values():
+        info.relative_path = "/etc/passwd"
+
+
+def with_another_type(folder: Folder) -> None:
+    folder.metadata.state_dict_metadata["w"].properties.dtype = torch.float64
+
+
+def with_the_wrong_shape(folder: Folder) -> None:
+    pieces = folder.metadata.storage_data
+    small = saved(torch.zeros(3, 4))
+    (folder.path / "small").write_bytes(small)
+    for index in pieces:
+        pieces[index] = _StorageInfo("small", 0, len(small))
+
+
+def beyond_the_file(folder: Folder) -> None:
+    for info in folder.metadata.storage_data.values():
+        info.offset += 1 << 30
+
+
+def negative(folder: Folder) -> None:
+    for info in folder.metadata.storage_data.values():
+        info.offset = -1
+
+
+def without_storage_data(folder: Folder) -> None:
+    folder.metadata.storage_data = None
+
+
+def with_strange_paths(folder: Folder) -> None:
+    folder.metadata.planner_data = {"w": ("a", 1 << 60)}
+
+
+def with_a_file_gone(folder: Folder) -> None:
+    (folder.path / "__1_0.distcp").unlink()
+
+
+def with_a_pipe(folder: Folder) -> None:
+    import os
+
+    (folder.path / "__1_0.distcp").unlink()
+    os.mkfifo(folder.path / "__1_0.distcp")
+
+
+def with_a_file_cut_off(folder: Folder) -> None:
+    path = folder.path / "__3_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGES: list[Callable[[Folder], None]] = [
+    *(without_a_chunk, with_a_chunk_twice, with_a_chunk_outside, with_a_chunk_in_no_file, with_a_huge_tensor),
+    *(with_a_path_outside, with_an_absolute_path, with_another_type, with_the_wrong_shape, beyond_the_file, negative),
+    *(without_storage_data, with_strange_paths, with_a_file_gone, with_a_pipe, with_a_file_cut_off),
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_a_damaged_one_is_a_named_error(folder: Folder, damage: Callable[[Folder], None]) -> None:
+    folder.add("w", WHOLE, QUARTERS)
+    damage(folder)
+    folder.finish()
+    with pytest.raises(CheckpointError, match=str(folder.path)):
+        read(folder.path)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_metadata_runs_nothing(tmp_path: Path, folder: Folder, protocol: int) -> None:
+    mark = tmp_path / "mark"
+    folder.add("w", WHOLE, QUARTERS)
+    for value in (Marker(mark), Metadata({"w": Marker(mark)}, {}, {}), Metadata({}, {}, {}, Marker(mark))):  # type: ignore[dict-item, arg-type]
+        (folder.path / METADATA).write_bytes(pickle.dumps(value, protocol))
+        try:
+            read(folder.path)
+        except CorruptCheckpointError as error:
+            assert METADATA in str(error)
+        assert not mark.exists()
+
+
+def test_values_run_nothing(tmp_path: Path, folder: Folder) -> None:
+    folder.add("w", WHOLE, QUARTERS).add_value("v", saved(Marker(tmp_path / "mark")))
+    with pytest.raises(ForeignCheckpointError, match="mkdir.*Nothing of it was run"):
+        read(folder.path)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_what_is_not_wanted_is_not_read(tmp_path: Path, folder: Folder) -> None:
+    folder.add("model.w", WHOLE, QUARTERS).add_value("extra", saved(Marker(tmp_path / "mark")))
+    folder.metadata.planner_data = {"model.w": ("model", "w"), "extra": ("extra",)}
+    folder.finish()
+    convert(Request(source=folder.path, destination=tmp_path / "m.pt"))
+    assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["w"], WHOLE)
+
+
+def test_packed_chunks_are_named(folder: Folder) -> None:
+    folder.add("w", WHOLE, QUARTERS)
+    for info in folder.metadata.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+    with pytest.raises(ForeignCheckpointError, match="packed"):
+        read(folder.finish().path)
+
+
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_flipped_bytes_never_give_more_than_an_error(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = Folder(tmp_path_factory.mktemp("x") / "ck").add("w", WHOLE, QUARTERS)
+    raw = bytearray((folder.path / METADATA).read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    end = data.draw(st.sampled_from([len(raw), random.Random(0).randrange(len(raw))]))
+    (folder.path / METADATA).write_bytes(raw[:end])
+    try:
+        found = read(folder.path)
+    except CheckpointError:
+        return
+    for tensor in found.values():
+        assert isinstance(tensor, torch.Tensor)

@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.kinds import find_kind
+from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.convert.mindspore_file import PlainFile, read_plain, read_shards, write_plain
+from mindx_elastic.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    UnsupportedStateError,
+    UsageError,
+)
+from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from tests.checkpoint_files import append_garbage, claim_huge_header, cut_off_end, leave_empty, overwrite_header
+from tests.convert.samples import part
+
+WEIGHT = torch.arange(48.0).reshape(8, 6)
+SPLIT = Layout((2, 2), ("R", "S(1)"))  # type: ignore[arg-type]
+STRATEGY = Strategy(4, (TensorSpec("w", (8, 6), SPLIT),))
+
+
+def write_shards(root: Path, layout: Layout, *, extra: dict[str, torch.Tensor] | None = None) -> None:
+    for rank in layout.ranks:
+        (root / f"rank_{rank}").mkdir(parents=True)
+        tensors = {"w": part(WEIGHT, layout, rank).contiguous(), "step": torch.tensor(5)}
+        save_file(tensors | (extra or {}), root / f"rank_{rank}" / "net_1-10.safetensors")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        SPLIT,
+        Layout((2, 2), ("S(1)", "S(0)")),  # type: ignore[arg-type]
+        Layout((2, 2), ("_S(0,2)", "S(0)")),  # type: ignore[arg-type]
+    ],
+    ids=str,
+)
+def test_shards_and_a_strategy(tmp_path: Path, layout: Layout, known: bool) -> None:
+    write_shards(tmp_path / "ms", layout)
+    strategy = Strategy(4, (TensorSpec("w", (8, 6) if known else (), layout),))
+    found, notes = read_shards(tmp_path / "ms", strategy, Scratch(tmp_path))
+    assert torch.equal(found["w"], WEIGHT) and found["step"] == 5 and notes == []
+
+
+def test_a_strategy_file(tmp_path: Path) -> None:
+    from mindx_elastic.plan.strategy_file import save_strategy
+
+    write_shards(tmp_path / "ms", SPLIT)
+    file = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)
+    options: dict[str, Any] = {"source": tmp_path / "ms", "destination": tmp_path / "m.pt"}
+    result = convert(Request(**options, strategy=file))
+    assert result.source_kind == "mindspore"
+    assert torch.equal(torch.load(tmp_path / "m.pt", weights_only=True)["w"], WEIGHT)
+    with pytest.raises(UsageError, match="say with --strategy"):
+        convert(Request(**options, force=True))
+    (tmp_path / "bad.ckpt").write_bytes(b"\xff" * 50)
+    with pytest.raises(UsageError, match=r"bad\.ckpt"):
+        convert(Request(**options, force=True, strategy=tmp_path / "bad.ckpt"))
+
+
+def test_a_replica_stands_in_and_a_missing_part_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path / "ms", SPLIT)
+    path = tmp_path / "ms" / "rank_1" / "net_1-10.safetensors"
+    cut_off_end(path)
+    found, _ = read_shards(tmp_path / "ms", STRATEGY, Scratch(tmp_path))
+    assert torch.equal(found["w"], WEIGHT)
+    (tmp_path / "ms" / "rank_3" / "net_1-10.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"w: part 2 of 2 .*rank 1: .*rank 3: no file"):
+        read_shards(tmp_path / "ms", STRATEGY, Scratch(tmp_path))
+
+
+def test_contradictions_are_named(tmp_path: Path) -> None:
+    write_shards(tmp_path / "ms", SPLIT)
+    scratch = Scratch(tmp_path)
+    with pytest.raises(MismatchError, match="differs between rank 0 and rank 1, and the strategy does not say"):
+        read_shards(tmp_path / "ms", Strategy(4, ()), scratch)
+    with pytest.raises(MismatchError, match="makes it .8, 2.: the files and the layout do not belong together"):
+        read_shards(tmp_path / "ms", Strategy(4, (TensorSpec("w", (8, 4), SPLIT),)), scratch)
+    with pytest.raises(MismatchError, match="splits dimension 7"):
+        wrong = Layout((4,), ("S(7)",))  # type: ignore[arg-type]
+        read_shards(tmp_path / "ms", Strategy(4, (TensorSpec("w", (8, 6), wrong),)), scratch)
+    with pytest.raises(MismatchError, match="has only 2 ranks"):
+        read_shards(tmp_path / "ms", Strategy(2, ()), scratch)
+    two = Strategy(4, (*STRATEGY.tensors, TensorSpec("gone", (3,), SPLIT)))
+    assert read_shards(tmp_path / "ms", two, scratch)[1] == ["in the strategy and in no file: gone"]
+    save_file({"w": WEIGHT}, tmp_path / "ms" / "rank_0" / "other.safetensors")
+    with pytest.raises(UsageError, match="rank_0 holds 2 safetensors files"):
+        read_shards(tmp_path / "ms", STRATEGY, scratch)
+
+
+def test_one_name_in_two_stages(tmp_path: Path) -> None:
+    for rank, value in enumerate((5, 5)):
+        (tmp_path / f"rank_{rank}").mkdir()
+        save_file({"step": torch.tensor([value, rank // 2])}, tmp_path / f"rank_{rank}" / "x.safetensors")
+    specs = tuple(TensorSpec("step", (2,), Layout((1,), ("R",), ranks=(rank,))) for rank in (0, 1))  # type: ignore[arg-type]
+    assert read_shards(tmp_path, Strategy(2, specs), Scratch(tmp_path))[0]["step"].tolist() == [5, 0]
+    save_file({"step": torch.tensor([6, 0])}, tmp_path / "rank_1" / "x.safetensors")
+    with pytest.raises(MismatchError, match="2 different tensors of this name"):
+        read_shards(tmp_path, Strategy(2, specs), Scratch(tmp_path))
+
+
+def test_several_files_of_one_model(tmp_path: Path) -> None:
+    save_file({"a": WEIGHT}, tmp_path / "1.safetensors")
+    save_file({"b": WEIGHT + 1}, tmp_path / "2.safetensors")
+    assert find_kind(tmp_path) == "mindspore"
+    assert sorted(read_plain(tmp_path)) == ["a", "b"]
+    save_file({"b": WEIGHT}, tmp_path / "3.safetensors")
+    with pytest.raises(UsageError, match="b is in .*2.safetensors and in .*3.safetensors"):
+        read_plain(tmp_path)
+
+
+def test_nested_and_other_values(tmp_path: Path) -> None:
+    torch.save({"a": {"b": torch.ones(2)}, "l": [torch.zeros(1)], "n": 3, "w": torch.ones(1)}, tmp_path / "m.pt")
+    made = tmp_path / "m.safetensors"
+    result = convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindspore"))
+    assert sorted(load_file(made)) == ["a.b", "l.0", "w"] and result.notes == ["left out, no tensors: n"]
+    torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(1)}, tmp_path / "m.pt")
+    with pytest.raises(UsageError, match="two tensors would be called a.b"):
+        convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindspore", force=True))
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()])
+def test_types_that_such_a_file_cannot_hold(tmp_path: Path, tensor: torch.Tensor) -> None:
+    with pytest.raises(UnsupportedStateError, match="^x: a plain safetensors file cannot hold"):
+        write_plain(tmp_path / "x", {"x": tensor})
+    with pytest.raises(UnsupportedStateError, match="__metadata__"):
+        write_plain(tmp_path / "x", {"__metadata__": torch.ones(1)})
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("damage", [append_garbage, claim_huge_header, cut_off_end, leave_empty, overwrite_header])
+def test_damaged_files(tmp_path: Path, damage: Any) -> None:
+    save_file({"w": WEIGHT}, tmp_path / "m.safetensors")
+    damage(tmp_path / "m.safetensors")
+    with pytest.raises(CorruptCheckpointError, match=r"m\.safetensors"):
+        PlainFile(tmp_path / "m.safetensors")
+
+
+def raw_file(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}x",
+        b"[" * 100_000,
+        b"[]",
+        {"a": 3},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 400]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+        {"a": {"dtype": "F32", "shape": [1 << 62, 4], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "NO", "shape": [1], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}},
+        {
+            "a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+            "b": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]},
+        },
+    ],
+)
+def test_hostile_headers(tmp_path: Path, header: Any) -> None:
+    path = raw_file(tmp_path / "m.safetensors", header, bytes(4))
+    with pytest.raises(CorruptCheckpointError, match=r"m\.safetensors"):
+        PlainFile(path)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_flipped_bytes(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("x") / "m.safetensors"
+    save_file({"w": WEIGHT, "b": torch.ones(3, dtype=torch.bfloat16)}, path)
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        raw[data.draw(st.integers(0, 160))] = data.draw(st.integers(0, 255))
+    path.write_bytes(raw)
+    try:
+        file = PlainFile(path)
+        for name in file.entries:
+            file.tensor(name).sum()
+    except CheckpointError:
+        pass

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    MismatchError,
+    NoUsableCheckpointError,
+    UsageError,
+)
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.plan.layout import Layout
+from tests.checkpoint_files import flip_bit_in_data, flip_bit_in_header
+from tests.convert.samples import part, write_rank
+
+WEIGHT = torch.arange(70.0).reshape(10, 7)
+BIAS = torch.arange(7, dtype=torch.bfloat16)
+ALL = Layout((4,), ("R",))  # type: ignore[arg-type]
+ROWS = Layout((2, 2), ("R", "S(0)"))  # type: ignore[arg-type]
+COLUMNS = Layout((2, 2), ("S(1)", "S(0)"))  # type: ignore[arg-type]
+STRIDED = Layout((2, 2), ("_S(0,2)", "S(0)"))  # type: ignore[arg-type]
+
+
+def write_job(root: Path, layout: Layout, **fields: Any) -> None:
+    """Four ranks; `weight` laid out, `bias` on all; each has a generator of its own."""
+    for rank in range(4):
+        state = {
+            "model": {"weight": part(WEIGHT, layout, rank), "bias": BIAS},
+            "optimizer": {
+                "state": {0: {"exp_avg": part(WEIGHT * 2, layout, rank)}},
+                "param_groups": [{"params": [0, 1]}],
+            },
+            "rng": torch.full((5,), rank),
+        }
+        named = {place: [0, [10, 7]] for place in ("model.weight", "optimizer.state.0.exp_avg")}
+        record = {"parameters": {"optimizer": ["model.weight", "model.bias"]}}
+        write_rank(root, rank, 4, state, layouts=[layout, ALL], tensors=named, default=1, record=record, **fields)
+
+
+def run(source: Path, **options: Any) -> tuple[Any, Result]:
+    """To a torch file; its content."""
+    made = source.parent / "made.pt"
+    result = convert(Request(source=source, destination=made, force=True, **options))
+    return torch.load(made, weights_only=True), result
+
+
+@pytest.mark.parametrize("layout", [ROWS, COLUMNS, STRIDED, ALL], ids=str)
+def test_shards_become_whole(tmp_path: Path, layout: Layout) -> None:
+    write_job(tmp_path / "ckpt", layout)
+    model, result = run(tmp_path / "ckpt")
+    assert torch.equal(model["weight"], WEIGHT) and torch.equal(model["bias"], BIAS)
+    assert (result.source_kind, result.step, result.num_tensors, result.notes) == ("mindx", 17, 2, [])
+    state, _ = run(tmp_path / "ckpt", everything=True)
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], WEIGHT * 2)
+    assert state["rng"].tolist() == [0] * 5
+
+
+@given(
+    mesh=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    choice=st.data(),
+)
+@settings(max_examples=25, deadline=None)
+def test_any_layout(
+    mesh: list[int], shape: list[int], choice: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    placements = [choice.draw(st.sampled_from(["R", *(f"S({i})" for i in range(len(shape)))])) for _ in mesh]
+    layout = Layout(tuple(mesh), tuple(placements))  # type: ignore[arg-type]
+    whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    root = tmp_path_factory.mktemp("any") / "ckpt"
+    for rank in layout.ranks:
+        state = {"model": {"w": part(whole, layout, rank)}}
+        write_rank(root, rank, layout.size, state, layouts=[layout], tensors={"model.w": [0, shape]})
+    model, _ = run(root)
+    assert torch.equal(model["w"], whole)
+
+
+def test_a_large_sharded_tensor(tmp_path: Path) -> None:
+    whole, layout = torch.randn(1000, 600), Layout((3,), ("S(0)",))  # type: ignore[arg-type]
+    for rank in range(3):
+        state = {"model": {"w": part(whole, layout, rank)}}
+        write_rank(tmp_path / "ckpt", rank, 3, state, layouts=[layout], tensors={"model.w": [0, [1000, 600]]})
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["w"], whole)
+
+
+def test_a_replica_stands_in(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", ROWS)  # ranks 0 and 2 hold the same, 1 and 3 do
+    shutil.rmtree(tmp_path / "ckpt" / "rank_0")
+    flip_bit_in_header(tmp_path / "ckpt" / "rank_1" / "m-1_7.safetensors")
+    model, result = run(tmp_path / "ckpt")
+    assert torch.equal(model["weight"], WEIGHT)
+    assert result.notes == ["step 17 is not complete: ranks 0, 1 of 4 missing"]
+
+
+def test_damaged_tensors_come_from_another_rank(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", ROWS)
+    for rank in (0, 1):
+        flip_bit_in_data(tmp_path / "ckpt" / f"rank_{rank}" / "m-1_7.safetensors")  # the bias, the narrowest
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["bias"], BIAS)
+
+
+def test_a_second_file_of_the_rank_stands_in(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", COLUMNS)
+    path = tmp_path / "ckpt" / "rank_2" / "m-1_7.safetensors"
+    shutil.copy(path, path.with_name("second.safetensors"))
+    data = bytearray(path.read_bytes())
+    data[4096:] = bytes(len(data) - 4096)
+    path.write_bytes(data)
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["weight"], WEIGHT)
+
+
+def test_a_missing_part_is_named(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", ROWS)
+    for rank in (1, 3):
+        shutil.rmtree(tmp_path / "ckpt" / f"rank_{rank}")
+    with pytest.raises(CorruptCheckpointError, match=r"model.weight: part 2 of 2 .*rank 1: no file.*rank 3: no file"):
+        run(tmp_path / "ckpt")
+    assert not (tmp_path / "made.pt").exists()
+
+
+def test_one_rank_s_file_is_not_a_model(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", ROWS)
+    with pytest.raises(UsageError, match="rank 2's part of 4: give the directory that holds all ranks, and --step 17"):
+        run(tmp_path / "ckpt" / "rank_2" / "m-1_7.safetensors")
+
+
+def test_pipeline_stages_are_merged(tmp_path: Path) -> None:
+    stages = [Layout((2,), ("S(0)",), ranks=(0, 1)), Layout((2,), ("S(0)",), ranks=(2, 3))]  # type: ignore[arg-type]
+    for rank in range(4):
+        stage = rank // 2
+        state = {"model": {f"layers.{stage}": part(WEIGHT + stage, stages[stage], rank)}}
+        write_rank(
+            tmp_path / "ckpt", rank, 4, state, layouts=stages, tensors={f"model.layers.{stage}": [stage, [10, 7]]}
+        )
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["layers.0"], WEIGHT) and torch.equal(model["layers.1"], WEIGHT + 1)
+
+
+def test_stages_that_all_count_from_zero_are_refused(tmp_path: Path) -> None:
+    for rank in range(2):
+        alone = Layout((1,), ("R",), ranks=(rank,))  # type: ignore[arg-type]
+        state = {"model": {"w": WEIGHT + rank}}
+        write_rank(tmp_path / "ckpt", rank, 2, state, layouts=[alone], default=0)
+    with pytest.raises(MismatchError, match="rank 0 and rank 1 hold different tensors of this name"):
+        run(tmp_path / "ckpt")
+    model, result = run(tmp_path / "ckpt" / "rank_1" / "m-1_7.safetensors")
+    assert torch.equal(model["w"], WEIGHT + 1) and "other ranks of 2 may hold more" in result.notes[0]
+
+
+def test_weights_that_ranks_keep_equal_by_themselves(tmp_path: Path) -> None:
+    for rank in range(2):
+        alone = Layout((1,), ("R",), ranks=(rank,))  # type: ignore[arg-type]
+        write_rank(tmp_path / "ckpt", rank, 2, {"model": {"w": WEIGHT}}, layouts=[alone], default=0)
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["w"], WEIGHT)
+
+
+@pytest.mark.parametrize(("volatile", "fits"), [({"model": ["mean"]}, True), ({}, False)])
+def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, Any], fits: bool) -> None:
+    both = Layout((2,), ("R",))  # type: ignore[arg-type]
+    for rank in range(2):
+        state = {"model": {"w": WEIGHT, "mean": BIAS + rank}}
+        record = {"assumed": [0], "volatile": volatile}
+        write_rank(tmp_path / "ckpt", rank, 2, state, layouts=[both], default=0, record=record)
+    if fits:
+        assert torch.equal(run(tmp_path / "ckpt")[0]["mean"], BIAS)
+    else:
+        with pytest.raises(MismatchError, match="model.mean: rank 0 and rank 1 .*taken to be equal"):
+            run(tmp_path / "ckpt")
+
+
+def test_replicas_without_a_layout(tmp_path: Path) -> None:
+    for rank in range(2):
+        state = {"model": {"w": WEIGHT, "mean": BIAS + rank}}
+        write_rank(tmp_path / "ckpt", rank, 2, state, coordinates={"replicas": 2})
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["mean"], BIAS)
+
+
+def test_optimizers_that_number_differently_are_refused(tmp_path: Path) -> None:
+    both = Layout((2,), ("R",))  # type: ignore[arg-type]
+    for rank in range(2):
+        record = {"parameters": {"optimizer": [f"model.{rank}"]}}
+        state = {"model": {"w": WEIGHT}, "optimizer": {"state": {0: {"m": WEIGHT + rank}}}}
+        write_rank(tmp_path / "ckpt", rank, 2, state, layouts=[both], default=0, record=record)
+    assert torch.equal(run(tmp_path / "ckpt")[0]["w"], WEIGHT)
+    with pytest.raises(MismatchError, match="convert without --all"):
+        run(tmp_path / "ckpt", everything=True)
+
+
+def test_which_step(tmp_path: Path) -> None:
+    root = tmp_path / "ckpt"
+    write_rank(root, 0, 1, {"model": {"w": WEIGHT}}, name="a.safetensors", step=10)
+    write_rank(root, 0, 1, {"model": {"w": WEIGHT + 1}}, name="b.safetensors", step=20)
+    write_rank(root, 0, 1, {"model": {"w": WEIGHT + 2}}, name="c.safetensors", step=30, resumable=False, kind="eval")
+    assert torch.equal(run(root)[0]["w"], WEIGHT + 1)
+    assert torch.equal(run(root, step=10)[0]["w"], WEIGHT)
+    model, result = run(root, step=30)
+    assert torch.equal(model["w"], WEIGHT + 2) and "not complete" in result.notes[0]
+    with pytest.raises(NoUsableCheckpointError, match="no checkpoint of step 11 found.*steps found: 10, 20, 30"):
+        run(root, step=11)
+    with pytest.raises(UsageError, match="is of step 10, not 11"):
+        run(root / "a.safetensors", step=11)
+
+
+def test_components(tmp_path: Path) -> None:
+    state = {"model_0": {"w": WEIGHT}, "model_1": {"w": WEIGHT + 1}, "n": 3}
+    write_rank(tmp_path / "ckpt", 0, 1, state)
+    assert torch.equal(run(tmp_path / "ckpt", component="model_1")[0]["w"], WEIGHT + 1)
+    with pytest.raises(UsageError, match="no component 'model'; there are model_0, model_1, n"):
+        run(tmp_path / "ckpt")
+    with pytest.raises(UsageError, match="no component 'n'"):
+        run(tmp_path / "ckpt", component="n")
+
+
+def test_complex_and_strided_tensors(tmp_path: Path) -> None:
+    state = {
+        "c": torch.randn(3, 4, dtype=torch.complex64),
+        "t": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    }
+    write_rank(tmp_path / "ckpt", 0, 1, {"model": state})
+    model, _ = run(tmp_path / "ckpt")
+    assert torch.equal(model["c"], state["c"]) and torch.equal(model["t"], state["t"])
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"version": 1},
+        {"version": 2},
+        {"version": 2, "rank": 0, "world_size": 1, "layouts": [{}], "default": 0},
+        {
+            "version": 2,
+            "rank": 0,
+            "world_size": 1,
+            "layouts": [],
+            "default": None,
+            "tensors": {"model.w": [0, [10, 7]]},
+        },
+        {"version": 2, "rank": 0, "world_size": 1, "layouts": [ALL.to_json()], "tensors": {"model.w": [0, [1, 1]]}},
+        {"version": 2, "rank": 0, "world_size": 1, "layouts": 3, "tensors": 4},
+    ],
+)
+def test_malformed_layout_records(tmp_path: Path, record: dict[str, Any]) -> None:
+    path = write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}}, layouts=[], record=record)
+    if record == {"version": 2}:
+        assert torch.equal(run(path)[0]["w"], WEIGHT)  # speaks of no tensor
+        return
+    with pytest.raises(CheckpointError, match="layout|malformed"):
+        run(path)
+
+
+def test_damage_without_a_stand_in(tmp_path: Path) -> None:
+    path = write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}})
+    flip_bit_in_data(path)
+    with pytest.raises(CorruptCheckpointError, match="model.w does not match its digest"):
+        run(tmp_path / "ckpt")
+    flip_bit_in_header(path)
+    with pytest.raises(CorruptCheckpointError, match="digest does not match"):
+        run(tmp_path / "ckpt")
+
+
+def test_the_converted_file_says_what_it_is(tmp_path: Path) -> None:
+    write_job(tmp_path / "ckpt", ROWS)
+    made = tmp_path / "whole.safetensors"
+    convert(Request(source=tmp_path / "ckpt", destination=made, destination_kind="mindx"))
+    found = read_checkpoint(made)
+    assert torch.equal(found.state["model"]["weight"], WEIGHT) and found.layout == {}
+    info = found.info
+    assert (info.step, info.epoch, info.step_in_epoch, info.batch_num) == (17, 2, 7, 10)
+    assert (info.world_size, info.resumable, info.kind) == (1, False, "manual") and info.run_id != "run-a"

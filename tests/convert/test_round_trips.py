@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.persist.reader import read_checkpoint, verify_file
+from tests.convert.samples import assert_same_model, job_state, model_state, write_rank
+
+NAMES = {"torch": "x.pt", "dcp": "folder", "mindspore": "x.safetensors", "mindx": "y.safetensors"}
+
+
+def run(source: Path, destination: Path, **options: Any) -> Result:
+    return convert(Request(source=source, destination=destination, **options))
+
+
+@pytest.fixture
+def ours(tmp_path: Path) -> Path:
+    write_rank(tmp_path / "ckpt", 0, 1, job_state())
+    return tmp_path / "ckpt"
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "mindspore", "mindx"])
+def test_the_model_from_ours_and_back(ours: Path, tmp_path: Path, kind: str) -> None:
+    there, back = tmp_path / NAMES[kind], tmp_path / "back.safetensors"
+    result = run(ours, there, destination_kind=kind)
+    assert (result.source_kind, result.step, result.epoch) == ("mindx", 17, 2)
+    result = run(there, back, destination_kind="mindx", epoch=3, step=17)
+    assert result.source_kind == kind and result.num_tensors == len(model_state())
+    found = read_checkpoint(back)
+    assert list(found.state) == ["model"]
+    assert_same_model(found.state["model"], model_state())
+    assert (found.info.kind, found.info.step, found.info.epoch, found.info.resumable) == ("manual", 17, 3, False)
+    assert found.info.reason == f"converted from {kind} {there.name}"
+    assert verify_file(back) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["ckpt", there.name, "back.safetensors"])
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "mindx"])
+def test_everything_from_ours_and_back(ours: Path, tmp_path: Path, kind: str) -> None:
+    there, back = tmp_path / NAMES[kind], tmp_path / "back.safetensors"
+    run(ours, there, destination_kind=kind, everything=True)
+    run(there, back, destination_kind="mindx", everything=True)
+    state, expected = read_checkpoint(back).state, job_state()
+    assert set(state) == set(expected)
+    assert_same_model(state["model"], expected["model"])
+    assert list(state["optimizer"]["state"]) == [0, 10]
+    assert torch.equal(state["optimizer"]["state"][0]["exp_avg"], torch.ones(600, 700))
+    (group,) = state["optimizer"]["param_groups"]
+    assert group["lr"] == 0.1 and tuple(group["betas"]) == (0.9, 0.999) and group["params"] == [0, 10]
+    assert state["progress"] == expected["progress"]
+    assert [int(n) for n in state["rng"]["numpy"]] == [0, 1, 2, 3] and float(state["rng"]["x"]) == 1.5
+
+
+def test_torch_reads_it_with_weights_only(ours: Path, tmp_path: Path) -> None:
+    run(ours, tmp_path / "m.pt")
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert_same_model(found, model_state())
+    assert found["tied.a"].data_ptr() == found["tied.b"].data_ptr()
+    # a storage is as large as its tensor: not the whole source file once more
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in found.values())
+    run(ours, tmp_path / "all.pt", everything=True)
+    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+    assert_same_model(everything["model"], model_state())
+    assert everything["optimizer"]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_dcp_reads_it(ours: Path, tmp_path: Path) -> None:
+    run(ours, tmp_path / "folder")
+    state = {name: torch.zeros_like(tensor) for name, tensor in model_state().items()}
+    dcp.load(state, checkpoint_id=tmp_path / "folder", no_dist=True)
+    assert_same_model(state, model_state())
+
+
+def test_stock_safetensors_reads_it(ours: Path, tmp_path: Path) -> None:
+    run(ours, tmp_path / "m.safetensors", destination_kind="mindspore")
+    assert_same_model(load_file(tmp_path / "m.safetensors"), model_state())
+
+
+def test_ties_stay_from_torch_to_ours(tmp_path: Path) -> None:
+    torch.save(model_state(), tmp_path / "m.pt")
+    run(tmp_path / "m.pt", tmp_path / "m.safetensors", destination_kind="mindx")
+    model = read_checkpoint(tmp_path / "m.safetensors").state["model"]
+    assert model["tied.a"] is model["tied.b"]
+    run(tmp_path / "m.safetensors", tmp_path / "again.pt")
+    again = torch.load(tmp_path / "again.pt", weights_only=True)
+    assert again["tied.a"].data_ptr() == again["tied.b"].data_ptr()
+
+
+@pytest.mark.parametrize("between", ["torch", "dcp"])
+def test_from_mindspore_and_back(tmp_path: Path, between: str) -> None:
+    from safetensors.torch import save_file
+
+    state = {name: t.contiguous().clone() for name, t in model_state().items()}
+    save_file(state, tmp_path / "ms.safetensors", metadata={"format": "ms"})
+    run(tmp_path / "ms.safetensors", tmp_path / NAMES[between], destination_kind=between)
+    run(tmp_path / NAMES[between], tmp_path / "again.safetensors", destination_kind="mindspore")
+    assert_same_model(load_file(tmp_path / "again.safetensors"), state)

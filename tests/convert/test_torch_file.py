@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.convert.conversion import Request, convert
+from mindx_elastic.convert.kinds import find_kind
+from mindx_elastic.convert.torch_file import read_torch_file
+from mindx_elastic.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    ForeignCheckpointError,
+    UnsupportedStateError,
+    UsageError,
+)
+from mindx_elastic.persist.reader import read_checkpoint
+from tests.convert.samples import Marker, assert_same_model, model_state
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_old_and_new_form(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "anything"
+    torch.save(model_state(), path, _use_new_zipfile_serialization=zipped)
+    assert find_kind(path) == "torch"
+    assert_same_model(read_torch_file(path), model_state())
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("deep", [True, False])
+def test_a_program_in_it_is_not_run(tmp_path: Path, zipped: bool, deep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    mark, path = tmp_path / "mark", tmp_path / "m.pt"
+    value: Any = {"w": torch.ones(1), "x": [Marker(mark)]} if deep else Marker(mark)
+    torch.save(value, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ForeignCheckpointError, match="posix.mkdir.*Nothing of it was run"):
+        convert(Request(source=path, destination=tmp_path / "m.safetensors", destination_kind="mindx"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["m.pt"]
+
+
+def test_a_whole_module_is_refused(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "m.pt")
+    with pytest.raises(ForeignCheckpointError, match=r"torch.nn.modules.linear.Linear.*state_dict\(\)"):
+        read_torch_file(tmp_path / "m.pt")
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_cut_off_anywhere(tmp_path: Path, zipped: bool) -> None:
+    path = tmp_path / "m.pt"
+    torch.save({"w": torch.arange(100.0)}, path, _use_new_zipfile_serialization=zipped)
+    data = path.read_bytes()
+    for length in range(4, len(data), 37):
+        path.write_bytes(data[:length])
+        with pytest.raises(CheckpointError, match=str(path)):
+            read_torch_file(path)
+
+
+def test_packed_members_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "bomb.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", b"\0" * 10_000_000)
+    with pytest.raises(ForeignCheckpointError, match="packed"):
+        read_torch_file(path)
+
+
+def to_ours(tmp_path: Path, content: Any, **options: Any) -> dict[str, Any]:
+    torch.save(content, tmp_path / "m.pt")
+    made = tmp_path / "m.safetensors"
+    convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindx", force=True, **options))
+    state: dict[str, Any] = read_checkpoint(made).state
+    return state
+
+
+def test_where_the_model_is(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    for name in ("model", "state_dict", "model_state_dict"):
+        state = to_ours(tmp_path, {"epoch": 3, name: weights})
+        assert list(state) == ["model"] and list(state["model"]) == ["w"]
+    state = to_ours(tmp_path, {"epoch": 3, "net": weights}, component="net", everything=True)
+    assert state["epoch"] == 3 and list(state["model"]) == ["w"]
+    with pytest.raises(UsageError, match="net, teacher; say with --component"):
+        to_ours(tmp_path, {"net": weights, "teacher": weights})
+    with pytest.raises(UsageError, match="no component 'x'; there are net"):
+        to_ours(tmp_path, {"net": weights}, component="x")
+    with pytest.raises(UsageError, match="holds a list"):
+        to_ours(tmp_path, [weights])
+    with pytest.raises(UsageError, match="holds a Tensor"):
+        to_ours(tmp_path, weights["w"])
+
+
+def test_a_module_s_state_keeps_its_version_numbers(tmp_path: Path) -> None:
+    state = to_ours(tmp_path, torch.nn.BatchNorm1d(3).state_dict())
+    assert state["model"]._metadata[""]["version"] == 2
+    again = torch.nn.BatchNorm1d(3)
+    again.load_state_dict(state["model"])
+
+
+def test_a_view_of_a_large_storage_is_written_alone(tmp_path: Path) -> None:
+    state = to_ours(tmp_path, {"w": torch.arange(1_000_000.0)[10:20]})
+    assert state["model"]["w"].tolist() == list(range(10, 20))
+    assert (tmp_path / "m.safetensors").stat().st_size < 20_000
+
+
+def test_sparse_tensors_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="model.w: sparse"):
+        to_ours(tmp_path, {"w": torch.eye(3).to_sparse()})
+    with pytest.raises(UnsupportedStateError, match="w: .*sparse"):
+        convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "p.safetensors", destination_kind="mindspore"))
+
+
+@pytest.mark.parametrize("data", [b"", b"hello", b"\x80\x02junk", b"PK\x03\x04junk"])
+def test_no_checkpoint_at_all(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "m.pt"
+    path.write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=str(path)):
+        convert(Request(source=path, destination=tmp_path / "x.pt"))
