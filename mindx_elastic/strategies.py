@@ -51,12 +51,13 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     record = collector.layout()
     shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
     own = strategy_from_record(record, shapes)
-    exchange.publish("strategy", _text_of(own))
-    specs: dict[tuple[str, Layout], TensorSpec] = {}
-    for text in dict.fromkeys(exchange.collect("strategy", _START_TIMEOUT_S)):
-        for spec in _parsed(text).tensors:
-            specs.setdefault((spec.name, spec.layout), spec)
-    return Target(Strategy(ranks.world_size, tuple(specs.values())), collector.layouts.blueprint())
+    markers = [TensorSpec(name, (), Layout.from_json(each)) for name, each in collector.layouts.markers().items()]
+    exchange.publish("strategy", _text_of(Strategy(ranks.world_size, (*own.tensors, *markers))))
+    texts = dict.fromkeys(exchange.collect("strategy", _START_TIMEOUT_S))
+    strategy = Strategy(ranks.world_size, tuple(spec for text in texts for spec in _parsed(text).tensors))
+    samples = [group.tensors[0] for group in strategy.classes]
+    collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
+    return Target(strategy, collector.layouts.blueprint())
 
 
 def _text_of(strategy: Strategy) -> str:

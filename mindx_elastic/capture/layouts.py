@@ -58,6 +58,7 @@ class LayoutRecorder:
         self._standing = standing
         self._modules = {n: c for n, c in components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in components.items() if isinstance(c, OptimizerComponent)}
+        self._job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]] = ()
         self._record: dict[str, Any] = {}
         self._num_described = -1
 
@@ -67,6 +68,11 @@ class LayoutRecorder:
         if num_states != self._num_described:
             self._record, self._num_described = self._describe(), num_states
         return self._record
+
+    def know(self, job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]]) -> None:
+        """For each way in which some tensor of the job is laid out, on whichever ranks: the name of one, the layout,
+        its whole shape. A file says so much of what other ranks hold, so that the loss of theirs is noticed."""
+        self._job, self._num_described = job, -1
 
     def blueprint(self) -> Blueprint:
         """What a state for this rank has to be made of."""
@@ -86,6 +92,12 @@ class LayoutRecorder:
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's part of every parameter, by place."""
         return {place: tuple(_local(p).shape) for place, p in self._named_parameters()}
+
+    def markers(self) -> dict[str, dict[str, Any]]:
+        """Layouts of state that is no parameter's and that only this rank has: optimizers that are spread (ZeRO)."""
+        return {
+            f"@{name}.state": _repeated([self._standing.rank]) for name, c in self._optimizers.items() if c.is_spread
+        }
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -114,6 +126,7 @@ class LayoutRecorder:
                 named[place] = [number, list(shape)]
                 assumed |= {number} if is_assumed else set()
         standard = table.number(default)
+        job = [[name, table.number(layout), list(shape)] for name, layout, shape in self._job]
         return {
             "version": RECORD_VERSION,
             "rank": standing.rank,
@@ -122,6 +135,7 @@ class LayoutRecorder:
             "default": standard,
             "assumed": sorted(assumed | ({standard} if widest is not None else set())),
             "tensors": named,
+            "job": job,
             "parameters": {
                 name: [names.get(id(p), f"{name}.{i}") for i, p in enumerate(c.parameters)]
                 for name, c in self._optimizers.items()

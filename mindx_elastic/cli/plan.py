@@ -74,8 +74,8 @@ def plan_command(
     does. The files of the plan are then read whole and checked (--no-verify leaves that out); a damaged one is dropped
     and the rest planned anew. What is left in the memory of a node is not seen here, so a start may find a newer step.
 
-    Nothing is changed but the files asked for with --emit-env and --write. These are written in every case: with
-    RESTORE_RANKS=-1 and "restorable": false where there is no plan, so that no script takes an older one for today's.
+    Nothing is changed but the files asked for with --emit-env and --write. These are written with exit codes 1 and 3,
+    too, as RESTORE_RANKS=-1 and "restorable": false, so that no script takes yesterday's plan for today's; not with 2.
 
     \b
     [bold]Exit code[/bold]

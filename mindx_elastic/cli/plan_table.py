@@ -90,7 +90,9 @@ def _inputs(document: dict[str, Any]) -> list[tuple[str, str, str]]:
     if document["faults"]:
         rows.append(("faults", f"{_of_ranks(document['faults'])} ({document['faults_from']})", "yellow"))
     rows += [("", problem, "yellow") for problem in document["faults_problems"][:3]]
-    if document["digests_checked"]:
+    if document["digests_checked"] and not (document["checked_files"] or document["restorable"]):
+        pass  # no step got so far
+    elif document["digests_checked"]:
         s = "s" * (document["checked_files"] != 1)
         rows.append(
             ("digests", f"checked: {document['checked_files']} file{s}, {human_size(document['checked_bytes'])}", "")
@@ -227,7 +229,6 @@ def print_refusal(console: Console, refusal: Refusal, document: dict[str, Any]) 
 
 
 def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
-    text = " ".join(each.reason for each in refusal.reasons)
     lines = []
     if re.fullmatch(r"rank_\d+", Path(document["directory"]).absolute().name):
         lines.append("this is one rank's folder: give the folder above it")
@@ -236,12 +237,12 @@ def _remedies(refusal: Refusal, document: dict[str, Any]) -> list[str]:
     if refusal.other_worlds:
         sizes = " or ".join(map(str, refusal.other_worlds))
         lines.append(f"start with {sizes} ranks as before, or say how the new ones hold the tensors (--mesh)")
-    if refusal.faults and "dying saves are not used" in text:
+    if refusal.faults:
         lines.append("if the fault report names ranks that were well, correct it, or leave it out (--faults none)")
-    if "missing" in text or "no usable file" in text:
-        lines.append("bring back the files that are missing: mount the disk of their node, or copy them here")
-    if "quarantine" in text or "damaged" in text or "digest" in text or "truncated" in text:
-        lines.append("damaged files cannot be mended: copy good ones from another place, if there are any")
+    if any(each.moment for each in refusal.reasons):
+        lines.append("bring back files that are missing: mount the disk of their node, or copy them here")
+    if any(each.moment is None for each in refusal.reasons):
+        lines.append("put good copies in the place of files that cannot be used, if there are any elsewhere")
     lines.append("`mindx-elastic inspect` shows all steps, `mindx-elastic verify` every damaged file")
     lines.append('to begin anew on purpose give the job an empty directory, or resume="never"; nothing is deleted')
     return lines

@@ -38,8 +38,8 @@ def assemble(
 ) -> torch.Tensor:
     """The whole tensor; each part comes from the lowest rank that has it.
 
-    shape: of the whole; None: all parts are of one size, and it follows from them. Raises CorruptCheckpointError where
-    a part is in no file, MismatchError where a part does not have the size that the layout gives it.
+    shape: of the whole; None: it is not known because a part is missing. Raises CorruptCheckpointError where a part is
+    in no file, MismatchError where a part does not have the size that the layout gives it.
     """
     parts: list[torch.Tensor | None] = []
     for number, holders in enumerate(layout.holders):
@@ -48,7 +48,8 @@ def assemble(
             continue
         part = first_healthy(name, list(holders), read, f"part {number + 1} of {layout.num_shards} ")
         if shape is None:
-            shape = layout.global_shape(tuple(part.shape))
+            parts.append(part)
+            continue
         wanted = _local_shape(name, layout, shape, number)
         if tuple(part.shape) != wanted or (parts and parts[0] is not None and parts[0].dtype != part.dtype):
             raise MismatchError(
@@ -57,8 +58,10 @@ def assemble(
             )
         parts.append(part)
     first = next((part for part in parts if part is not None), None)
-    if first is None or shape is None:  # empty on every rank
-        return first_healthy(name, sorted(layout.ranks), read).new_empty(shape or (0,))
+    if shape is None:
+        raise MismatchError(f"{name}: the shape of the whole is not known")
+    if first is None:  # empty on every rank
+        return first_healthy(name, sorted(layout.ranks), read).new_empty(shape)
     if len(parts) == 1:
         return first
     whole = scratch.empty(shape, first.dtype)  # bounded: all its parts are there

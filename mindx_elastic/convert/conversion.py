@@ -118,13 +118,14 @@ def _read_ours(request: Request, scratch: Scratch) -> _Content:
 
 def _foreign(request: Request, content: Any) -> _Content:
     chosen = select(components_of(content, str(request.source), request.component), request.everything)
-    return _Content(resolved(chosen), None, [])
+    return _Content(chosen, None, [])
 
 
 def _read_dcp(request: Request, scratch: Scratch) -> _Content:
     if not request.source.is_dir():
         raise UsageError(f"{request.source} is no folder; a DCP checkpoint is one, with a {dcp.METADATA} in it")
-    return _foreign(request, dcp.read_dcp(request.source, scratch))
+    content = _foreign(request, dcp.read_dcp(request.source, scratch))
+    return _Content(resolved(content.state), None, [])
 
 
 def _read_torch(request: Request, scratch: Scratch) -> _Content:
@@ -173,6 +174,7 @@ def _step_and_epoch(request: Request, info: CheckpointInfo | None) -> tuple[int,
 
 def _write(request: Request, target: str, content: _Content, result: Result) -> None:
     path, state = request.destination, content.state
+    result.num_tensors, result.nbytes = num_tensors(state, str(request.source))
     if target == "mindspore":
         tensors, others = flat_tensors(state[MODEL])
         if others:
@@ -181,7 +183,6 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
         with new_file(path, force=request.force) as temp:
             mindspore_file.write_plain(temp, tensors)
         return
-    result.num_tensors, result.nbytes = num_tensors(state)
     if target == "mindx":
         with new_file(path, force=request.force) as temp:
             ours.write_ours(temp, state, _info(request, content, result))

@@ -19,7 +19,7 @@ import torch
 import xxhash
 from safetensors import SafetensorError, safe_open
 
-from mindx_elastic.convert.assemble import assemble, first_healthy
+from mindx_elastic.convert.assemble import assemble
 from mindx_elastic.convert.mapped import MappedFile, Scratch
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UnsupportedStateError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
@@ -121,7 +121,7 @@ def read_shards(path: Path, strategy: Strategy, scratch: Scratch) -> tuple[dict[
         if not specs:
             found[name] = _same_everywhere(name, ranks, files)
             continue
-        wholes = [assemble(name, spec.layout, _whole_shape(spec, read), read, scratch) for spec in specs]
+        wholes = [assemble(name, spec.layout, _whole_shape(spec, files), read, scratch) for spec in specs]
         if any(_digest(other) != _digest(wholes[0]) for other in wholes[1:]):
             raise MismatchError(f"{name}: {len(specs)} different tensors of this name, on different ranks")
         found[name] = wholes[0]
@@ -156,12 +156,23 @@ def _rank_files(path: Path, world_size: int) -> tuple[dict[int, PlainFile], dict
     return dict(sorted(files.items())), damaged
 
 
-def _whole_shape(spec: TensorSpec, read: Any) -> tuple[int, ...] | None:
-    """None where the strategy does not know it: MindSpore's own files do not say it."""
+def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int, ...] | None:
+    """From the parts where the strategy does not know it: MindSpore's own files do not say it. None: a part is missing,
+    which `assemble` will name."""
     if spec.shape:
         return spec.shape
-    part = first_healthy(spec.name, sorted(spec.layout.ranks), read)
-    return () if part.dim() == 0 else None
+    from mindx_elastic.plan.strategy import Strategy
+    from mindx_elastic.plan.strategy_file import with_shapes
+
+    entries = {rank: files[rank].entries.get(spec.name) for rank in spec.layout.ranks if rank in files}
+    shapes = {rank: entry.shape for rank, entry in entries.items() if entry is not None}
+    if len({spec.layout.shard_of(rank) for rank in shapes}) < spec.layout.num_shards:
+        return None
+    try:
+        world_size = max(spec.layout.ranks) + 1
+        return with_shapes(Strategy(world_size, (spec,)), {spec.name: shapes}).tensors[0].shape
+    except UsageError as error:
+        raise MismatchError(f"{error}: the files and the strategy do not belong together") from None
 
 
 def _same_everywhere(name: str, ranks: list[int], files: Mapping[int, PlainFile]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mindx_elastic.errors import UnsupportedStateError, UsageError
+from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, UsageError
 
 __all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved", "select"]
 
@@ -17,6 +17,8 @@ MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
 """How training programs commonly call the weights among other things."""
 _MAX_DEPTH = 100
+_MAX_ITEMS = 10_000_000
+_MAX_REPEATED_BYTES = 1 << 30
 
 
 class Later:
@@ -147,19 +149,32 @@ def flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], lis
     return found, [name for name in others if name]
 
 
-def num_tensors(value: Any) -> tuple[int, int]:
-    """How many tensors, and their bytes."""
-    found: list[torch.Tensor] = []
+def num_tensors(value: Any, where: str = "the checkpoint") -> tuple[int, int]:
+    """How many tensors, and their bytes.
 
-    def walk(item: Any) -> None:
+    Raises ForeignCheckpointError for what would be endless to write, however small its file: nested too deep, lists
+    that hold one another many times over, a tensor that repeats a few elements a billion times.
+    """
+    count = nbytes = num_items = 0
+    todo: list[tuple[Any, int]] = [(value, 0)]
+    while todo:
+        item, depth = todo.pop()
+        num_items += 1
+        if depth > _MAX_DEPTH or num_items > _MAX_ITEMS:
+            raise ForeignCheckpointError(f"{where} holds more than {_MAX_DEPTH} levels or {_MAX_ITEMS:,} values")
         if isinstance(item, torch.Tensor):
-            found.append(item)
+            count, nbytes = count + 1, nbytes + item.numel() * item.element_size()
+            _check_repeats(item, where)
         elif isinstance(item, Mapping):
-            for one in item.values():
-                walk(one)
+            todo += [(one, depth + 1) for one in item.values()]
         elif isinstance(item, list | tuple | deque):
-            for one in item:
-                walk(one)
+            todo += [(one, depth + 1) for one in item]
+    return count, nbytes
 
-    walk(value)
-    return len(found), sum(tensor.numel() * tensor.element_size() for tensor in found)
+
+def _check_repeats(tensor: torch.Tensor, where: str) -> None:
+    nbytes = tensor.numel() * tensor.element_size()
+    if nbytes > _MAX_REPEATED_BYTES and tensor.layout is torch.strided and not tensor.is_meta:
+        there = tensor.untyped_storage().nbytes()
+        if nbytes > there:
+            raise ForeignCheckpointError(f"{where} holds a tensor of {nbytes:,} bytes that repeats {there:,} bytes")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mindx_elastic.plan.layout import REPLICATE, Layout
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.layout import MAX_RANKS, REPLICATE, Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "World",
     "alone",
     "moment_name",
+    "no_file",
     "rank_list",
 ]
 
@@ -72,6 +74,10 @@ class World:
     strategy: Strategy | None = None
     """How they lay their tensors out; None: as before, where the size is as before; else what was replicated stays
     so, and anything sharded needs to be told."""
+
+    def __post_init__(self) -> None:
+        if type(self.size) is not int or not 1 <= self.size <= MAX_RANKS:
+            raise UsageError(f"a world of {self.size!r} ranks: give a whole number from 1")
 
 
 @dataclass(frozen=True)
@@ -187,3 +193,8 @@ def rank_list(ranks: Sequence[int]) -> str:
     shown = sorted(ranks)
     more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
     return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:8]))}{more}"
+
+
+def no_file(ranks: Sequence[int]) -> str:
+    """What is said of ranks that are missing."""
+    return f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} no file of it"

@@ -22,6 +22,7 @@ from typing import Any
 from mindx_elastic.errors import UsageError
 
 __all__ = [
+    "MAX_RANKS",
     "REPLICATE",
     "Box",
     "Interval",
@@ -39,12 +40,13 @@ Interval = tuple[int, int]
 Box = tuple[Interval, ...]
 """One interval for each dimension of a tensor; ``()`` for a scalar."""
 
-_SHARD = re.compile(r"(?:s|shard)\((?:dim=)?(\d+)\)", re.IGNORECASE)
+_SHARD = re.compile(r"(?:s|shard)\((?:dim=)?(\d{1,4})\)", re.IGNORECASE)
 _STRIDED = re.compile(
-    r"_?(?:s|stridedshard|strided_shard)\((?:dim=)?(\d+),(?:sf=|split_factor=)?(\d+)\)", re.IGNORECASE
+    r"_?(?:s|stridedshard|strided_shard)\((?:dim=)?(\d{1,4}),(?:sf=|split_factor=)?(\d{1,7})\)", re.IGNORECASE
 )
 MAX_MESH_DIMS = 16
 MAX_RANKS = 1 << 24
+MAX_SPLIT_FACTOR = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ class Layout:
         if len(placements) != len(shape):
             raise UsageError(f"{len(placements)} placements for a mesh of {len(shape)} dimensions")
         for placement in placements:
-            if placement.split_factor < 1 or (placement.dim is not None and placement.dim < 0):
+            if not 1 <= placement.split_factor <= MAX_SPLIT_FACTOR or (placement.dim is not None and placement.dim < 0):
                 raise UsageError(f"placement {placement}: dimensions count from 0, split factors from 1")
         size = math.prod(shape)
         if size > MAX_RANKS:
@@ -137,7 +139,10 @@ class Layout:
         ranks = _as_range(ranks)
         for name, value in (("mesh_shape", shape), ("placements", placements), ("ranks", ranks)):
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "mesh_dim_names", tuple(map(str, self.mesh_dim_names)))
+        names = tuple(map(str, self.mesh_dim_names))
+        if names and len(names) != len(shape):
+            raise UsageError(f"{len(names)} names for a mesh of {len(shape)} dimensions")
+        object.__setattr__(self, "mesh_dim_names", names)
 
     # --- who holds what ---
 
@@ -202,16 +207,20 @@ class Layout:
 
         Raises UsageError when the layout splits a dimension that the tensor does not have.
         """
-        coordinate = self._coordinate(shard)
-        segments = [[(0, int(size))] for size in shape]
-        for dim in {self.placements[i].dim for i in self.splitting}:
-            assert dim is not None
-            if dim >= len(segments):
-                raise UsageError(f"{self} splits dimension {dim} of a tensor of shape {list(shape)}")
-            for mesh_dim, factor in self._split_order(dim):
-                part, parts = coordinate[mesh_dim], self.mesh_shape[mesh_dim]
-                segments[dim] = _take(segments[dim], part, parts, factor)
-        return segments
+        split = {self.placements[i].dim for i in self.splitting}
+        if max((dim for dim in split if dim is not None), default=-1) >= len(shape):
+            raise UsageError(f"{self} splits a dimension that a tensor of shape {list(shape)} does not have")
+        return [
+            self.intervals(int(size), dim, shard) if dim in split else [(0, int(size))]
+            for dim, size in enumerate(shape)
+        ]
+
+    def intervals(self, size: int, dim: int, shard: int) -> list[Interval]:
+        """What `shard` holds along dimension `dim` of a tensor that has `size` there."""
+        coordinate, found = self._coordinate(shard), [(0, size)]
+        for mesh_dim, factor in self._orders.get(dim, ()):
+            found = _take(found, coordinate[mesh_dim], self.mesh_shape[mesh_dim], factor)
+        return found
 
     def local_shape(self, shape: Sequence[int], shard: int) -> tuple[int, ...]:
         """Shape of what a rank with `shard` holds."""
@@ -235,6 +244,11 @@ class Layout:
         for i in reversed(self.splitting):
             shard, found[i] = divmod(shard, self.mesh_shape[i])
         return found
+
+    @cached_property
+    def _orders(self) -> Mapping[int, list[tuple[int, int]]]:
+        dims = {dim for i in self.splitting if (dim := self.placements[i].dim) is not None}
+        return {dim: self._split_order(dim) for dim in dims}
 
     def _split_order(self, dim: int) -> list[tuple[int, int]]:
         """Mesh dimensions that split `dim`, in the order in which they do, and the factor that is left to obey."""
@@ -275,9 +289,13 @@ class Layout:
                 ranks = range(first, first + count)
             if not all(type(rank) is int for rank in (ranks[:1] if isinstance(ranks, range) else ranks)) or not ranks:
                 raise UsageError(f"layout with ranks {ranks!r:.80}")
-            if len(ranks) > MAX_RANKS or not all(isinstance(p, str) for p in content["placements"]):
-                raise UsageError("layout with too many ranks, or placements that are no text")
-            return cls(tuple(content["mesh"]), tuple(content["placements"]), ranks, tuple(content.get("names", ())))
+            placements, names = content["placements"], content.get("names", [])
+            if len(ranks) > MAX_RANKS or not all(
+                isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+                for texts in (placements, names)
+            ):
+                raise UsageError("layout with too many ranks, or placements that are no texts")
+            return cls(tuple(content["mesh"]), tuple(placements), ranks, tuple(names))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise UsageError(f"malformed layout {str(content)[:80]}: {error!r}") from None
 
@@ -285,7 +303,7 @@ class Layout:
 def _as_range(ranks: Sequence[int]) -> Sequence[int]:
     """Equal layouts compare equal, however their ranks were given."""
     if isinstance(ranks, range):
-        return range(ranks[0], ranks[-1] + 1) if ranks.step == 1 else tuple(ranks)
+        return range(ranks[0], ranks[-1] + 1) if ranks.step == 1 or len(ranks) == 1 else tuple(ranks)
     consecutive = range(ranks[0], ranks[0] + len(ranks))
     return consecutive if tuple(consecutive) == tuple(ranks) else tuple(ranks)
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.layout import MAX_RANKS, Layout
 
 __all__ = ["LayoutClass", "Strategy", "TensorSpec", "global_name", "merge_specs", "replicated", "strategy_from_record"]
 
@@ -36,6 +36,11 @@ class TensorSpec:
     """Of an optimizer's tensor: the parameter's name."""
 
     @property
+    def is_shape_known(self) -> bool:
+        """False: a strategy file that does not tell shapes (MindSpore's) says only how it is split."""
+        return bool(self.shape) or not self.layout.splitting
+
+    @property
     def item_bytes(self) -> int:
         """Bytes of an element; 4 where the type is not known."""
         digits = "".join(c for c in self.dtype.partition("_")[0] if c.isdigit())
@@ -47,7 +52,7 @@ class TensorSpec:
         return self.name, self.layout.ranks[0]
 
     def local_bytes(self, shard: int) -> int:
-        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes
+        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes if self.is_shape_known else 0
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,18 @@ class LayoutClass:
     layout: Layout
     tensors: tuple[TensorSpec, ...]
 
+    def check(self) -> None:
+        """Raises UsageError when a dimension is split that a tensor does not have."""
+        dims = [dim for i in self.layout.splitting if (dim := self.layout.placements[i].dim) is not None]
+        highest = max(dims, default=-1)
+        for spec in self.tensors:
+            if spec.is_shape_known and highest >= len(spec.shape):
+                what = f"{spec.name} of shape {list(spec.shape)}"
+                raise UsageError(f"{what} is laid out as {self.layout}: it has no dimension {highest}")
+
     def is_empty(self, shard: int) -> bool:
         """Whether no tensor has an element in `shard`."""
-        return not any(math.prod(t.layout.local_shape(t.shape, shard)) for t in self.tensors)
+        return not any(not t.is_shape_known or math.prod(t.layout.local_shape(t.shape, shard)) for t in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -70,10 +84,11 @@ class Strategy:
     tensors: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
-        if type(self.world_size) is not int or self.world_size < 1:
+        if type(self.world_size) is not int or not 1 <= self.world_size <= MAX_RANKS:
             raise UsageError(f"a strategy for {self.world_size!r} ranks")
         object.__setattr__(self, "tensors", tuple(merge_specs(self.tensors)))
         for group in self.classes:
+            group.check()
             if max(group.layout.ranks) >= self.world_size:
                 raise UsageError(
                     f"{group.tensors[0].name} lies on rank {max(group.layout.ranks)}, but the strategy has "
@@ -111,15 +126,6 @@ class Strategy:
         for rank in sorted(parts):
             groups.setdefault(tuple(parts[rank]), []).append(rank)
         return [tuple(group) for group in groups.values()]
-
-    def local_bytes(self) -> dict[int, int]:
-        """Bytes that each rank holds."""
-        found = dict.fromkeys(range(self.world_size), 0)
-        for group in self.classes:
-            sizes = [sum(spec.local_bytes(s) for spec in group.tensors) for s in range(group.layout.num_shards)]
-            for rank, shard in zip(group.layout.ranks, group.layout.shard_ids, strict=True):
-                found[rank] += sizes[shard]
-        return found
 
     # --- JSON ---
 
@@ -162,20 +168,43 @@ class Strategy:
 def merge_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Each tensor once. Raises UsageError where two descriptions of one tensor contradict each other, or where tensors
     of one name lie on ranks that overlap."""
-    found: dict[str, list[TensorSpec]] = {}
+    found: dict[str, dict[Layout, TensorSpec]] = {}
     for spec in specs:
-        known = found.setdefault(spec.name, [])
-        if any(other is spec or (other.layout == spec.layout and other.shape == spec.shape) for other in known):
-            continue
-        for other in known:
-            common = next((rank for rank in spec.layout.ranks if rank in other.layout), None)
-            if common is not None:
+        known = found.setdefault(spec.name, {})
+        other = known.get(spec.layout)
+        if other is None:
+            known[spec.layout] = spec
+        elif other is not spec:
+            known[spec.layout] = _merged(other, spec)
+    for name, known in found.items():
+        if len(known) > 1:
+            _check_apart(name, known.values())
+    return [spec for known in found.values() for spec in known.values()]
+
+
+def _merged(one: TensorSpec, other: TensorSpec) -> TensorSpec:
+    if not one.is_shape_known:
+        one = replace(one, shape=other.shape)
+    elif not other.is_shape_known:
+        other = replace(other, shape=one.shape)
+    if one.shape != other.shape or (one.dtype and other.dtype and one.dtype != other.dtype):
+        raise UsageError(
+            f"contradictory descriptions of {one.name}: {one.dtype} {list(one.shape)} and {other.dtype} "
+            f"{list(other.shape)}, both laid out as {one.layout}"
+        )
+    return replace(one, dtype=one.dtype or other.dtype, parameter=one.parameter or other.parameter)
+
+
+def _check_apart(name: str, specs: Iterable[TensorSpec]) -> None:
+    holder: dict[int, TensorSpec] = {}
+    for spec in specs:
+        for rank in spec.layout.ranks:
+            other = holder.setdefault(rank, spec)
+            if other is not spec:
                 raise UsageError(
-                    f"contradictory descriptions of {spec.name}: shape {list(other.shape)} laid out as {other.layout}, "
-                    f"and shape {list(spec.shape)} as {spec.layout}, both on rank {common}"
+                    f"contradictory descriptions of {name}: shape {list(other.shape)} laid out as {other.layout}, and "
+                    f"shape {list(spec.shape)} as {spec.layout}, both on rank {rank}"
                 )
-        known.append(spec)
-    return [spec for known in found.values() for spec in known]
 
 
 def replicated(world_size: int, tensors: Mapping[str, Sequence[int]], dtype: str = "") -> Strategy:
@@ -213,17 +242,19 @@ def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[
             if rank not in layout or layout.local_shape(whole, layout.shard_of(rank)) != tuple(local):
                 raise UsageError(f"{place} has shape {list(local)}, which is not rank {rank}'s part of {list(whole)}")
             specs.append(TensorSpec(name, whole, layout, dtype, parameter))
+        for name, number, shape in record.get("job", ()):
+            specs.append(TensorSpec(_text(name), _shape(shape), layouts[_index(number, len(layouts))]))
         return Strategy(world_size, tuple(specs))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise UsageError(f"malformed layout record: {error!r:.200}") from None
 
 
 def global_name(place: str, parameters: Mapping[str, Any]) -> tuple[str, str]:
-    """Of a place in a file's tree: ``optimizer.state.3.exp_avg`` -> its name with the parameter's in place of 3, and the parameter's."""
+    """Of a place in a file's tree: ``optimizer.state.3.exp_avg`` with the parameter's name for 3; and that name."""
     for component, names in parameters.items():
         prefix = f"{component}.state."
         number, dot, key = place.removeprefix(prefix).partition(".")
-        if place.startswith(prefix) and dot and number.isdigit() and int(number) < len(names):
+        if place.startswith(prefix) and dot and number.isascii() and number.isdigit() and int(number) < len(names):
             parameter = _text(names[int(number)])
             return f"{prefix}{parameter}.{key}", parameter
     return place, ""
@@ -242,6 +273,10 @@ def _index(value: Any, end: int) -> int:
 
 
 def _shape(value: Any) -> tuple[int, ...]:
-    if len(value) > 64 or not all(type(n) is int and 0 <= n < 1 << 62 for n in value):
+    if (
+        not isinstance(value, (list, tuple))
+        or len(value) > 64
+        or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
+    ):
         raise UsageError(f"{value!r:.80} where a shape should be")
     return tuple(value)

@@ -36,6 +36,7 @@ from mindx_elastic.plan.strategy import Strategy, TensorSpec
 __all__ = ["Content", "load_strategy", "read_strategy", "save_strategy", "with_shapes"]
 
 _MAX_TENSORS = 1_000_000
+_MAX_CONTAINERS = 4_000_000
 _STAGED = re.compile(r"(\d{1,8})-(.+)", re.DOTALL)
 
 
@@ -164,10 +165,7 @@ def read_strategy(path: StrPath) -> Content:
     data = read_bounded(path, "strategy file")
     where = f"strategy file {path}"
     try:
-        content = _from_json(data) if str(os.fspath(path)).endswith(".json") else _from_proto(data)
-        if content.strategy.world_size > MAX_RANKS:
-            raise UsageError(f"{content.strategy.world_size} ranks; {MAX_RANKS} at most")
-        return content
+        return _from_json(data) if str(os.fspath(path)).endswith(".json") else _from_proto(data)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
@@ -214,6 +212,8 @@ def _fields_from_proto(name: str, layouts: Any) -> Fields:
 
 
 def _from_json(data: bytes) -> Content:
+    if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:  # 64 MiB hold enough empty ones for gigabytes of memory
+        raise UsageError(f"more than {_MAX_CONTAINERS} lists and objects")
     content = json.loads(data, object_pairs_hook=_no_doubles)
     if not isinstance(content, dict):
         raise UsageError("not a JSON object")

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import World, rank_list
 from mindx_elastic.plan.layout import Layout
-from mindx_elastic.plan.strategy import LayoutClass, Strategy
+from mindx_elastic.plan.strategy import LayoutClass, Strategy, TensorSpec
 
-__all__ = ["bytes_by_rank", "remesh", "same_parts", "target_of"]
+__all__ = ["MARKER", "bytes_by_rank", "is_marker", "remesh", "same_parts", "target_of"]
+
+MARKER = "@"
+"""Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
+
+
+def is_marker(spec: TensorSpec) -> bool:
+    return spec.name.startswith(MARKER)
 
 
 def target_of(source: Strategy, world: World) -> Strategy:
@@ -79,7 +86,7 @@ def _stage_of(layout: Layout, world_size: int) -> tuple[int | None, int]:
         tuple(layout.ranks) != tuple(range(first, first + size))
         or first % size
         or world_size % size
-        or size == 1 < first
+        or size == 1 < world_size
     ):
         return None, 1
     return first // size, world_size // size
@@ -130,41 +137,59 @@ def _equal_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 
 
 def bytes_by_rank(target: Strategy, source: Strategy) -> dict[int, int]:
-    """About how much each rank reads: what it holds of the tensors that `source` has; optimizers' state follows the
-    layout that it had before where `target` does not name it."""
+    """About how much each rank reads: what it holds of the tensors that `source` has; optimizers' state follows its
+    parameter's new layout where `target` does not name it."""
     found: dict[int, int] = {}
-    specs = {spec.name: spec for spec in source.tensors}
-    named = {spec.name for spec in target.tensors}
-    classes = list(target.classes)
-    if target is not source:
-        parameters = {spec.name: spec.layout for spec in target.tensors}
-        extra: dict[Layout, list[str]] = {}
-        for spec in source.tensors:
-            if spec.name not in named and spec.parameter in parameters:
-                extra.setdefault(parameters[spec.parameter], []).append(spec.name)
-        classes += [
-            LayoutClass(layout, tuple(replace(specs[name], layout=layout) for name in names if len(specs[name].shape)))
-            for layout, names in extra.items()
-        ]
-    for group in classes:
-        sizes = _shard_bytes(group)
-        for rank, shard in zip(group.layout.ranks, group.layout.shard_ids, strict=True):
+    groups: dict[Layout, list[TensorSpec]] = {}
+    layouts = {spec.name: spec.layout for spec in target.tensors}
+    for spec in source.tensors:
+        layout = layouts.get(spec.name)
+        if layout is None and spec.parameter in layouts:
+            like = source.by_name.get(spec.parameter, ())
+            same_shape = bool(like) and like[0].shape == spec.shape
+            # Small things beside the moments (step counters, factored rows) are read whole.
+            layout = layouts[spec.parameter] if same_shape else None
+        if layout is not None and not is_marker(spec):
+            groups.setdefault(layout, []).append(spec)
+    for layout, specs in groups.items():
+        sizes = _shard_bytes(layout, specs)
+        for rank, shard in zip(layout.ranks, layout.shard_ids, strict=True):
             found[rank] = found.get(rank, 0) + sizes[shard]
     return found
 
 
-def _shard_bytes(group: LayoutClass) -> list[int]:
-    layout, even = group.layout, 0
+def _shard_bytes(layout: Layout, specs: Sequence[TensorSpec]) -> list[int]:
+    """Bytes that each shard has of all `specs`; tensors of one shape are worked out together."""
+    weights: dict[tuple[int, ...], int] = {}
+    for spec in specs:
+        if spec.is_shape_known:
+            weights[spec.shape] = weights.get(spec.shape, 0) + spec.item_bytes
     sizes = [0] * layout.num_shards
+    lengths: dict[tuple[int, int], list[int]] = {}
+    split = _degrees(layout)
+    even = 0
+    for shape, weight in weights.items():
+        if all(shape[dim] % parts == 0 for dim, parts in split.items()):
+            even += math.prod(shape) * weight // layout.num_shards
+            continue
+        whole = weight * math.prod(size for dim, size in enumerate(shape) if dim not in split)
+        for dim in split:  # the length along a dimension is the same for all tensors of that size
+            if (dim, shape[dim]) not in lengths:
+                lengths[dim, shape[dim]] = [_length(layout, shape[dim], dim, s) for s in range(layout.num_shards)]
+        columns = [lengths[dim, shape[dim]] for dim in split]
+        sizes = [size + whole * math.prod(row) for size, row in zip(sizes, zip(*columns, strict=True), strict=True)]
+    return [size + even for size in sizes]
+
+
+def _length(layout: Layout, size: int, dim: int, shard: int) -> int:
+    return sum(stop - start for start, stop in layout.intervals(size, dim, shard))
+
+
+def _degrees(layout: Layout) -> dict[int, int]:
+    """Into how many parts each dimension is cut."""
     degrees: dict[int, int] = {}
     for i in layout.splitting:
         dim = layout.placements[i].dim
         assert dim is not None
         degrees[dim] = degrees.get(dim, 1) * layout.mesh_shape[i]
-    for spec in group.tensors:
-        if all(dim < len(spec.shape) and spec.shape[dim] % parts == 0 for dim, parts in degrees.items()):
-            even += math.prod(spec.shape) * spec.item_bytes // layout.num_shards
-            continue
-        for shard in range(layout.num_shards):
-            sizes[shard] += spec.local_bytes(shard)
-    return [size + even for size in sizes]
+    return degrees

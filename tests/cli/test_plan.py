@@ -23,13 +23,13 @@ from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.plan.saved_plan import read_plan
+from mindx_elastic.plan.small_files import messages
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, replace_by_link, write, write_step
 
 Run = Callable[..., Any]
 REPLICAS = {"replicas": 4}
 MESH = Layout((2, 2), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
-MISSING = "no usable file of it"
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +61,16 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def write_part(path: Path, rank: int, **fields: Any) -> None:
-    facts = {"run_id": "run-a", "world_size": 4, "rank": rank, "step": 9, "epoch": 1, "step_in_epoch": 9}
+    facts: dict[str, Any] = {
+        "run_id": "run-a",
+        "world_size": 4,
+        "rank": rank,
+        "step": 9,
+        "epoch": 1,
+        "step_in_epoch": 9,
+    }
     facts |= {"batch_num": 10, "reason": "SIGTERM", "kind": "breakpoint", "created": 1.7e9, **fields}
-    record = {"version": 2, "rank": rank, "world_size": 4, "layouts": [MESH.to_json()]}
+    record: dict[str, Any] = {"version": 2, "rank": rank, "world_size": 4, "layouts": [MESH.to_json()]}
     record["tensors"] = {"model.w": [0, [8, 4]]}
     state = {"model": {"w": torch.full((4, 4), float(rank % 2))}, "rng": [rank], "progress": {"step": 9}}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +240,7 @@ def test_a_missing_shard_is_named(run: Run, sharded: Path) -> None:
     result = run("plan", sharded)
     assert result.exit_code == 1 and "NOT RESTORABLE" in result.stdout
     assert "part 2 of 2 of model.w: no usable file of ranks 1, 3, which held it" in result.stdout
-    assert "bring back the files that are missing" in result.stdout
+    assert "bring back files that are missing" in result.stdout
 
 
 def test_explain(run: Run, sharded: Path) -> None:
@@ -260,6 +267,30 @@ def test_a_strategy_for_files_that_say_nothing(run: Run, tmp_path: Path) -> None
     file.write_text(json.dumps(replace(strategy, world_size=3).to_json()))
     result = run("plan", root, "--strategy", file)
     assert result.exit_code == 2 and "it is for 3 ranks, the files are of 2" in result.stderr
+
+
+def test_a_strategy_of_mindspore_has_no_shapes_and_other_names(run: Run, sharded: Path, tmp_path: Path) -> None:
+    for rank in range(4):  # as if the job had not recorded its layouts
+        path = sharded / f"rank_{rank}" / "a-1_9_breakpoint.safetensors"
+        path.unlink()
+        if rank != 3:
+            write(path, state={"model": {"w": torch.zeros(4, 4)}, "rng": [1]}, step=9, rank=rank, world_size=4)
+    assert run("plan", sharded).exit_code == 1
+    content = messages().ParallelStrategyMap(current_stage=0)
+    for name in ("w", "moments.w"):
+        layouts = content.parallel_layout_item.add(param_name=name).parallel_layouts
+        layouts.dev_matrix.add(dim=[2, 2])
+        layouts.tensor_map.add(dim=[0, -1])
+        layouts.field, layouts.opt_weight_shard_step, layouts.opt_weight_shard_size = 0, 0, 0
+    file = tmp_path / "strategy.ckpt"
+    file.write_bytes(content.SerializeToString())
+    found = document(run, sharded, "--strategy", file)
+    assert found["restorable"] and found["ranks"][3]["donor"] == 1
+    assert [each["bytes"] for each in found["ranks"]] == [64] * 4
+    del content.parallel_layout_item[0]
+    file.write_bytes(content.SerializeToString())
+    result = run("plan", sharded, "--strategy", file)
+    assert result.exit_code == 2 and "none of its 1 tensors is in the files" in result.stderr
 
 
 # --- what is written ---
@@ -337,7 +368,11 @@ def test_links_are_never_followed(run: Run, tmp_path: Path) -> None:
     write_step(root, 5, world_size=2)
     replace_by_link(root / "rank_1" / "resnet-1_5.safetensors")
     result = run("plan", root)
-    assert result.exit_code == 1 and "symbolic link" in result.stdout and "rank 1 of 2 missing" in result.stdout
+    assert (
+        result.exit_code == 1
+        and "symbolic link" in result.stdout
+        and "run run-a step 5: rank 1 has no" in result.stdout
+    )
 
 
 def test_two_runs_are_not_mixed(run: Run, tmp_path: Path) -> None:

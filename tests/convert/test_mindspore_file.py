@@ -56,6 +56,16 @@ def test_shards_and_a_strategy(tmp_path: Path, layout: Layout, known: bool) -> N
     assert torch.equal(found["w"], WEIGHT) and found["step"] == 5 and notes == []
 
 
+def test_uneven_shards_of_unknown_shape(tmp_path: Path) -> None:
+    layout = Layout((3,), ("S(0)",))  # type: ignore[arg-type]
+    write_shards(tmp_path / "ms", layout)  # 3, 3 and 2 rows
+    strategy = Strategy(3, (TensorSpec("w", (), layout),))
+    assert torch.equal(read_shards(tmp_path / "ms", strategy, Scratch(tmp_path))[0]["w"], WEIGHT)
+    (tmp_path / "ms" / "rank_1" / "net_1-10.safetensors").unlink()
+    with pytest.raises(CorruptCheckpointError, match=r"w: part 2 of 3 cannot be read from any file .rank 1: no file"):
+        read_shards(tmp_path / "ms", strategy, Scratch(tmp_path))
+
+
 def test_a_strategy_file(tmp_path: Path) -> None:
     from mindx_elastic.plan.strategy_file import save_strategy
 
@@ -88,14 +98,14 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     scratch = Scratch(tmp_path)
     with pytest.raises(MismatchError, match="differs between rank 0 and rank 1, and the strategy does not say"):
         read_shards(tmp_path / "ms", Strategy(4, ()), scratch)
-    with pytest.raises(MismatchError, match="makes it .8, 2.: the files and the layout do not belong together"):
+    with pytest.raises(MismatchError, match=r"makes it .8, 2.: the files and the layout do not belong together"):
         read_shards(tmp_path / "ms", Strategy(4, (TensorSpec("w", (8, 4), SPLIT),)), scratch)
+    wrong = Layout((4,), ("S(7)",))  # type: ignore[arg-type]
     with pytest.raises(MismatchError, match="splits dimension 7"):
-        wrong = Layout((4,), ("S(7)",))  # type: ignore[arg-type]
-        read_shards(tmp_path / "ms", Strategy(4, (TensorSpec("w", (8, 6), wrong),)), scratch)
+        read_shards(tmp_path / "ms", Strategy(4, (TensorSpec("w", (), wrong),)), scratch)
     with pytest.raises(MismatchError, match="has only 2 ranks"):
         read_shards(tmp_path / "ms", Strategy(2, ()), scratch)
-    two = Strategy(4, (*STRATEGY.tensors, TensorSpec("gone", (3,), SPLIT)))
+    two = Strategy(4, (*STRATEGY.tensors, TensorSpec("gone", (3, 4), SPLIT)))
     assert read_shards(tmp_path / "ms", two, scratch)[1] == ["in the strategy and in no file: gone"]
     save_file({"w": WEIGHT}, tmp_path / "ms" / "rank_0" / "other.safetensors")
     with pytest.raises(UsageError, match="rank_0 holds 2 safetensors files"):
@@ -119,7 +129,7 @@ def test_several_files_of_one_model(tmp_path: Path) -> None:
     assert find_kind(tmp_path) == "mindspore"
     assert sorted(read_plain(tmp_path)) == ["a", "b"]
     save_file({"b": WEIGHT}, tmp_path / "3.safetensors")
-    with pytest.raises(UsageError, match="b is in .*2.safetensors and in .*3.safetensors"):
+    with pytest.raises(UsageError, match=r"b is in .*2.safetensors and in .*3.safetensors"):
         read_plain(tmp_path)
 
 
@@ -129,13 +139,13 @@ def test_nested_and_other_values(tmp_path: Path) -> None:
     result = convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindspore"))
     assert sorted(load_file(made)) == ["a.b", "l.0", "w"] and result.notes == ["left out, no tensors: n"]
     torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.ones(1)}, tmp_path / "m.pt")
-    with pytest.raises(UsageError, match="two tensors would be called a.b"):
+    with pytest.raises(UsageError, match=r"two tensors would be called a.b"):
         convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindspore", force=True))
 
 
 @pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()])
 def test_types_that_such_a_file_cannot_hold(tmp_path: Path, tensor: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedStateError, match="^x: a plain safetensors file cannot hold"):
+    with pytest.raises(UnsupportedStateError, match=r"^x: a plain safetensors file cannot hold"):
         write_plain(tmp_path / "x", {"x": tensor})
     with pytest.raises(UnsupportedStateError, match="__metadata__"):
         write_plain(tmp_path / "x", {"__metadata__": torch.ones(1)})

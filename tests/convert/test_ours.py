@@ -177,7 +177,7 @@ def test_what_is_only_assumed_to_be_equal(tmp_path: Path, volatile: dict[str, An
     if fits:
         assert torch.equal(run(tmp_path / "ckpt")[0]["mean"], BIAS)
     else:
-        with pytest.raises(MismatchError, match="model.mean: rank 0 and rank 1 .*taken to be equal"):
+        with pytest.raises(MismatchError, match=r"model.mean: rank 0 and rank 1 .*taken to be equal"):
             run(tmp_path / "ckpt")
 
 
@@ -209,7 +209,7 @@ def test_which_step(tmp_path: Path) -> None:
     assert torch.equal(run(root, step=10)[0]["w"], WEIGHT)
     model, result = run(root, step=30)
     assert torch.equal(model["w"], WEIGHT + 2) and "not complete" in result.notes[0]
-    with pytest.raises(NoUsableCheckpointError, match="no checkpoint of step 11 found.*steps found: 10, 20, 30"):
+    with pytest.raises(NoUsableCheckpointError, match=r"no checkpoint of step 11 found.*steps found: 10, 20, 30"):
         run(root, step=11)
     with pytest.raises(UsageError, match="is of step 10, not 11"):
         run(root / "a.safetensors", step=11)
@@ -258,14 +258,14 @@ def test_malformed_layout_records(tmp_path: Path, record: dict[str, Any]) -> Non
     if record == {"version": 2}:
         assert torch.equal(run(path)[0]["w"], WEIGHT)  # speaks of no tensor
         return
-    with pytest.raises(CheckpointError, match="layout|malformed"):
+    with pytest.raises(CheckpointError, match=r"layout|malformed"):
         run(path)
 
 
 def test_damage_without_a_stand_in(tmp_path: Path) -> None:
     path = write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}})
     flip_bit_in_data(path)
-    with pytest.raises(CorruptCheckpointError, match="model.w does not match its digest"):
+    with pytest.raises(CorruptCheckpointError, match=r"model.w does not match its digest"):
         run(tmp_path / "ckpt")
     flip_bit_in_header(path)
     with pytest.raises(CorruptCheckpointError, match="digest does not match"):

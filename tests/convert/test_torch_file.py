@@ -36,7 +36,7 @@ def test_a_program_in_it_is_not_run(tmp_path: Path, zipped: bool, deep: bool, mo
     mark, path = tmp_path / "mark", tmp_path / "m.pt"
     value: Any = {"w": torch.ones(1), "x": [Marker(mark)]} if deep else Marker(mark)
     torch.save(value, path, _use_new_zipfile_serialization=zipped)
-    with pytest.raises(ForeignCheckpointError, match="posix.mkdir.*Nothing of it was run"):
+    with pytest.raises(ForeignCheckpointError, match=r"posix.mkdir.*Nothing of it was run"):
         convert(Request(source=path, destination=tmp_path / "m.safetensors", destination_kind="mindx"))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m.pt"]
 
@@ -105,10 +105,48 @@ def test_a_view_of_a_large_storage_is_written_alone(tmp_path: Path) -> None:
 
 
 def test_sparse_tensors_are_named(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedStateError, match="model.w: sparse"):
+    with pytest.raises(UnsupportedStateError, match=r"model.w: sparse"):
         to_ours(tmp_path, {"w": torch.eye(3).to_sparse()})
-    with pytest.raises(UnsupportedStateError, match="w: .*sparse"):
+    with pytest.raises(UnsupportedStateError, match=r"w: .*sparse"):
         convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "p.safetensors", destination_kind="mindspore"))
+
+
+def lists_of_lists() -> Any:
+    value: list[Any] = [torch.ones(1)]
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def too_deep() -> Any:
+    value: Any = torch.ones(1)
+    for _ in range(500):
+        value = (value,)
+    return value
+
+
+def endless() -> Any:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize("kind", ["torch", "mindspore", "mindx", "dcp"])
+@pytest.mark.parametrize(
+    "content", [too_deep(), endless(), torch.ones(1).expand(1 << 40)], ids=["too deep", "endless", "repeated"]
+)
+def test_a_small_file_with_endless_content(tmp_path: Path, kind: str, content: Any) -> None:
+    torch.save({"w": torch.ones(1), "x": content}, tmp_path / "m.pt")
+    with pytest.raises(ForeignCheckpointError, match=r"m\.pt holds"):
+        convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "x", destination_kind=kind))
+    assert [p.name for p in tmp_path.iterdir()] == ["m.pt"]
+
+
+def test_lists_that_hold_one_another_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.convert.state._MAX_ITEMS", 10_000)
+    torch.save({"w": torch.ones(1), "x": lists_of_lists()}, tmp_path / "m.pt")
+    with pytest.raises(ForeignCheckpointError, match="10,000 values"):
+        convert(Request(source=tmp_path / "m.pt", destination=tmp_path / "x.pt"))
 
 
 @pytest.mark.parametrize("data", [b"", b"hello", b"\x80\x02junk", b"PK\x03\x04junk"])

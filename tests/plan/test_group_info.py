@@ -58,7 +58,7 @@ def test_what_a_rank_writes_at_its_start(tmp_path: Path) -> None:
     assert group_info_of(sharded, 5).groups["8-0-7"] == tuple(range(8))
     with pytest.raises(UsageError, match="rank 8 holds nothing"):
         write_group_info_file(sharded, 8, path)
-    with pytest.raises(SaveError, match="group_info.pb/x"):
+    with pytest.raises(SaveError, match=r"group_info\.pb/x"):
         write_group_info_file(sharded, 0, path / "x")
 
 
@@ -104,10 +104,12 @@ def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
 def test_random_bytes_are_an_error_or_a_list(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "random.pb"
     path.write_bytes(data)
+    problem, ranks = "", []
     try:
-        assert restore_group_info_list(path)
+        ranks = restore_group_info_list(path)
     except UsageError as error:
-        assert str(path) in str(error)
+        problem = str(error)
+    assert ranks or str(path) in problem
 
 
 def test_arguments_are_checked_as_documented(tmp_path: Path) -> None:

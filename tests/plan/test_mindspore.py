@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from itertools import product
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.layout import Box, Layout
+from mindx_elastic.plan.layout import Box, Layout, parse_placement
 from mindx_elastic.plan.mindspore import (
     Fields,
     fields_of,
@@ -22,6 +23,10 @@ from mindx_elastic.plan.mindspore import (
     with_shapes,
 )
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
+
+
+def laid(mesh: tuple[int, ...], *placements: str, ranks: Sequence[int] = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
 
 
 def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -36,21 +41,21 @@ def read_by_hand(fields: Fields, shape: tuple[int, ...]) -> list[Box]:
     for rank in coordinates(mesh):
         box = []
         for size, names in zip(shape, maps, strict=False):
-            start = 0
+            start, length = 0, size
             for k in names:
                 if k >= 0:
-                    size //= mesh[len(mesh) - 1 - k]
-                    start += size * rank[len(mesh) - 1 - k]
-            box.append((start, start + size))
+                    length //= mesh[len(mesh) - 1 - k]
+                    start += length * rank[len(mesh) - 1 - k]
+            box.append((start, start + length))
         slices.append(tuple(box))
     if not fields.opt_weight_shard_step or not fields.opt_weight_shard_size:
         return slices
-    boxes = []
-    for rank, box in enumerate(slices):
-        same = [other for other, its in enumerate(slices) if its == box]
+    boxes: list[Box] = []
+    for number, mine in enumerate(slices):
+        same = [other for other, its in enumerate(slices) if its == mine]
         shards = len(same) if fields.opt_weight_shard_size == -1 else fields.opt_weight_shard_size
-        part = same.index(rank) % shards  # groups of neighbours among those that hold the same
-        (start, stop), *rest = box
+        part = same.index(number) % shards  # groups of neighbours among those that hold the same
+        (start, stop), *rest = mine
         rows = (stop - start) // shards
         boxes.append(((start + part * rows, start + part * rows + rows), *rest))
     return boxes
@@ -159,12 +164,12 @@ def test_fields_that_contradict_each_other_are_refused(fields: Fields, problem: 
 @pytest.mark.parametrize(
     ("spec", "why"),
     [
-        (TensorSpec("w", (8,), Layout((4,), ("S(0)",), ranks=(0, 2, 1, 3))), "permuted ranks"),
-        (TensorSpec("w", (8,), Layout((4,), ("S(0)",), ranks=range(2, 6))), "not a stage"),
-        (TensorSpec("w", (8,), Layout((2,), ("S(0)",))), "another number of ranks"),
-        (TensorSpec("w", (8,), Layout((4,), ("_S(0,2)",))), "a strided shard by itself"),
-        (TensorSpec("w", (8, 5), Layout((4,), ("S(1)",))), "uneven, and not rows"),
-        (TensorSpec("w", (7,), Layout((2, 2), ("_S(0,2)", "S(0)"))), "uneven, over two mesh dimensions"),
+        (TensorSpec("w", (8,), laid((4,), "S(0)", ranks=(0, 2, 1, 3))), "permuted ranks"),
+        (TensorSpec("w", (8,), laid((4,), "S(0)", ranks=range(2, 6))), "not a stage"),
+        (TensorSpec("w", (8,), laid((2,), "S(0)")), "another number of ranks"),
+        (TensorSpec("w", (8,), laid((4,), "_S(0,2)")), "a strided shard by itself"),
+        (TensorSpec("w", (8, 5), laid((4,), "S(1)")), "uneven, and not rows"),
+        (TensorSpec("w", (7,), laid((2, 2), "_S(0,2)", "S(0)")), "uneven, over two mesh dimensions"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -173,11 +178,11 @@ def test_what_the_fields_cannot_say_is_not_said(spec: TensorSpec, why: str) -> N
 
 
 def test_uneven_rows_are_pieces_cut_by_hand() -> None:
-    spec = TensorSpec("b", (10, 6), Layout((2, 4), ("S(1)", "S(0)")))
+    spec = TensorSpec("b", (10, 6), laid((2, 4), "S(1)", "S(0)"))
     fields = fields_of(spec, 8)
     assert fields == Fields((2, 4), ((0, 1),), (3, 3, 3, 3, 3, 3, 1, 1), (0, 0, 3, 3, 6, 6, 9, 9))
     assert shape_of(fields) == ()  # the rows alone are no shape
-    one = fields_of(TensorSpec("b", (10,), Layout((4,), ("S(0)",))), 4)
+    one = fields_of(TensorSpec("b", (10,), laid((4,), "S(0)")), 4)
     assert one == Fields((4,), ((0,),), (3, 3, 3, 1), (0, 3, 6, 9))
     assert shape_of(one) == (10,)
 
@@ -191,20 +196,37 @@ def test_pieces_that_no_layout_can_follow_are_refused() -> None:
 
 
 def test_the_stage_is_the_mesh_of_most_tensors() -> None:
-    stages = [Layout((4,), ("S(0)",), ranks=range(4 * s, 4 * s + 4)) for s in range(2)]
+    stages = [laid((4,), "S(0)", ranks=range(4 * s, 4 * s + 4)) for s in range(2)]
     specs = [TensorSpec(f"w{s}", (8,), layout) for s, layout in enumerate(stages)]
     assert stage_size_of(Strategy(8, tuple(specs))) == 4
-    everywhere = TensorSpec("step", (), Layout((8,), ("R",)))
+    everywhere = TensorSpec("step", (), laid((8,), "R"))
     assert stage_size_of(Strategy(8, (*specs, everywhere))) == 4
     assert stage_size_of(Strategy(8, (everywhere,))) == 8
     assert stage_size_of(Strategy(3, ())) == 3
 
 
+def test_the_common_ways_to_train_can_be_said() -> None:
+    for layout, tensor_map, step, size in [
+        (laid((8,), "R"), (-1, -1), 0, 0),  # data parallel
+        (laid((8,), "S(0)"), (0, -1), 0, 0),  # FSDP
+        (laid((2, 4), "R", "S(0)"), (0, -1), 0, 0),  # HSDP, or data parallel around rows of tensor parallel
+        (laid((2, 4), "S(0)", "S(1)"), (1, 0), 0, 0),  # FSDP around columns
+        (laid((2, 4), "_S(0,4)", "S(0)"), (0, -1), 4, 2),  # FSDP around rows
+        (laid((2, 2, 2), "R", "_S(0,2)", "S(0)"), (0, -1), 2, 2),  # HSDP around rows
+        (laid((2, 4), "S(0)", "S(0)"), (1, -1), 1, 4),  # from left to right
+        (laid((2, 2, 2), "S(0)", "R", "S(1)"), (2, 0), 0, 0),  # experts
+    ]:
+        fields = fields_of(TensorSpec("w", (64, 64), layout), 8)
+        assert fields == Fields(layout.mesh_shape, (tensor_map,), (), (), 0, step, size)
+    inner = fields_of(TensorSpec("w", (64,), laid((2, 2, 2), "S(0)", "S(0)", "R")), 8)
+    assert inner == Fields((2, 2, 2), ((2, 1), ()))  # no optimizer sharding passes over nearer replicas
+
+
 def test_orders_of_a_strided_shard() -> None:
-    assert split_orders(Layout((2, 2), ("_S(0,2)", "S(0)"))) == [[1, 0]]
-    assert split_orders(Layout((2, 2), ("S(0)", "S(0)"))) == [[0, 1]]
-    assert split_orders(Layout((2, 1, 2), ("S(2)", "S(0)", "R"))) == [[], [], [0]]
-    assert split_orders(Layout((2, 2), ("_S(0,3)", "S(0)"))) is None
+    assert split_orders(laid((2, 2), "_S(0,2)", "S(0)")) == [[1, 0]]
+    assert split_orders(laid((2, 2), "S(0)", "S(0)")) == [[0, 1]]
+    assert split_orders(laid((2, 1, 2), "S(2)", "S(0)", "R")) == [[], [], [0]]
+    assert split_orders(laid((2, 2), "_S(0,3)", "S(0)")) is None
 
 
 @st.composite
@@ -217,7 +239,7 @@ def some_spec(draw: st.DrawFn) -> TensorSpec:
         dim = draw(dims)
         factor = draw(st.sampled_from([1, math.prod(mesh[m + 1 :])])) if dim is not None else 1
         placements.append("R" if dim is None else f"_S({dim},{factor})")
-    return TensorSpec("w", shape, Layout(mesh, tuple(placements)))  # type: ignore[arg-type]
+    return TensorSpec("w", shape, laid(mesh, *placements))
 
 
 @settings(max_examples=150, deadline=None)
@@ -232,7 +254,7 @@ def test_shapes_come_back_from_what_the_ranks_hold(spec: TensorSpec) -> None:
 
 
 def test_shapes_that_contradict_the_layout_are_refused() -> None:
-    strategy = Strategy(4, (TensorSpec("w", (), Layout((4,), ("S(0)",))),))
+    strategy = Strategy(4, (TensorSpec("w", (), laid((4,), "S(0)")),))
     for shapes, problem in [
         ({"w": ()}, "splits dimension 0"),
         ({"w": {0: (3,), 1: (3,), 2: (1,), 3: (3,)}}, "not its part"),
@@ -244,6 +266,6 @@ def test_shapes_that_contradict_the_layout_are_refused() -> None:
             with_shapes(strategy, shapes)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="its shape is"):
         with_shapes(with_shapes(strategy, {"w": (3,)}), {"w": (4,)})
-    same = Strategy(2, (TensorSpec("w", (), Layout((2,), ("R",))),))
+    same = Strategy(2, (TensorSpec("w", (), laid((2,), "R")),))
     with pytest.raises(UsageError, match="another one"):
         with_shapes(same, {"w": {0: (3,), 1: (4,)}})

@@ -40,8 +40,8 @@ def test_messages_of_the_same_names_may_be_in_the_process() -> None:
     theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package=ours.package)
     theirs.message_type.add(name="ParallelStrategyMap")
     pool = descriptor_pool.Default()
-    pool.Add(theirs)  # type: ignore[no-untyped-call]
-    found = pool.FindMessageTypeByName("mindspore.straspb.ParallelStrategyMap")  # type: ignore[no-untyped-call]
+    pool.Add(theirs)
+    found = pool.FindMessageTypeByName("mindspore.straspb.ParallelStrategyMap")
     assert not found.fields
     assert messages().ParallelStrategyMap.DESCRIPTOR.fields
 
@@ -55,8 +55,8 @@ def test_fields_of_mindspore_have_its_numbers_types_and_labels() -> None:
         "rep ParallelLayoutItem parallel_layout_item 3",
         "ParallelLayoutItem": "req string param_name 1, req ParallelLayouts parallel_layouts 2",
         "ParallelLayouts": "rep DevMatrix dev_matrix 1, rep TensorMap tensor_map 2, rep ParamSplitShape "
-        "param_split_shape 3, rep IndicesOffset indices_offset 4, req int32 field 5, req int32 opt_weight_shard_step 6, "
-        "req int32 opt_weight_shard_size 7",
+        "param_split_shape 3, rep IndicesOffset indices_offset 4, req int32 field 5, "
+        "req int32 opt_weight_shard_step 6, req int32 opt_weight_shard_size 7",
         "DevMatrix": "rep uint32 dim 1",
         "TensorMap": "rep int32 dim 1",
         "ParamSplitShape": "rep int64 dim 1",

@@ -93,8 +93,12 @@ def test_mindspore_finds_its_own_fields_in_ours(tmp_path: Path) -> None:
 def test_our_json_is_mindspores_json_too(tmp_path: Path) -> None:
     content = json.loads(save_strategy(tmp_path / "s.json", pipeline(), stage=0).read_bytes())
     assert content["parallel_layout_item"]["embed"] == {
-        **{"dev_matrix": [2, 2], "tensor_map": [0, -1], "tensor_shape": [12, 4]},
-        **{"field": 0, "opt_weight_shard_step": 0, "opt_weight_shard_size": 0},
+        "dev_matrix": [2, 2],
+        "tensor_map": [0, -1],
+        "tensor_shape": [12, 4],
+        "field": 0,
+        "opt_weight_shard_step": 0,
+        "opt_weight_shard_size": 0,
     }
     for key in ("version", "world_size", "layouts", "tensors"):
         del content[key]
@@ -113,12 +117,14 @@ def some_strategy(draw: st.DrawFn) -> Strategy:
         while math.prod(mesh) > world_size:
             mesh.pop()
         mesh = mesh or [1]
-        ranks = draw(st.permutations(range(world_size))) if draw(st.booleans()) else list(range(world_size))
+        ranks = list(range(world_size))
+        if draw(st.booleans()):
+            ranks = draw(st.permutations(ranks))
         shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
         placements = []
         for _ in mesh:
-            dim = draw(st.integers(0, len(shape) - 1)) if shape and draw(st.booleans()) else None
-            factor = draw(st.sampled_from([1, 1, 2, 3, 4]))
+            dim = draw(st.sampled_from([None, *range(len(shape))]))
+            factor = draw(st.integers(1, 4))
             placements.append("R" if dim is None else f"_S({dim},{factor})")
         layout = Layout(tuple(mesh), tuple(placements), ranks[: math.prod(mesh)])  # type: ignore[arg-type]
         specs.append(TensorSpec(draw(st.sampled_from(["w", "a-b", "3-c", "ä\n"])) + str(number), shape, layout, "F16"))
@@ -268,6 +274,15 @@ def refused(path: Path) -> str:
     return str(caught.value)
 
 
+def error_or_strategy(path: Path) -> None:
+    problem = None
+    try:
+        load_strategy(path)
+    except UsageError as error:
+        problem = str(error)
+    assert problem is None or str(path) in problem
+
+
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
@@ -288,10 +303,12 @@ def refused(path: Path) -> str:
         (strategy_map(bytes_field(3, bytes_field(1, b"\xff\xfe") + bytes_field(2, b""))), ""),
         (strategy_map(bytes_field(1001, b"")), "its ranks are"),
         (strategy_map(bytes_field(1001, bytes_field(7, varint(0) + varint(1 << 30)))), "its ranks are"),
-        (strategy_map(number_field(1000, 1 << 31)), "ranks; 16777216 at most"),
+        (strategy_map(number_field(1000, 1 << 31)), "2147483648 ranks"),
         (group_info({"dp": (0, 1)}, (0, 1)), "is missing"),
         (b"\x08\x01" + varint(3 << 3 | 2) + varint(1 << 60), "damaged"),
         (b"\x08\x01" + b"\x0b" * 5000, "damaged"),
+        (b"\x08\x01" + b"\x1a\x00" * 1_000_001, "more than 1000000 entries"),
+        (b"\x08\x01" + b"\x0b\x0c" * 1_000_001, "more than 1000000 entries"),
     ],
 )
 def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
@@ -329,6 +346,7 @@ JSON_BOMBS = {
     "a long number": '{"tensors": [], "layouts": [], "world_size": ' + "9" * 10_000 + "}",
     "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
     "no text": "\udcff",
+    "many lists": "[" + "[]," * 4_000_000 + "[]]",
     "twice": '{"parallel_layout_item": {}, "parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}}}',
     "no parameters": '{"parallel_layout_item": []}',
     "no stage": '{"parallel_strategy_item": {"a": {}}, "parallel_layout_item": {"w": {}}}',
@@ -360,10 +378,7 @@ def test_random_bytes_are_an_error_or_a_strategy(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / name
     path.write_bytes((b"\x08\x01" if headed else b"") + data)
-    try:
-        load_strategy(path)
-    except UsageError as error:
-        assert str(path) in str(error)
+    error_or_strategy(path)
 
 
 @both_forms
@@ -381,10 +396,7 @@ def test_damaged_files_are_an_error_or_a_strategy(name: str, tmp_path: Path) -> 
             place = chance.randrange(len(data))
             bad = data[:place] + chance.choice([b"\xff" * 9 + b"\x01", b"9" * 30, b"[[", b"\x00"]) + data[place + 1 :]
         path.write_bytes(bad)
-        try:
-            load_strategy(path)
-        except UsageError as error:
-            assert str(path) in str(error)
+        error_or_strategy(path)
 
 
 def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,7 +422,7 @@ def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path, monkeypatch:
 
 def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
     path = save_strategy(tmp_path / "s.ckpt", pipeline())
-    with pytest.raises(SaveError, match="s.ckpt/under"):
+    with pytest.raises(SaveError, match=r"s\.ckpt/under"):
         save_strategy(path / "under", pipeline())
     (tmp_path / "folder.ckpt").mkdir()
     with pytest.raises(SaveError, match=r"folder\.ckpt"):

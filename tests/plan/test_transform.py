@@ -115,7 +115,7 @@ def test_arguments_are_checked_as_documented(tmp_path: Path) -> None:
         with pytest.raises(TypeError) as caught:
             rank_list_for_transform(*arguments)  # type: ignore[arg-type]
         assert isinstance(caught.value, UsageError)
-    with pytest.raises(UsageError, match="rank_id is 4, but .* has 4 ranks"):
+    with pytest.raises(UsageError, match=r"rank_id is 4, but .* has 4 ranks"):
         rank_list_for_transform(4, path, path)
     with pytest.raises(UsageError, match="rank_id is -1"):
         rank_list_for_transform(-1, path)

@@ -1,0 +1,283 @@
+"""Seconds and memory to plan a resume of a large job, and how both grow; DCP's global plan beside it where it ends.
+
+    python benchmarks/bench_plan.py [--ranks 16384] [--tensors 2000] [--faults 64] [--repeats 3] [--limit 120]
+
+The job is dp x tp x pp with tp = 8 and pp = 4. Each pipeline stage has its share of the tensors: column- and
+row-parallel matrices, and small replicated vectors. What lies on disk is told by plain objects, as the catalog makes
+them of headers:
+
+- `replicated`: data parallel repeats everything. One step; the faulty ranks' files are gone, and others stand in.
+- `fsdp`: data parallel splits everything (FSDP2 around tensor parallel). The newest step lacks the faulty ranks' parts,
+  so it is searched in vain, and the step before it, which is whole, is chosen.
+- `uneven`: as `fsdp`, and no dimension divides by the number of ranks.
+- `reshard`: as `fsdp`, and the new world has half the data parallel degree: every rank reads from several files.
+
+Each sample is a fresh process. Memory is the growth of its peak resident size from before the objects are made: files,
+strategy and plan together. DCP's part is what its coordinator does for the same job: its global save plan from all
+ranks' local ones (`DefaultSavePlanner.create_global_plan`, the only place where it learns which file holds what), its
+global load plan, and the local load plan of one rank. Ours is the plan of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+from mindx_elastic.plan.facts import FileFact, ResumePlan, World
+from mindx_elastic.plan.layout import Layout, parse_placement
+from mindx_elastic.plan.planner import plan_resume
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+
+TP, PP = 8, 4
+MODES = ("replicated", "fsdp", "uneven", "reshard")
+TARGET_S, TARGET_MIB = 2.0, 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=16384, help="of the old world (default 16384)")
+    parser.add_argument("--tensors", type=int, default=2000, help="of the whole job (default 2000)")
+    parser.add_argument("--faults", type=int, default=64, help="faulty ranks (default 64)")
+    parser.add_argument("--repeats", type=int, default=3, help="processes per point (default 3)")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds after which a point is given up (default 120)"
+    )
+    parser.add_argument("--child", choices=(*MODES, "dcp"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        measure = _measure_dcp if args.child == "dcp" else _measure
+        print(json.dumps(measure(args.child, args.ranks, args.tensors, args.faults)))
+        return
+    _print_setting()
+    _print_targets(args)
+    _print_growth(args)
+    _print_dcp(args)
+
+
+# --- the job ---
+
+
+def make_strategies(mode: str, ranks: int, tensors: int) -> list[Strategy]:
+    """One for each pipeline stage, as its files describe it; the same objects for all its files."""
+    per_stage, dp = ranks // PP, ranks // PP // TP
+    names = ("dp", "tp")
+    odd = 1 if mode == "uneven" else 0
+    rows, columns = 2 * dp * TP + odd, 4 * TP + odd
+    around = (f"_S(0,{TP})", "S(0)"), ("S(0)", "S(1)"), ("S(0)", "R")
+    if mode == "replicated":
+        around = ("R", "S(0)"), ("R", "S(1)"), ("R", "R")
+    strategies = []
+    for stage in range(PP):
+        where = range(stage * per_stage, (stage + 1) * per_stage)
+        layouts = [Layout((dp, TP), tuple(map(parse_placement, each)), where, names) for each in around]
+        kinds = [((rows, columns), layouts[0]), ((rows, columns), layouts[1]), ((rows,), layouts[2])]
+        specs = [TensorSpec(f"stage{stage}.t{i}", *kinds[i % 3], dtype="BF16") for i in range(tensors // PP)]
+        strategies.append(Strategy(ranks, tuple(specs)))
+    return strategies
+
+
+def make_files(strategies: list[Strategy], step: int, kind: str, missing: frozenset[int]) -> list[FileFact]:
+    ranks = strategies[0].world_size
+    return [
+        FileFact(
+            path=f"/job/checkpoints/rank_{rank}/model-1_{step}.safetensors",
+            rank=rank,
+            moment=("20250101-000000-0badcafe", 0, step),
+            world_size=ranks,
+            strategy=strategies[rank * PP // ranks],
+            kind=kind,
+            created=1e9 + step,
+            nbytes=1 << 30,
+            epoch=1,
+            step_in_epoch=step,
+        )
+        for rank in range(ranks)
+        if rank not in missing
+    ]
+
+
+def faulty(ranks: int, count: int) -> frozenset[int]:
+    """Whole nodes of eight, spread over the job."""
+    nodes = max(1, count // 8)
+    return frozenset(rank for i in range(nodes) for rank in range(i * (ranks // nodes), i * (ranks // nodes) + 8))
+
+
+def _measure(mode: str, ranks: int, tensors: int, faults: int) -> dict[str, float]:
+    from mindx_elastic.plan.outputs import plan_to_json
+
+    before = _peak_kib()
+    named = faulty(ranks, faults)
+    strategies = make_strategies(mode, ranks, tensors)
+    files = make_files(strategies, 1000, "breakpoint", named)
+    if mode != "replicated":
+        files += make_files(strategies, 990, "periodic", frozenset())
+    world = World(ranks)
+    if mode == "reshard":
+        specs = [spec for strategy in make_strategies(mode, ranks // 2, tensors) for spec in strategy.tensors]
+        shapes = {spec.name: spec.shape for strategy in strategies for spec in strategy.tensors}
+        layouts = {spec.name: spec.layout for spec in specs}
+        target = tuple(TensorSpec(name, shapes[name], layouts[name], "BF16") for name in shapes)
+        world = World(ranks // 2, Strategy(ranks // 2, target))
+    gc.collect()
+    start = time.perf_counter()
+    plan = plan_resume(files, world, faults=named)
+    seconds = time.perf_counter() - start
+    growth = _peak_kib() - before
+    assert isinstance(plan, ResumePlan), str(plan)
+    assert plan.step == (1000 if mode == "replicated" else 990)
+    start = time.perf_counter()
+    text = json.dumps(plan_to_json(plan))
+    to_json = time.perf_counter() - start
+    return {"seconds": seconds, "mib": growth / 1024, "json_s": to_json, "json_mib": len(text) / (1 << 20)}
+
+
+def _peak_kib() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+# --- DCP ---
+
+
+def _measure_dcp(_mode: str, ranks: int, tensors: int, _faults: int) -> dict[str, float]:
+    import torch
+    from torch.distributed.checkpoint import default_planner
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+    from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+    before = _peak_kib()
+    properties = TensorProperties(dtype=torch.bfloat16)
+    items: list[list[Any]] = [[] for _ in range(ranks)]
+    for spec in (spec for strategy in make_strategies("fsdp", ranks, tensors) for spec in strategy.tensors):
+        for shard, holders in enumerate(spec.layout.holders):
+            (box,) = spec.layout.boxes(spec.shape, shard)
+            chunk = ChunkStorageMetadata(
+                offsets=torch.Size(low for low, _ in box), sizes=torch.Size(high - low for low, high in box)
+            )
+            data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(spec.shape))
+            for rank in holders:
+                index = MetadataIndex(spec.name, chunk.offsets)
+                items[rank].append(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data))
+    local_plans = [SavePlan(each, planner_data={}) for each in items]
+    gc.collect()
+    start = time.perf_counter()
+    _, metadata = default_planner.DefaultSavePlanner().create_global_plan(local_plans)
+    save_s = time.perf_counter() - start
+    start = time.perf_counter()
+    reads: list[Any] = []
+    for item in items[0]:
+        saved = metadata.state_dict_metadata[item.index.fqn]
+        assert isinstance(saved, TensorStorageMetadata)
+        reads += create_read_items_for_chunk_list(item.index.fqn, saved, [item.tensor_data.chunk])
+    local_s = time.perf_counter() - start
+    start = time.perf_counter()
+    default_planner.create_default_global_load_plan([LoadPlan(reads)] * ranks)
+    load_s = time.perf_counter() - start
+    return {"seconds": save_s + load_s, "local_s": local_s, "mib": (_peak_kib() - before) / 1024}
+
+
+# --- tables ---
+
+
+def _sample(args: argparse.Namespace, mode: str, ranks: int, tensors: int, repeats: int = 0) -> dict[str, float] | None:
+    """Medians over fresh processes; None: one took longer than the limit."""
+    command = [sys.executable, __file__, "--child", mode, "--ranks", str(ranks), "--tensors", str(tensors)]
+    command += ["--faults", str(args.faults)]
+    found = []
+    for _ in range(repeats or args.repeats):
+        try:
+            done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, timeout=args.limit)
+        except subprocess.TimeoutExpired:
+            return None
+        if done.returncode < 0:  # killed: no memory
+            return None
+        done.check_returncode()
+        found.append(json.loads(done.stdout.splitlines()[-1]))
+    return {key: statistics.median(each[key] for each in found) for key in found[0]}
+
+
+def _print_targets(args: argparse.Namespace) -> None:
+    print(
+        f"\n{args.ranks} ranks ({args.ranks // PP // TP} x {TP} x {PP}), {args.tensors} tensors, {args.faults} faulty:",
+        end=" ",
+    )
+    print(f"target {TARGET_S:g} s, {TARGET_MIB} MiB; median of {args.repeats}")
+    print(f"  {'layouts':<12} {'plan s':>8} {'MiB':>7} {'to JSON s':>10} {'JSON MiB':>9}")
+    for mode in MODES:
+        found = _sample(args, mode, args.ranks, args.tensors)
+        if found is None:
+            print(f"  {mode:<12} given up after {args.limit:g} s")
+            continue
+        met = "met" if found["seconds"] < TARGET_S and found["mib"] < TARGET_MIB else "MISSED"
+        line = f"{found['seconds']:>8.3f} {found['mib']:>7.0f} {found['json_s']:>10.3f} {found['json_mib']:>9.1f}"
+        print(f"  {mode:<12} {line}   {met}", flush=True)
+
+
+def _print_growth(args: argparse.Namespace) -> None:
+    ranks, tensors = args.ranks // 4, args.tensors // 4
+    curves = {
+        "ranks x 2": [(ranks << i, args.tensors) for i in range(4)],
+        "tensors x 2": [(args.ranks, tensors << i) for i in range(4)],
+        "both x 2": [(ranks << i, tensors << i) for i in range(4)],
+    }
+    for mode in ("replicated", "fsdp"):
+        print(f"\ngrowth, {mode} (a factor of 2.0 or less is linear or better)")
+        for name, points in curves.items():
+            found = [_sample(args, mode, *point) for point in points]
+            texts = []
+            for i, (point, here) in enumerate(zip(points, found, strict=True)):
+                seconds = f"{here['seconds']:.3f} s {here['mib']:.0f} MiB" if here else f"over {args.limit:g} s"
+                last = found[i - 1] if i else None
+                factor = f" (x {here['seconds'] / last['seconds']:.1f})" if here and last else ""
+                texts.append(f"{point[0]} x {point[1]}: {seconds}{factor}")
+            print(f"  {name:<12} {'; '.join(texts)}", flush=True)
+
+
+def _print_dcp(args: argparse.Namespace) -> None:
+    print("\nDCP beside it, fsdp layouts (DCP: the coordinator's global plans, one rank's local load plan; ours: all)")
+    head = f"{'DCP global s':>12} {'local s':>9} {'MiB':>7} {'ours s':>9} {'MiB':>6} {'DCP / ours':>11}"
+    print(f"  {'ranks x tensors':<16} {head}")
+    for ranks, tensors in ((64, 100), (128, 200), (256, 200), (512, 400), (1024, 800), (2048, 1600), (4096, 2000)):
+        if ranks > args.ranks or tensors > args.tensors:
+            continue
+        theirs = _sample(args, "dcp", ranks, tensors, repeats=1)
+        ours = _sample(args, "fsdp", ranks, tensors)
+        name = f"{ranks} x {tensors}"
+        if theirs is None or ours is None:
+            print(
+                f"  {name:<16} {'DCP' if theirs is None else 'ours'} given up after {args.limit:g} s, or out of memory"
+            )
+            break
+        whole = theirs["seconds"] + theirs["local_s"]
+        line = f"{theirs['seconds']:>12.3f} {theirs['local_s']:>9.4f} {theirs['mib']:>7.0f} {ours['seconds']:>9.4f}"
+        print(f"  {name:<16} {line} {ours['mib']:>6.0f} {whole / ours['seconds']:>10.0f}x", flush=True)
+
+
+def _print_setting() -> None:
+    from importlib.metadata import version
+
+    cpu = platform.processor() or platform.machine()
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
+    print(f"command   {shlex.join(['python', *sys.argv])}")
+    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}")
+    print(f"versions  python {platform.python_version()}, torch {version('torch')}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""Who reads what of one step, all of whose parts are there. Pure.
+
+A rank whose world and layouts are as before reads its own file, or a replica's. Everything else is put together from
+parts of several files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from mindx_elastic.plan.facts import FileFact, RankPlan, rank_list
+from mindx_elastic.plan.layout import Layout, overlap
+from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.targets import bytes_by_rank, is_marker, same_parts
+
+__all__ = ["Assignment"]
+
+_SHOWN = 3
+_NOT_SHARED = (
+    "the nodes do not share the directory; put the files on one disk, or start the same ranks on the same nodes"
+)
+
+
+class Assignment:
+    """`problem` is empty when every rank of `target` gets what it needs."""
+
+    def __init__(
+        self,
+        files: Mapping[int, Sequence[FileFact]],
+        source: Strategy,
+        target: Strategy,
+        faults: frozenset[int],
+        own_states: Collection[int],
+    ) -> None:
+        """files: of each old rank those of the step, the one to try first in front, ranks ascending."""
+        self._files, self._source, self._target = files, source, target
+        self._faults, self._own_states = faults, own_states
+        self._order = list(files)
+        self._everywhere = all(fact.visible_to is None for facts in files.values() for fact in facts[:1])
+        self._needs: dict[tuple[Layout, int], list[tuple[Layout, int]]] = {}
+        self.shares: list[RankPlan] = []
+        """One for each new rank."""
+        self.inexact: list[str] = []
+        self.lonely = False
+        self.resharded = source.world_size != target.world_size or not same_parts(source, target)
+        self.problem = self._other_parts() if self.resharded else self._same_parts()
+        if not self.problem:
+            sizes = bytes_by_rank(target if self.resharded else source, source)
+            self.shares = [replace(each, nbytes=sizes.get(each.rank, 0)) for each in self.shares]
+
+    def _same_parts(self) -> str:
+        mates: dict[int, tuple[int, ...]] = {}
+        needy: dict[tuple[int, ...], int] = {}
+        lonely: list[str] = []
+        for rank in range(self._source.world_size):
+            own = self._file(rank, rank)
+            if own is not None:
+                self.shares.append(RankPlan(rank, own))
+                continue
+            mates = mates or {r: group for group in self._source.replica_groups() for r in group}
+            group = mates[rank]
+            healthy_first = sorted(group, key=lambda r: (r in self._faults, r))
+            donors = [file for r in healthy_first if (file := self._file(r, rank)) is not None]
+            if donors:
+                turn = needy[group] = needy.get(group, -1) + 1
+                self.shares.append(RankPlan(rank, donors[turn % len(donors)]))
+            elif problem := self._assemble(rank):
+                return problem
+            if rank not in self._own_states:
+                donor = self.shares[-1].file.rank
+                lonely.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
+        self.lonely = bool(lonely)
+        self.inexact += lonely[:_SHOWN] + ([f"and {len(lonely) - _SHOWN} ranks more"] if len(lonely) > _SHOWN else [])
+        return ""
+
+    def _other_parts(self) -> str:
+        old, new = self._source.world_size, self._target.world_size
+        problem = _unfit(self._source, self._target) or _ambiguous(self._source, self._target)
+        if problem:
+            return problem
+        # DDP to DDP: every file is whole, and any of them will do.
+        whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
+        whole &= all(group.layout.size == old for group in self._source.classes)
+        for rank in range(new):
+            problem = self._assemble(rank, whole=whole)
+            if problem:
+                return problem
+        if new != old:
+            self.inexact.append(
+                f"{old} ranks become {new}: sums are taken in another order, and random numbers begin anew"
+            )
+        else:
+            self.inexact.append("tensors are laid out otherwise than before: sums are taken in another order")
+        return ""
+
+    def _assemble(self, rank: int, *, whole: bool = False) -> str:
+        """Let `rank` put its tensors together from several files (`whole`: take any one); the problem, or nothing."""
+        if not whole and not self._everywhere:
+            for layout, shard in self._needed(rank):
+                if not any(self._file(old, rank) for old in layout.holders[shard]):
+                    return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
+        base = self._file(rank, rank)
+        # The old rank of the same number, else in turn, so that no file is everybody's.
+        for turn in range(len(self._order)):
+            base = base or self._file(self._order[(rank + turn) % len(self._order)], rank)
+            if base is not None:
+                self.shares.append(RankPlan(rank, base, assembled=not whole))
+                return ""
+        return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
+
+    def _file(self, old: int, reader: int) -> FileFact | None:
+        return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
+
+    # --- on disks that are not shared ---
+
+    def _needed(self, rank: int) -> list[tuple[Layout, int]]:
+        """The parts of the old world that new rank `rank` needs some element of: layout and number of the shard."""
+        found: dict[tuple[Layout, int], None] = {}
+        for group in self._target.classes:
+            if rank in group.layout:
+                shard = group.layout.shard_of(rank)
+                for spec in group.tensors:
+                    for each in self._overlapping(spec, shard):
+                        found[each] = None
+        return list(found)
+
+    def _overlapping(self, wanted: TensorSpec, shard: int) -> list[tuple[Layout, int]]:
+        specs = self._source.by_name.get(wanted.name, ())
+        if is_marker(wanted) or not specs:
+            return []
+        spec = next((each for each in specs if each.layout == wanted.layout), specs[0])
+        mine = wanted.layout.boxes(wanted.shape, shard)
+        related = [spec, *self._states_of(spec)]
+        found = []
+        for each in related:
+            for part in range(each.layout.num_shards):
+                theirs = each.layout.boxes(each.shape, part)
+                alike = each.shape == wanted.shape
+                if theirs and mine and (not alike or any(overlap(a, b) is not None for a in theirs for b in mine)):
+                    found.append((each.layout, part))
+        return found
+
+    def _states_of(self, spec: TensorSpec) -> list[TensorSpec]:
+        """What optimizers keep of a parameter, where the new world does not say itself how that is laid out."""
+        return [
+            each
+            for each in self._source.tensors
+            if each.parameter == spec.name and each.name not in self._target.by_name
+        ]
+
+
+def _unfit(source: Strategy, target: Strategy) -> str:
+    """Parameters of the new program that the old one did not have, or not in this size."""
+    if "" in source.by_name:
+        return "its files do not say how their tensors are spread over the ranks, and the new world is another"
+    for spec in target.tensors:
+        if is_marker(spec) or spec.parameter:
+            continue
+        known = source.by_name.get(spec.name)
+        if not known:
+            return f"it has no {spec.name}, which the new program has"
+        if all(each.is_shape_known and each.shape != spec.shape for each in known):
+            return f"{spec.name} has shape {list(known[0].shape)} in it, and {list(spec.shape)} in the new program"
+    return ""
+
+
+def _ambiguous(source: Strategy, target: Strategy) -> str:
+    """Tensors of one name on different ranks cannot be told apart once ranks move."""
+    moved = source.world_size != target.world_size
+    for name, wanted in target.by_name.items():
+        specs = source.by_name.get(name, ())
+        if is_marker(wanted[0]) or max(len(specs), len(wanted)) < 2 or not specs:
+            continue
+        if moved or any(all(spec.layout != each.layout for each in specs) for spec in wanted):
+            ranks = ", ".join(str(spec.layout.ranks[0]) for spec in (*specs, *wanted)[:4])
+            return (
+                f"different tensors are called {name} (on ranks {ranks}, ...): each rank has its own, and nothing says "
+                "how they become those of another world; describe them with Guard(layouts=...)"
+            )
+    return ""

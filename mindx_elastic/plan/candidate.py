@@ -1,0 +1,136 @@
+"""One step, judged: is every part of every tensor there, and who would read what? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.assignment import Assignment
+from mindx_elastic.plan.facts import FileFact, Moment, ResumePlan, World, no_file, rank_list
+from mindx_elastic.plan.strategy import LayoutClass, Strategy
+from mindx_elastic.plan.targets import target_of
+
+__all__ = ["Candidate", "Context"]
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is the same for all steps."""
+
+    world: World
+    faults: frozenset[int]
+    own_states: Mapping[Moment, Collection[int]]
+    recorded: Mapping[Moment, Strategy]
+
+
+class Candidate:
+    """`problem` is empty when a start from this step works."""
+
+    def __init__(self, moment: Moment, facts: Sequence[FileFact], context: Context) -> None:
+        self.moment, self._context = moment, context
+        found: dict[int, list[FileFact]] = {}
+        for fact in facts:
+            found.setdefault(fact.rank, []).append(fact)
+        self._files = {rank: tuple(found[rank]) for rank in sorted(found)}
+        sizes = sorted({fact.world_size for fact in facts})
+        self.world_size = sizes[0] if len(sizes) == 1 else 0
+        """Ranks that wrote it; 0: not clear."""
+        self._assignment: Assignment | None = None
+        self.problem = self._judge(sizes)
+        if self.problem and self.world_size not in (0, context.world.size):
+            self.problem = f"written by {self.world_size} ranks: {self.problem}"
+
+    @property
+    def inexact(self) -> Sequence[str]:
+        """Why a run that goes on from here is not bit for bit the uninterrupted one."""
+        return () if self._assignment is None else self._assignment.inexact
+
+    @property
+    def lonely(self) -> bool:
+        """Not exact only because ranks have to take another's file and have nothing of their own."""
+        return self._assignment is not None and self._assignment.lonely
+
+    def plan(self) -> ResumePlan:
+        assert self._assignment is not None
+        first = self._assignment.shares[0].file
+        return ResumePlan(
+            moment=self.moment,
+            epoch=first.epoch,
+            step_in_epoch=first.step_in_epoch,
+            source=self._source,
+            world=replace(self._context.world, strategy=self._target),
+            ranks=tuple(self._assignment.shares),
+            files=self._files,
+            resharded=self._assignment.resharded,
+            inexact=tuple(self._assignment.inexact),
+            faults=self._context.faults,
+        )
+
+    def _judge(self, sizes: Sequence[int]) -> str:
+        if not self._files:
+            return "none of its files can be used"
+        if len(sizes) > 1:
+            return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
+        try:
+            self._source = self._merge()
+        except UsageError as error:
+            return f"its files contradict each other: {error}"
+        known = self._source.ranks
+        unknown = [rank for rank in range(self.world_size) if rank not in known and rank not in self._files]
+        if unknown:
+            return no_file(unknown)
+        missing = self._missing()
+        if missing:
+            return missing
+        try:
+            self._target = target_of(self._source, self._context.world)
+        except UsageError as error:
+            return str(error)
+        own_states = self._context.own_states.get(self.moment, ())
+        self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+        return self._assignment.problem
+
+    def _merge(self) -> Strategy:
+        """What the files say together, in the order of ranks."""
+        strategies: dict[int, Strategy] = {}
+        if self.moment in self._context.recorded:
+            strategy = self._context.recorded[self.moment]
+            if strategy.world_size != self.world_size:
+                raise UsageError(f"the strategy is for {strategy.world_size} ranks, the files are of {self.world_size}")
+            strategies[id(strategy)] = strategy
+        for facts in self._files.values():
+            for fact in facts:
+                strategies.setdefault(id(fact.strategy), fact.strategy)
+        if len(strategies) == 1:
+            return next(iter(strategies.values()))
+        return Strategy(self.world_size, tuple(spec for s in strategies.values() for spec in s.tensors))
+
+    def _missing(self) -> str:
+        """The parts that no usable file holds, in words."""
+        lines: list[str] = []
+        for group in self._source.classes:
+            lines += [self._missing_text(group, shard) for shard in self._holes(group)]
+            if len(lines) > _SHOWN:
+                break
+        return "; ".join([*lines[:_SHOWN], *(["and more"] if len(lines) > _SHOWN else [])])
+
+    def _holes(self, group: LayoutClass) -> list[int]:
+        found: list[int] = []
+        for shard, ranks in enumerate(group.layout.holders):
+            if not any(rank in self._files for rank in ranks) and not group.is_empty(shard):
+                found.append(shard)
+                if len(found) > _SHOWN:
+                    break
+        return found
+
+    def _missing_text(self, group: LayoutClass, shard: int) -> str:
+        names = [spec.name for spec in group.tensors if spec.name]
+        ranks = group.layout.holders[shard]
+        if not names:
+            return no_file(ranks)
+        what = names[0].lstrip("@") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        part = f"part {shard + 1} of {group.layout.num_shards} of {what}" if group.layout.num_shards > 1 else what
+        return f"{part}: no usable file of {rank_list(ranks)}, which held it"

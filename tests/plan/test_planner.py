@@ -1,0 +1,637 @@
+"""The planner's rules, one readable case each. Ranks are written out: what a person would expect is in the names."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World, alone
+from mindx_elastic.plan.layout import Layout, parse_placement
+from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.plan.targets import remesh
+
+RUN = "run-a"
+
+
+def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = (), names: tuple[str, ...] = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks, names)
+
+
+def tensor(name: str, shape: tuple[int, ...], layout: Layout, parameter: str = "") -> TensorSpec:
+    return TensorSpec(name, shape, layout, "F32", parameter)
+
+
+DDP = replicated(4, {"w": (8, 4)}, "F32")
+FSDP = Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(0)", names=("dp",))),))
+HSDP = Strategy(4, (tensor("w", (8, 4), layout_of((2, 2), "R", "S(0)", names=("dp", "fsdp"))),))
+FSDP_TP = Strategy(4, (tensor("w", (9, 4), layout_of((2, 2), "_S(0,2)", "S(0)", names=("dp", "tp"))),))
+STAGES = Strategy(
+    4,
+    (
+        tensor("layers.0", (8,), layout_of((2,), "R", ranks=(0, 1))),
+        tensor("layers.1", (8,), layout_of((2,), "R", ranks=(2, 3))),
+    ),
+)
+
+
+def file(
+    rank: int,
+    step: int = 10,
+    strategy: Strategy = DDP,
+    *,
+    kind: str = "breakpoint",
+    attempt: int = 0,
+    run: str = RUN,
+    **more: Any,
+) -> FileFact:
+    path = f"/{run}/{attempt}/{step}/rank_{rank}/{kind}"
+    more.setdefault("world_size", strategy.world_size)
+    return FileFact(path, rank, (run, attempt, step), strategy=strategy, kind=kind, **more)
+
+
+def files(ranks: Iterable[int], step: int = 10, strategy: Strategy = DDP, **more: Any) -> list[FileFact]:
+    return [file(rank, step, strategy, **more) for rank in ranks]
+
+
+def plan_of(facts: list[FileFact], world: int | World = 4, **more: Any) -> ResumePlan:
+    plan = plan_resume(facts, World(world) if isinstance(world, int) else world, **more)
+    assert isinstance(plan, ResumePlan), str(plan)
+    return plan
+
+
+def refusal_of(facts: list[FileFact], world: int | World = 4, **more: Any) -> Refusal:
+    plan = plan_resume(facts, World(world) if isinstance(world, int) else world, **more)
+    assert isinstance(plan, Refusal)
+    return plan
+
+
+def readers(plan: ResumePlan) -> list[int]:
+    """For each new rank the old one whose file it takes."""
+    return [each.file.rank for each in plan.ranks]
+
+
+def kinds(plan: ResumePlan) -> list[str]:
+    return [each.file.kind for each in plan.ranks]
+
+
+# --- which step ---
+
+
+def test_nothing_there_is_no_plan() -> None:
+    refusal = refusal_of([])
+    assert not refusal.found_anything
+    assert str(refusal) == "there is no checkpoint"
+
+
+def test_the_newest_step_wins_and_everybody_reads_its_own_file() -> None:
+    plan = plan_of([*files(range(4), 8), *files(range(4), 10), *files(range(4), 9)])
+    assert plan.step == 10
+    assert readers(plan) == [0, 1, 2, 3]
+    assert plan.exact and not plan.resharded and not any(each.assembled for each in plan.ranks)
+    assert plan.steps_lost is None and plan.rejected == ()
+
+
+def test_it_falls_back_step_by_step_and_says_why() -> None:
+    facts = [*files([0, 1, 2], 12, FSDP), *files([1, 2, 3], 11, FSDP), *files(range(4), 10, FSDP)]
+    plan = plan_of(facts)
+    assert plan.step == 10
+    assert [rejected.moment for rejected in plan.rejected] == [(RUN, 0, 12), (RUN, 0, 11)]
+    assert [rejected.reason for rejected in plan.rejected] == [
+        "part 4 of 4 of w: no usable file of rank 3, which held it",
+        "part 1 of 4 of w: no usable file of rank 0, which held it",
+    ]
+    assert plan.steps_lost == 2
+
+
+def test_steps_are_never_mixed_even_if_each_rank_has_some() -> None:
+    assert isinstance(plan_resume([*files([0, 1], 10, FSDP), *files([2, 3], 11, FSDP)], World(4)), Refusal)
+
+
+def test_attempts_are_never_mixed_even_at_one_step() -> None:
+    facts = [*files([0, 1], 10, FSDP, attempt=0), *files([2, 3], 10, FSDP, attempt=1)]
+    assert len(refusal_of(facts).reasons) == 2
+
+
+def test_the_last_attempt_goes_before_a_higher_step_of_an_earlier_one() -> None:
+    plan = plan_of([*files(range(4), 90, attempt=0), *files(range(4), 80, attempt=1)])
+    assert plan.moment == (RUN, 1, 80)
+    assert plan.steps_lost is None  # nobody saw a later step of this attempt
+
+
+def test_an_earlier_attempt_stands_in_when_the_last_one_left_nothing_whole() -> None:
+    plan = plan_of([*files(range(4), 70, FSDP, attempt=0), *files([0, 1, 2], 80, FSDP, attempt=1)])
+    assert plan.moment == (RUN, 0, 70)
+
+
+def test_the_run_that_wrote_last_is_meant_when_two_runs_share_a_folder() -> None:
+    old, new = files(range(4), 500, run="old", created=100.0), files(range(4), 20, run="new", created=200.0)
+    assert plan_of([*old, *new]).moment == ("new", 0, 20)
+    assert plan_of([*new, *old]).moment == ("new", 0, 20)
+
+
+def test_one_wrong_clock_does_not_mix_runs() -> None:
+    skewed = [file(0, 20, FSDP, run="new", created=50.0), *files([1, 2, 3], 20, FSDP, run="new", created=200.0)]
+    plan = plan_of([*skewed, *files(range(4), 500, FSDP, run="old", created=100.0)])
+    assert plan.moment == ("new", 0, 20)
+    assert {each.file.moment[0] for each in plan.ranks} == {"new"}
+
+
+def test_moments_are_tried_run_by_run_attempt_by_attempt_step_by_step() -> None:
+    facts = [
+        file(0, 5, run="b", created=1.0),
+        file(0, 7, run="a", created=9.0),
+        file(0, 9, run="a", created=2.0),
+        file(0, 3, run="a", attempt=1, created=3.0),
+    ]
+    assert order_of_moments(facts) == [("a", 1, 3), ("a", 0, 9), ("a", 0, 7), ("b", 0, 5)]
+
+
+def test_only_the_step_asked_for_is_taken() -> None:
+    facts = [*files(range(4), 10), *files(range(4), 9)]
+    assert plan_of(facts, only=(RUN, 0, 9)).step == 9
+    refusal = refusal_of([*files([0], 10, FSDP), *files(range(4), 9, FSDP)], only=(RUN, 0, 10))
+    assert [rejected.moment for rejected in refusal.reasons] == [(RUN, 0, 10)]
+
+
+def test_a_step_asked_for_that_is_not_there_is_named() -> None:
+    refusal = refusal_of(files(range(4), 10), only=(RUN, 0, 99))
+    assert refusal.found_anything
+    assert "step 99" in str(refusal)
+
+
+def test_what_was_sorted_out_before_stays_on_record() -> None:
+    torn = Rejected("/ckpt/torn", "its header is damaged")
+    assert torn in plan_of(files(range(4)), rejected=[torn]).rejected
+    assert torn in refusal_of([], rejected=[torn]).reasons
+
+
+# --- kinds of files ---
+
+
+def test_kinds_of_files_are_mixed_within_a_step() -> None:
+    facts = [
+        file(0, kind="breakpoint", strategy=FSDP),
+        file(1, kind="ttp", strategy=FSDP),
+        file(2, kind="snapshot", strategy=FSDP),
+        file(3, kind="periodic", strategy=FSDP),
+    ]
+    plan = plan_of(facts)
+    assert kinds(plan) == ["breakpoint", "ttp", "snapshot", "periodic"]
+    assert plan.exact
+
+
+def test_of_several_files_of_a_rank_the_first_is_read_and_the_others_stand_by() -> None:
+    facts = [file(0, kind="ttp"), file(0, kind="periodic"), *files([1, 2, 3])]
+    plan = plan_of(facts)
+    assert plan.ranks[0].file.kind == "ttp"
+    assert [fact.kind for fact in plan.files[0]] == ["ttp", "periodic"]
+    layout = plan.source.tensors[0].layout
+    assert [(f.rank, f.kind) for f in plan.holders(layout, 0, 0)][0] == (0, "ttp")
+    assert [(f.rank, f.kind) for f in plan.holders(layout, 0, 0)][-1] == (0, "periodic")
+
+
+# --- donors ---
+
+
+def test_a_replica_stands_in_for_a_missing_rank() -> None:
+    plan = plan_of(files([1, 2, 3]), own_states={(RUN, 0, 10): [0]})
+    assert readers(plan) == [1, 1, 2, 3]
+    assert [each.donor for each in plan.ranks] == [1, None, None, None]
+    assert plan.exact  # its own random numbers lie in memory
+
+
+def test_without_own_random_numbers_a_replica_is_not_exact_and_the_plan_says_so() -> None:
+    plan = plan_of(files([1, 2, 3]))
+    assert not plan.exact
+    assert plan.inexact == ("rank 0 takes rank 1's file and has no random numbers of its own",)
+
+
+def test_donors_are_healthy_ranks_first_then_the_lowest() -> None:
+    plan = plan_of(files([1, 2, 3], kind="periodic"), faults=[0, 1])
+    assert readers(plan) == [2, 1, 2, 3]
+
+
+def test_several_needy_ranks_are_spread_over_the_donors() -> None:
+    ddp = replicated(8, {"w": (8,)})
+    plan = plan_of(files([1, 4, 6], strategy=ddp), 8)
+    assert readers(plan) == [1, 1, 4, 6, 4, 1, 6, 4]
+
+
+def test_hsdp_takes_the_donor_with_the_same_shard() -> None:
+    plan = plan_of(files([1, 2], strategy=HSDP))
+    assert readers(plan) == [2, 1, 2, 1]
+    assert not any(each.assembled for each in plan.ranks)
+
+
+def test_a_whole_replica_group_gone_leaves_nothing() -> None:
+    refusal = refusal_of(files([0, 2], strategy=HSDP))
+    assert str(refusal) == (
+        "run run-a step 10 is not used: part 2 of 2 of w: no usable file of ranks 1, 3, which held it"
+    )
+
+
+def test_parts_of_one_rank_come_from_several_files_when_no_rank_holds_all_of_them() -> None:
+    crossed = Strategy(
+        4,
+        (
+            tensor("rows", (8, 4), layout_of((2, 2), "R", "S(0)")),
+            tensor("columns", (8, 4), layout_of((2, 2), "S(1)", "R")),
+        ),
+    )
+    plan = plan_of(files([1, 2, 3], strategy=crossed))
+    assert plan.ranks[0].assembled
+    rows, columns = crossed.tensors
+    assert [f.rank for f in plan.holders(rows.layout, rows.layout.shard_of(0), 0)] == [2]
+    assert [f.rank for f in plan.holders(columns.layout, columns.layout.shard_of(0), 0)] == [1]
+    assert not plan.resharded
+
+
+def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
+    plan = plan_of(files(range(4)))
+    layout = plan.source.tensors[0].layout
+    assert [plan.holders(layout, 0, reader)[0].rank for reader in range(4)] == [0, 1, 2, 3]
+    fewer = plan_of(files([1, 3]))
+    assert [fewer.holders(layout, 0, reader)[0].rank for reader in range(4)] == [1, 1, 1, 3]
+    assert [fewer.holders(layout, 0, reader)[0].rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
+
+
+def test_empty_shards_need_no_file() -> None:
+    strategy = Strategy(4, (tensor("w", (3, 4), layout_of((4,), "S(0)")),))
+    plan = plan_of(files([0, 1, 2], strategy=strategy))
+    assert plan.step == 10
+    assert plan.ranks[3].assembled
+    assert not plan.exact
+
+
+def test_fsdp_around_tensor_parallel_with_nine_rows_misses_no_file_of_its_empty_shard() -> None:
+    # tp takes 5 and 4 rows; dp over 4 then gives rank 6 none of the 5.
+    strategy = Strategy(8, (tensor("w", (9, 4), layout_of((4, 2), "_S(0,2)", "S(0)")),))
+    assert plan_of(files([r for r in range(8) if r != 6], strategy=strategy), 8).step == 10
+    assert "part 8 of 8" in str(refusal_of(files([r for r in range(8) if r != 7], strategy=strategy), 8))
+
+
+def test_zero_1_state_is_missed_when_the_one_rank_that_held_it_is_gone() -> None:
+    specs = [tensor("w", (8,), layout_of((4,), "R"))]
+    specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(4)]
+    strategy = Strategy(4, tuple(specs))
+    assert plan_of(files(range(4), strategy=strategy)).exact
+    assert "optimizer.2: no usable file of rank 2" in str(refusal_of(files([0, 1, 3], strategy=strategy)))
+
+
+def test_expert_parallel_ranks_stand_in_only_for_those_with_the_same_experts() -> None:
+    specs = [tensor("attention", (8,), layout_of((4,), "R"))]
+    specs += [tensor(f"expert.{e}", (8,), layout_of((2,), "R", ranks=(e, e + 2))) for e in range(2)]
+    strategy = Strategy(4, tuple(specs))
+    assert readers(plan_of(files([0, 1], strategy=strategy))) == [0, 1, 0, 1]
+    assert "expert.1: no usable file of ranks 1, 3" in str(refusal_of(files([0, 2], strategy=strategy)))
+
+
+def test_pipeline_stages_stand_in_only_for_themselves() -> None:
+    assert readers(plan_of(files([1, 2], strategy=STAGES))) == [1, 1, 2, 2]
+    assert "layers.1: no usable file of ranks 2, 3" in str(refusal_of(files([0, 1], strategy=STAGES)))
+
+
+def test_each_stage_may_describe_only_itself() -> None:
+    first, second = (Strategy(4, (spec,)) for spec in STAGES.tensors)
+    plan = plan_of([*files([0, 1], strategy=first), *files([2], strategy=second)])
+    assert readers(plan) == [0, 1, 2, 2]
+    assert "ranks 2, 3" in str(refusal_of(files([0, 1], strategy=first)))
+
+
+def test_an_idle_rank_needs_its_own_file_or_nothing_is_known_of_it() -> None:
+    strategy = Strategy(3, (tensor("w", (8,), layout_of((2,), "R")),))
+    assert readers(plan_of(files(range(3), strategy=strategy), 3)) == [0, 1, 2]
+    assert "rank 2" in str(refusal_of(files(range(2), strategy=strategy), 3))
+
+
+# --- what is said of files and what is not ---
+
+
+def test_files_that_say_nothing_stand_for_their_own_rank_only() -> None:
+    facts = [file(rank, strategy=alone(rank, 2)) for rank in range(2)]
+    assert readers(plan_of(facts, 2)) == [0, 1]
+    assert "rank 1" in str(refusal_of(facts[:1], 2))
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4), (4, 2), (4, 8), (3, 2)])
+def test_private_models_are_refused_on_another_world(old: int, new: int) -> None:
+    refusal = refusal_of([file(rank, strategy=alone(rank, old)) for rank in range(old)], new)
+    assert len(refusal.reasons) == 1
+    told = Strategy(new, (tensor("w", (8,), layout_of((new,), "R")),))
+    assert refusal_of([file(rank, strategy=alone(rank, old)) for rank in range(old)], World(new, told)).reasons
+
+
+def test_files_that_disagree_on_the_world_size_are_refused_together() -> None:
+    facts = [file(0, world_size=5), *files([1, 2, 3])]
+    assert "its files disagree on the world size (4, 5)" in str(refusal_of(facts))
+    assert str(refusal_of(facts)) == str(refusal_of(facts[::-1]))
+
+
+def test_contradictory_strategies_are_refused_by_name_and_an_older_step_is_taken() -> None:
+    other = Strategy(4, (tensor("w", (8, 5), layout_of((4,), "R")),))
+    plan = plan_of([file(0, 10), *files([1, 2, 3], 10, other), *files(range(4), 9)])
+    assert plan.step == 9
+    (rejected,) = plan.rejected
+    assert "contradict" in rejected.reason and "w: shape [8, 4]" in rejected.reason and "[8, 5]" in rejected.reason
+
+
+def test_a_recorded_strategy_tells_what_missing_files_held() -> None:
+    moment = (RUN, 0, 10)
+    private = files([0, 1], strategy=Strategy(4, (STAGES.tensors[0],)))
+    refusal = refusal_of(private, recorded={moment: STAGES})
+    assert "layers.1: no usable file of ranks 2, 3" in str(refusal)
+    assert "for 2 ranks" in str(refusal_of(files(range(4)), recorded={moment: replicated(2, {"w": (8, 4)})}))
+    assert "contradict" in str(refusal_of(files(range(4)), recorded={moment: FSDP}))
+
+
+# --- faults ---
+
+
+def test_what_a_faulty_rank_wrote_while_dying_is_not_believed() -> None:
+    facts = [*files(range(4), 10, FSDP, kind="breakpoint"), *files(range(4), 8, FSDP, kind="periodic")]
+    assert plan_of(facts).step == 10
+    plan = plan_of(facts, faults=[2])
+    assert plan.step == 8
+    assert kinds(plan) == ["periodic"] * 4  # its own, too: it was well then
+    assert "the fault report names rank 2, whose dying saves are not used" in plan.rejected[0].reason
+    assert plan.faults == {2}
+
+
+@pytest.mark.parametrize("kind", ["breakpoint", "ttp", "request_exit", "snapshot"])
+def test_every_kind_of_dying_save_of_a_faulty_rank_is_left_out(kind: str) -> None:
+    assert "rank 1" in str(refusal_of(files(range(4), 10, FSDP, kind=kind), faults=[1]))
+
+
+@pytest.mark.parametrize("kind", ["periodic", "manual"])
+def test_what_a_faulty_rank_wrote_while_it_was_well_is_used(kind: str) -> None:
+    assert plan_of(files(range(4), 10, FSDP, kind=kind), faults=[1]).exact
+
+
+def test_a_faulty_ranks_dying_save_of_an_earlier_attempt_is_believed() -> None:
+    earlier = files(range(4), 10, FSDP, attempt=0)
+    assert isinstance(plan_resume(earlier, World(4), faults=[1]), Refusal)
+    plan = plan_of([*earlier, file(0, 11, FSDP, attempt=1)], faults=[1])
+    assert plan.moment == (RUN, 0, 10)
+    assert readers(plan) == [0, 1, 2, 3]
+
+
+def test_a_replica_stands_in_for_a_faulty_rank_at_the_newest_step() -> None:
+    plan = plan_of(files(range(4)), faults=[3], own_states={(RUN, 0, 10): [3]})
+    assert readers(plan) == [0, 1, 2, 0]
+
+
+def test_a_faulty_ranks_periodic_file_of_the_same_step_is_used_in_place_of_its_dying_one() -> None:
+    facts = [*files([0, 1, 2], strategy=FSDP), file(3, strategy=FSDP), file(3, strategy=FSDP, kind="periodic")]
+    assert kinds(plan_of(facts, faults=[3])) == ["breakpoint"] * 3 + ["periodic"]
+
+
+def test_faults_that_name_everybody_leave_the_periodic_files() -> None:
+    facts = [*files(range(4), 10), *files(range(4), 6, kind="periodic")]
+    assert plan_of(facts, faults=range(4)).step == 6
+    refusal = refusal_of(files(range(4), 10), faults=range(4))
+    assert refusal.found_anything
+    assert "ranks 0, 1, 2, 3, whose dying saves are not used" in str(refusal)
+
+
+def test_faults_of_ranks_that_never_were_change_nothing() -> None:
+    assert readers(plan_of(files(range(4)), faults=[17, 99])) == [0, 1, 2, 3]
+
+
+# --- exact before newest ---
+
+
+def test_an_exact_step_just_before_goes_before_one_that_is_not_exact() -> None:
+    plan = plan_of([*files([0, 1, 2], 10), *files(range(4), 9)])
+    assert plan.step == 9
+    assert plan.exact
+    assert plan.steps_lost == 1
+    (rejected,) = plan.rejected
+    assert "would not be exact" in rejected.reason and "rank 3" in rejected.reason
+
+
+@pytest.mark.parametrize(("older", "chosen"), [(9, 9), (8, 8), (7, 10)])
+def test_exactness_is_worth_two_steps_and_no_more(older: int, chosen: int) -> None:
+    assert plan_of([*files([0, 1, 2], 10), *files(range(4), older)]).step == chosen
+
+
+def test_with_own_states_in_memory_the_newest_step_is_exact_and_wins() -> None:
+    plan = plan_of([*files([0, 1, 2], 10), *files(range(4), 9)], own_states={(RUN, 0, 10): [3]})
+    assert plan.step == 10
+    assert plan.exact
+
+
+def test_the_step_just_before_must_be_exact_itself() -> None:
+    assert plan_of([*files([0, 1, 2], 10), *files([0, 1, 3], 9)]).step == 10
+
+
+def test_the_step_just_before_must_be_of_the_same_attempt() -> None:
+    assert plan_of([*files([0, 1, 2], 10, attempt=1), *files(range(4), 9, attempt=0)]).moment == (RUN, 1, 10)
+
+
+def test_a_step_just_before_that_is_laid_out_otherwise_is_not_exact() -> None:
+    world = World(4, DDP)
+    assert plan_of([*files([0, 1, 2], 10, DDP), *files(range(4), 9, FSDP)], world).step == 10
+
+
+# --- disks that are not shared ---
+
+
+def on_nodes(facts: Iterable[FileFact], size: int = 2) -> list[FileFact]:
+    """Each file is seen by the ranks of its own node."""
+    nodes = [frozenset(range(first, first + size)) for first in range(0, 64, size)]
+    return [FileFact(**{**vars(fact), "visible_to": nodes[fact.rank // size]}) for fact in facts]
+
+
+def test_donors_are_sought_on_the_ranks_own_node() -> None:
+    assert readers(plan_of(on_nodes(files([0, 3])))) == [0, 0, 3, 3]
+
+
+def test_a_file_on_another_nodes_disk_is_no_donor() -> None:
+    refusal = refusal_of(on_nodes(files([0, 1])))
+    assert "cannot see" in str(refusal) and "share" in str(refusal)
+
+
+def test_a_rank_that_was_moved_to_another_node_takes_a_replica_there() -> None:
+    moved = [file(0, visible_to=frozenset({1})), *files([1, 2, 3], visible_to=frozenset({0, 1, 2, 3}))]
+    assert readers(plan_of(moved)) == [1, 1, 2, 3]
+
+
+def test_on_node_local_disks_everybody_still_reads_its_own_file() -> None:
+    assert readers(plan_of(on_nodes(files(range(4), strategy=FSDP)))) == [0, 1, 2, 3]
+
+
+def test_another_layout_needs_disks_that_are_seen() -> None:
+    target = World(4, Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(1)")),)))
+    assert "cannot see" in str(refusal_of(on_nodes(files(range(4), strategy=FSDP)), target))
+
+
+def test_only_the_parts_that_a_rank_needs_must_be_seen() -> None:
+    # Stages on nodes of their own; each stage is laid out anew from what is on its node.
+    old, new = (
+        Strategy(
+            4,
+            tuple(tensor(f"stage{s}", (8,), layout_of((2,), how, ranks=(2 * s, 2 * s + 1))) for s in range(2)),
+        )
+        for how in ("S(0)", "R")
+    )
+    plan = plan_of(on_nodes(files(range(4), strategy=old)), World(4, new))
+    assert all(each.assembled for each in plan.ranks)
+
+
+# --- another world ---
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP], ids=["ddp", "fsdp"])
+def test_four_ranks_become_two_three_and_four_again(strategy: Strategy) -> None:
+    for size in (2, 3, 4):
+        plan = plan_of(files(range(strategy.world_size), strategy=strategy), size)
+        assert [each.rank for each in plan.ranks] == list(range(size))
+        assert plan.resharded
+        assert "ranks become" in plan.inexact[0]
+        assert plan.world.strategy is not None
+        strategy = plan.world.strategy
+    assert strategy.tensors[0].layout == (DDP if strategy.tensors[0].layout.num_shards == 1 else FSDP).tensors[0].layout
+
+
+def test_hsdp_and_fsdp_around_tp_scale_their_outermost_dimension() -> None:
+    plan = plan_of(files(range(4), strategy=HSDP), 6)
+    assert plan.world.strategy is not None
+    assert plan.world.strategy.tensors[0].layout.mesh_shape == (3, 2)
+    plan = plan_of(files(range(4), strategy=FSDP_TP), 8)
+    assert plan.world.strategy is not None
+    assert plan.world.strategy.tensors[0].layout == layout_of((4, 2), "_S(0,2)", "S(0)")
+
+
+def test_a_world_that_is_no_multiple_has_to_be_told_how() -> None:
+    refusal = refusal_of(files(range(4), strategy=FSDP_TP), 3)
+    assert "no multiple of 2" in str(refusal)
+    assert refusal.other_worlds == (4,)
+
+
+def test_a_mesh_is_scaled_by_the_names_of_its_dimensions() -> None:
+    scaled = remesh(FSDP_TP, 8, {"tp": 4})
+    assert scaled.tensors[0].layout == layout_of((2, 4), "_S(0,4)", "S(0)")
+    with pytest.raises(UsageError, match="no mesh dimension called 'pp'"):
+        remesh(FSDP_TP, 8, {"pp": 2})
+    with pytest.raises(UsageError, match="2 x 8 has not 8 ranks"):
+        remesh(FSDP_TP, 8, {"tp": 8})
+
+
+def test_pipeline_stages_keep_their_number() -> None:
+    scaled = remesh(STAGES, 8)
+    assert [tuple(spec.layout.ranks) for spec in scaled.tensors] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    with pytest.raises(UsageError, match="has to be told"):
+        remesh(STAGES, 3)
+
+
+@pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
+def test_zero_1_state_on_another_world_has_to_be_told(old: int, new: int) -> None:
+    specs = [tensor("w", (8,), layout_of((old,), "R"))]
+    specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(old)]
+    strategy = Strategy(old, tuple(specs))
+    assert refusal_of(files(range(old), strategy=strategy), new).other_worlds == (old,)
+    told = Strategy(new, tuple(tensor(s.name, s.shape, layout_of((new,), "R"), s.parameter) for s in specs))
+    plan = plan_of(files(range(old), strategy=strategy), World(new, told))
+    assert all(each.assembled for each in plan.ranks)
+
+
+def test_another_layout_on_the_same_ranks_is_no_exact_resume() -> None:
+    target = Strategy(4, (tensor("w", (8, 4), layout_of((4,), "S(1)")),))
+    plan = plan_of(files(range(4), strategy=FSDP), World(4, target))
+    assert plan.resharded and not plan.exact
+    assert [each.nbytes for each in plan.ranks] == [32, 32, 32, 32]
+    assert readers(plan) == [0, 1, 2, 3]
+
+
+def test_a_layout_that_is_only_spelled_differently_is_as_before() -> None:
+    same = Strategy(4, (tensor("w", (8, 4), layout_of((1, 4), "R", "S(0)")),))
+    plan = plan_of(files(range(4), strategy=FSDP), World(4, same))
+    assert not plan.resharded
+    assert plan.exact
+
+
+def test_a_world_may_grow_and_no_file_is_everybodys() -> None:
+    plan = plan_of(files(range(4)), 16)
+    counts = [readers(plan).count(rank) for rank in range(4)]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_tensors_of_one_name_on_different_ranks_are_refused_on_another_world() -> None:
+    strategy = Strategy(4, tuple(tensor("w", (8,), layout_of((1,), "R", ranks=(r,))) for r in range(4)))
+    assert readers(plan_of(files(range(4), strategy=strategy))) == [0, 1, 2, 3]
+    told = World(2, replicated(2, {"w": (8,)}, "F32"))
+    assert "different tensors are called w" in str(refusal_of(files(range(4), strategy=strategy), told))
+
+
+def test_a_tensor_of_another_size_in_the_new_program_is_refused_and_named() -> None:
+    for size in (4, 2):
+        target = Strategy(size, (tensor("w", (8, 6), layout_of((size,), "S(0)")),))
+        reason = str(refusal_of(files(range(4), strategy=FSDP), World(size, target)))
+        assert "w" in reason and "[8, 4]" in reason and "[8, 6]" in reason
+
+
+def test_a_strategy_for_another_number_of_ranks_is_refused() -> None:
+    assert "for 2 ranks, the world has 4" in str(refusal_of(files(range(4)), World(4, replicated(2, {"w": (8, 4)}))))
+
+
+def test_state_of_an_optimizer_that_has_fewer_dimensions_than_its_parameter_is_no_obstacle() -> None:
+    rows = layout_of((2,), "S(0)")
+    source = Strategy(2, (tensor("w", (8, 4), rows), tensor("row_sums", (8,), rows, "w")))
+    target = Strategy(2, (tensor("w", (8, 4), layout_of((2,), "S(1)")),))
+    assert plan_of(files(range(2), strategy=source), World(2, target)).resharded
+
+
+@pytest.mark.parametrize("size", [0, -1, 1.5, True, "4", 10**12], ids=str)
+def test_a_world_that_is_none_is_refused(size: Any) -> None:
+    with pytest.raises(UsageError):
+        World(size)
+
+
+def test_a_file_of_a_world_beyond_all_bounds_keeps_nobody_busy() -> None:
+    huge = [FileFact("/huge", 0, (RUN, 0, 10), (1 << 63) - 1, DDP)]
+    assert isinstance(plan_resume(huge, World(4)), Refusal)
+
+
+# --- numbers, and the same answer always ---
+
+
+def test_bytes_to_read_are_those_of_the_ranks_own_parts() -> None:
+    assert [each.nbytes for each in plan_of(files(range(4))).ranks] == [128] * 4
+    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP)).ranks] == [32] * 4
+    # 9 rows of 16 bytes over FSDP2 around TP: 3, 2, 2, 2 rows
+    assert [each.nbytes for each in plan_of(files(range(4), strategy=FSDP_TP)).ranks] == [48, 32, 32, 32]
+
+
+def test_epoch_and_step_in_epoch_come_from_the_chosen_step() -> None:
+    facts = [*files(range(4), 10, FSDP, epoch=2, step_in_epoch=3), *files([0], 11, FSDP, epoch=2, step_in_epoch=4)]
+    plan = plan_of(facts)
+    assert (plan.epoch, plan.step_in_epoch, plan.steps_lost) == (2, 3, 1)
+
+
+def test_the_order_of_the_files_changes_nothing() -> None:
+    first, second = (Strategy(4, (spec,)) for spec in STAGES.tensors)
+    facts = [
+        *files([0, 1], 10, first),
+        *files([2], 10, second),
+        *files([0, 1], 9, first, kind="periodic"),
+        *files([2, 3], 9, second, kind="periodic"),
+        *files([0, 1, 2, 3], 400, run="old", created=-5.0),
+        *files([3], 11, second, world_size=5),
+    ]
+    expected = plan_of(facts)
+    for seed in range(20):
+        shuffled = random.Random(seed).sample(facts, len(facts))
+        assert plan_of(shuffled) == expected
+        assert repr(plan_of(shuffled)) == repr(expected)
+
+
+def test_the_order_of_the_files_changes_nothing_in_a_refusal() -> None:
+    facts = [*files([0, 1], 10, FSDP), *files([2], 9, FSDP, world_size=5), *files([1, 2], 9, FSDP)]
+    expected = refusal_of(facts)
+    for seed in range(20):
+        assert refusal_of(random.Random(seed).sample(facts, len(facts))) == expected
