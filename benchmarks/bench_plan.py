@@ -236,7 +236,7 @@ def _print_growth(args: argparse.Namespace) -> None:
         "both x 2": [(ranks << i, tensors << i) for i in range(4)],
     }
     for mode in ("replicated", "fsdp"):
-        print(f"\ngrowth, {mode} (a factor of 2.0 or less is linear or better)")
+        print(f"\ngrowth, {mode} (a factor of about 2 is linear)")
         for name, points in curves.items():
             found = [_sample(args, mode, *point) for point in points]
             texts = []

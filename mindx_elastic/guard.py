@@ -32,10 +32,11 @@ from mindx_elastic.listening import Listening, find_peers
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
-from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas, start_or_resume
+from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas
 from mindx_elastic.saving import Saver
+from mindx_elastic.starting import start_job
 from mindx_elastic.stopping import Stopper
-from mindx_elastic.strategies import standing_of, target_of_all
+from mindx_elastic.strategies import standing_of
 from mindx_elastic.surroundings import Surroundings
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -179,19 +180,14 @@ class Guard:
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
         self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
         self._exchange = self._around.exchange
-        start = start_or_resume(
+        start = start_job(
             directories,
             collector=self._collector,
             targets=self._targets,
             loader=self.loader,
-            ranks=self.ranks,
-            exchange=self._exchange,
-            events=self._events,
+            saver=self._saver,
             resume=self._resume,
-            arenas=self._around.arenas,
-            transport=self._around.mirror,
-            target=target_of_all(self._collector, ranks, self._exchange),
-            on_found=self._around.announce,
+            around=self._around,
         )
         self._take_over(start, settings)
         self._start_stages(stack, settings)

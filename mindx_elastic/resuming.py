@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.reading import Transport
 from mindx_elastic.resume.restore import Resumed, Target, find_and_read
@@ -59,6 +60,11 @@ class Start:
         return arenas is None or not found.path.is_relative_to(arenas)
 
     @property
+    def plan(self) -> ResumePlan | None:
+        """What was loaded, by all ranks; None on a fresh start."""
+        return None if self.resumed is None else self.resumed.plan
+
+    @property
     def step(self) -> int | None:
         """The step that the run goes on from; None on a fresh start."""
         return None if self.resumed is None else self.resumed.checkpoint.info.step
@@ -77,7 +83,7 @@ def start_or_resume(
     arenas: Path | None = None,
     transport: Transport | None = None,
     target: Target | None = None,
-    faults: Collection[int] = (),
+    faults: KnownFaults | None = None,
     on_found: Callable[[Resumed | None], None] = lambda found: None,
 ) -> Start:
     """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""

@@ -49,7 +49,8 @@ class Saver:
         """Every rank holds the same weights."""
         self.gone: Callable[[], Collection[int]] = frozenset
         """Gives the ranks known to be dead."""
-        self._coordinates = {"replicas": ranks.world_size} if replicated else {}
+        self.coordinates = {"replicas": ranks.world_size} if replicated else {}
+        """Of every file's header."""
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
@@ -200,7 +201,7 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
-            coordinates={**self._coordinates, **self._foreseen()},
+            coordinates={**self.coordinates, **self._foreseen()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
         )

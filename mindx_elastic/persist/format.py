@@ -46,6 +46,7 @@ from mindx_elastic.persist.unflatten import unflatten
 __all__ = [
     "DATA_ALIGNMENT",
     "MAX_HEADER_BYTES",
+    "MAX_WORLD_SIZE",
     "SCHEMA",
     "CheckpointInfo",
     "Header",
@@ -65,6 +66,8 @@ Moment = tuple[str, int, int]
 
 SCHEMA = "1"
 DATA_ALIGNMENT = 4096
+MAX_WORLD_SIZE = 1 << 24
+"""Whoever reads a header makes lists of so many ranks."""
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
@@ -147,6 +150,8 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         value = getattr(info, name)
         if type(value) is not int or not 0 <= value < 1 << 63:
             return f"{name} must be a whole number, 0 or more"
+    if info.world_size > MAX_WORLD_SIZE:
+        return f"world_size {info.world_size} is more than {MAX_WORLD_SIZE}"
     if not info.rank < info.world_size:
         return f"rank {info.rank} does not lie below world_size {info.world_size}"
     if type(info.resumable) is not bool:

@@ -88,7 +88,7 @@ class Assignment:
                 return problem
         if new != old:
             self.inexact.append(
-                f"{old} ranks become {new}: sums are taken in another order, and random numbers begin anew"
+                f"{old} rank{'s' * (old > 1)} become{'s' * (old == 1)} {new}: sums are taken in another order, and random numbers begin anew"
             )
         else:
             self.inexact.append("tensors are laid out otherwise than before: sums are taken in another order")

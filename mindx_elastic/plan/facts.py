@@ -12,6 +12,7 @@ from mindx_elastic.plan.strategy import Strategy, TensorSpec
 __all__ = [
     "DYING_KINDS",
     "FileFact",
+    "KnownFaults",
     "Moment",
     "RankPlan",
     "Refusal",
@@ -53,6 +54,8 @@ class FileFact:
     step_in_epoch: int = 0
     visible_to: frozenset[int] | None = None
     """The new ranks that can read it; None: all."""
+    fault_report: int = 0
+    """`KnownFaults.report` at the start of the process that wrote it."""
     echo: str = ""
     """Over what the file assumes others to hold, too; see `resume.facts`."""
 
@@ -63,6 +66,16 @@ class FileFact:
 def alone(rank: int, world_size: int) -> Strategy:
     """Of a file that says nothing about other ranks: nobody else has what is in it."""
     return Strategy(world_size, (TensorSpec("", (), Layout((1,), (REPLICATE,), (rank,))),))
+
+
+@dataclass(frozen=True)
+class KnownFaults:
+    """What a fault report says."""
+
+    ranks: frozenset[int] = frozenset()
+    """Of the world before."""
+    report: int = 0
+    """A number for its content; 0: none. Ranks that began when it was there already are on sound devices again."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import (
     DYING_KINDS,
     FileFact,
+    KnownFaults,
     Moment,
     Refusal,
     Rejected,
@@ -39,7 +40,7 @@ def plan_resume(
     files: Iterable[FileFact],
     world: World,
     *,
-    faults: Collection[int] = (),
+    faults: KnownFaults | Collection[int] = (),
     own_states: Mapping[Moment, Collection[int]] | None = None,
     recorded: Mapping[Moment, Strategy] | None = None,
     rejected: Sequence[Rejected] = (),
@@ -47,17 +48,18 @@ def plan_resume(
 ) -> ResumePlan | Refusal:
     """Choose what to resume from.
 
-    files: usable ones; of a rank's several files of a step the one to try first in front. faults: old ranks.
+    files: usable ones; of a rank's several files of a step the one to try first in front. faults: of old ranks.
     own_states: for each step the ranks whose small state of it (random numbers, buffers) lies in memory, so that
     another rank's file of a replica makes them whole. recorded: strategies known from elsewhere than the files.
     rejected: files that were sorted out before, for the record. only: the one step that may be taken.
     """
     everything = list(files)
-    usable, distrusted = _sort_out(everything, frozenset(faults))
+    known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
+    usable, distrusted = _sort_out(everything, known)
     by_moment: dict[Moment, list[FileFact]] = {}
     for fact in usable:
         by_moment.setdefault(fact.moment, []).append(fact)
-    context = Context(world, frozenset(faults), own_states or {}, recorded or {})
+    context = Context(world, known.ranks, own_states or {}, recorded or {})
     reasons: list[Rejected] = []
     considered: dict[Moment, Candidate] = {}
     moments = [m for m in order_of_moments(everything) if only in (None, m)]
@@ -80,7 +82,7 @@ def plan_resume(
     if only is not None and not moments:
         reasons.append(Rejected(moment_name(only), "no file of it is there", only))
     worlds = tuple(sorted({c.world_size for c in considered.values()} - {0, world.size}))
-    return Refusal((*reasons, *rejected), bool(everything), worlds, frozenset(faults))
+    return Refusal((*reasons, *rejected), bool(everything), worlds, known.ranks)
 
 
 def order_of_moments(files: Iterable[FileFact]) -> list[Moment]:
@@ -95,7 +97,7 @@ def order_of_moments(files: Iterable[FileFact]) -> list[Moment]:
     return sorted(moments, key=lambda m: (-activity[m[0]], m[0], -m[1], -m[2]))
 
 
-def _sort_out(files: Sequence[FileFact], faults: frozenset[int]) -> tuple[list[FileFact], dict[Moment, set[int]]]:
+def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:
     """Files that may be used; and of each step the faulty ranks whose dying words are not believed."""
     last: dict[str, int] = {}
     for fact in files:
@@ -105,7 +107,8 @@ def _sort_out(files: Sequence[FileFact], faults: frozenset[int]) -> tuple[list[F
     distrusted: dict[Moment, set[int]] = {}
     for fact in files:
         run, attempt, _ = fact.moment
-        if fact.rank in faults and fact.kind in DYING_KINDS and attempt == last[run]:
+        known_then = faults.report != 0 and fact.fault_report == faults.report
+        if fact.rank in faults.ranks and fact.kind in DYING_KINDS and attempt == last[run] and not known_then:
             distrusted.setdefault(fact.moment, set()).add(fact.rank)
         else:
             usable.append(fact)

@@ -71,6 +71,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echo: s
         nbytes=entry.size,
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
+        fault_report=info.coordinates.get("fault_report", 0),
         echo=echo,
     )
 
@@ -137,7 +138,7 @@ def _own(strategy: Strategy, rank: int) -> Strategy:
     return Strategy(strategy.world_size, tuple(specs))
 
 
-_ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "echo")
+_ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report", "echo")
 
 
 def pack_facts(facts: Iterable[FileFact]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ starts from a mixture of steps, and never silently from nothing while checkpoint
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from mindx_elastic.persist.catalog import CatalogEntry, root_of, scan
 from mindx_elastic.persist.format import Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.plan.facts import Refusal, Rejected, ResumePlan, World, moment_name
+from mindx_elastic.plan.facts import KnownFaults, Refusal, Rejected, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.plan.strategy import Strategy
 from mindx_elastic.resume.facts import facts_of
@@ -68,13 +68,13 @@ def find_and_read(
     arenas: Path | None = None,
     transport: Transport | None = None,
     target: Target | None = None,
-    faults: Collection[int] = (),
+    faults: KnownFaults | None = None,
 ) -> Resumed | None:
     """The checkpoint to resume from, verified; None for a fresh start. Main thread, all ranks together.
 
     `arenas`: the job's folder in shared memory. `transport`: fetches what only other ranks hold of this rank's files.
     `target`: how this start lays its tensors out; without it only what was written by as many ranks, or is whole in
-    each file, can be read. `faults`: ranks that the platform's report names. `resume`: ``"auto"``, ``"never"``, or a
+    each file, can be read. `faults`: what the platform's report says. `resume`: ``"auto"``, ``"never"``, or a
     path: a checkpoint directory, or one file whose step is then taken by all ranks.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they were written
@@ -94,7 +94,7 @@ def find_and_read(
         plan = plan_resume(
             sights.facts(),
             world,
-            faults=faults,
+            faults=faults or KnownFaults(),
             own_states=sights.own_states,
             rejected=sights.rejected,
             only=only,

@@ -313,7 +313,7 @@ def test_the_whole_shape_follows_from_equal_shards() -> None:
 
 
 def test_a_split_of_a_dimension_that_the_tensor_does_not_have_is_named() -> None:
-    with pytest.raises(UsageError, match=r"splits dimension 1 of a tensor of shape \[4\]"):
+    with pytest.raises(UsageError, match=r"splits .*dimension.* of shape \[4\]"):
         layout_of((2,), "S(1)").boxes((4,), 0)
     with pytest.raises(UsageError, match="no shard 2"):
         layout_of((2,), "S(0)").boxes((4,), 2)

@@ -67,7 +67,9 @@ def draw_tensors(draw: st.DrawFn, stages: int, mesh: tuple[int, ...]) -> list[Te
     return tensors
 
 
-def draw_files(draw: st.DrawFn, world_size: int, tensors: list[Tensor], stages: int, node: int | None) -> list[File]:
+def draw_files(
+    draw: st.DrawFn, world_size: int, tensors: list[Tensor], stage_size: int, node: int | None
+) -> list[File]:
     """Several steps of one or two attempts and runs; some files are gone, some ranks have two."""
     everything = frozenset(t.name for t in tensors)
     by_stage = draw(st.booleans())
@@ -92,7 +94,7 @@ def draw_files(draw: st.DrawFn, world_size: int, tensors: list[Tensor], stages: 
         kind = draw(st.sampled_from(KINDS))
         created = float(draw(st.integers(0, 3)))  # clocks are not to be relied on
         for rank in range(world_size):
-            stage = f"stage{rank * stages // world_size}."
+            stage = f"stage{rank // stage_size}."
             describes = frozenset(n for n in everything if n.startswith(stage)) if by_stage else everything
             for _ in range(0 if rank in gone else 2 if rank in twice else 1):
                 files.append(
@@ -124,9 +126,9 @@ def cases(draw: st.DrawFn) -> Case:
     stages = draw(st.sampled_from([1, 1, 2, 3]))
     mesh = draw_mesh(draw, 12 // stages)
     tensors = draw_tensors(draw, stages, mesh)
-    world_size = stages * math.prod(mesh)
+    world_size = stages * math.prod(mesh) + draw(st.sampled_from([0, 0, 0, 1]))  # one holds no tensor at all
     node = draw(st.sampled_from([None, None, None, 1, 2, 4]))
-    files = draw_files(draw, world_size, tensors, stages, node)
+    files = draw_files(draw, world_size, tensors, math.prod(mesh), node)
     faults = draw(st.sets(st.integers(0, world_size - 1), max_size=draw(st.sampled_from([0, 0, 1, 2, world_size]))))
     own_states: dict[Moment, frozenset[int]] = {}
     for moment in {f.moment: None for f in files}:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.layout import Layout, parse_placement
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, merge_specs, replicated, strategy_from_record
+from mindx_elastic.plan.targets import bytes_by_rank
 from tests.plan import oracle
 from tests.plan.oracle import Spread
 
@@ -63,7 +64,7 @@ def test_the_same_description_from_several_files_counts_once() -> None:
 def test_contradictory_descriptions_are_refused_and_named(other: TensorSpec) -> None:
     with pytest.raises(UsageError, match="contradictory descriptions of w: ") as caught:
         Strategy(8, (spec("w", (8,), DDP), other))
-    assert "on rank " in str(caught.value)
+    assert str(caught.value).count("[8]") >= 1
 
 
 def test_contradictory_types_are_refused_and_named_and_an_unknown_one_is_no_contradiction() -> None:
@@ -93,8 +94,15 @@ def test_a_world_size_that_is_none_is_refused(world_size: Any) -> None:
 
 
 def test_a_layout_that_splits_a_dimension_which_the_tensor_does_not_have_is_refused_and_named() -> None:
-    with pytest.raises(UsageError, match=r"splits dimension 0 of .*\[\]"):
-        Strategy(4, (spec("scale", (), HSDP),))
+    with pytest.raises(UsageError, match=r"bias of shape \[8\] .* no dimension 1"):
+        Strategy(4, (spec("bias", (8,), layout_of((4,), "S(1)")),))
+
+
+def test_a_tensor_that_is_split_and_has_no_shape_is_one_whose_shape_is_not_known() -> None:
+    unknown = spec("w", (), HSDP)  # MindSpore's strategy files do not tell
+    assert not unknown.is_shape_known and unknown.local_bytes(0) == 0
+    assert not Strategy(4, (unknown,)).classes[0].is_empty(1)
+    assert spec("w", (), DDP).is_shape_known  # a scalar
 
 
 # --- what follows from it ---
@@ -140,7 +148,7 @@ def test_replica_groups_are_the_ranks_that_hold_the_same_of_everything(
         max_size=4,
     )
 )
-def test_local_bytes_are_those_of_counted_elements(tensors: list[tuple[list[int], str]]) -> None:
+def test_bytes_of_ranks_are_those_of_counted_elements(tensors: list[tuple[list[int], str]]) -> None:
     splits: dict[str, tuple[tuple[int, int], ...]] = {
         "RR": (),
         "RS": ((1, 0),),
@@ -161,7 +169,9 @@ def test_local_bytes_are_those_of_counted_elements(tensors: list[tuple[list[int]
         spread = Spread((3, 2), tuple(range(6)), splits[how])
         for rank in range(6):
             expected[rank] += 2 * len(oracle.elements(tuple(shape), spread, rank))
-    assert Strategy(7, tuple(specs)).local_bytes() == expected
+    strategy = Strategy(7, tuple(specs))
+    found = bytes_by_rank(strategy, strategy)
+    assert {rank: found.get(rank, 0) for rank in range(7)} == expected
 
 
 def test_replicated_is_ddp() -> None:
@@ -218,8 +228,7 @@ def test_any_hostile_value_anywhere_gives_a_strategy_or_a_named_error(path: tupl
     except UsageError:
         return
     assert Strategy.from_json(strategy.to_json()) == strategy
-    for group in strategy.classes:
-        group.is_empty(0)
+    assert all(group.is_empty(0) in (True, False) for group in strategy.classes)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +246,6 @@ def test_any_hostile_value_anywhere_gives_a_strategy_or_a_named_error(path: tupl
         (("tensors", 0, "shape"), [9, -4]),
         (("tensors", 0, "shape"), [9.0, 4]),
         (("tensors", 0, "shape"), [1] * 65),
-        (("tensors", 0, "shape"), []),
         (("tensors", 0, "name"), None),
         (("tensors", 0, "name"), ["w"]),
         (("tensors", 0, "dtype"), 32),
