@@ -275,7 +275,8 @@ def _print_setting() -> None:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         cpu = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), cpu)
     print(f"command   {shlex.join(['python', *sys.argv])}")
-    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}")
+    load = f"load {os.getloadavg()[0]:.1f} at the start"
+    print(f"machine   {os.cpu_count()} x {cpu}, {platform.system()} {platform.release()}, {load}")
     print(f"versions  python {platform.python_version()}, torch {version('torch')}")
 
 

@@ -40,7 +40,7 @@ def start_job(
     resume: str | Path,
     around: Surroundings,
 ) -> Start:
-    """Plan, load, write down what was planned. Main thread, all ranks together; raises what `start_or_resume` raises."""
+    """Plan, load, write the plan down. Main thread, all ranks together; raises what `start_or_resume` raises."""
     ranks, exchange = saver.ranks, around.exchange
     target = target_of_all(collector, ranks, exchange)
     faults = faults_at_start(ranks, exchange)

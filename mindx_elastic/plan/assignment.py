@@ -14,7 +14,7 @@ from mindx_elastic.plan.layout import Layout, overlap
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.targets import bytes_by_rank, is_marker, same_parts
 
-__all__ = ["Assignment"]
+__all__ = ["Assignment", "differences"]
 
 _SHOWN = 3
 _NOT_SHARED = (
@@ -38,7 +38,11 @@ class Assignment:
         self._faults, self._own_states = faults, own_states
         self._order = list(files)
         self._everywhere = all(fact.visible_to is None for facts in files.values() for fact in facts[:1])
-        self._needs: dict[tuple[Layout, int], list[tuple[Layout, int]]] = {}
+        self._states: dict[str, list[TensorSpec]] = {}
+        for spec in source.tensors:
+            if spec.parameter and spec.name not in target.by_name:
+                self._states.setdefault(spec.parameter, []).append(spec)
+        self._sees_all: dict[frozenset[int], bool] = {}
         self.shares: list[RankPlan] = []
         """One for each new rank."""
         self.inexact: list[str] = []
@@ -76,9 +80,14 @@ class Assignment:
 
     def _other_parts(self) -> str:
         old, new = self._source.world_size, self._target.world_size
-        problem = _unfit(self._source, self._target) or _ambiguous(self._source, self._target)
+        if "" in self._source.by_name:
+            return "its files do not say how their tensors are spread over the ranks, and the new world is another"
+        problem = _ambiguous(self._source, self._target)
         if problem:
             return problem
+        unknown = next((spec for spec in self._source.tensors if not spec.is_shape_known), None)
+        if unknown is not None:
+            return f"the shape of {unknown.name} is not known, so nobody knows where its parts lie"
         # DDP to DDP: every file is whole, and any of them will do.
         whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
         whole &= all(group.layout.size == old for group in self._source.classes)
@@ -87,16 +96,15 @@ class Assignment:
             if problem:
                 return problem
         if new != old:
-            self.inexact.append(
-                f"{old} rank{'s' * (old > 1)} become{'s' * (old == 1)} {new}: sums are taken in another order, and random numbers begin anew"
-            )
+            become = "ranks become" if old > 1 else "rank becomes"
+            self.inexact.append(f"{old} {become} {new}: sums are taken in another order, and random numbers begin anew")
         else:
             self.inexact.append("tensors are laid out otherwise than before: sums are taken in another order")
         return ""
 
     def _assemble(self, rank: int, *, whole: bool = False) -> str:
         """Let `rank` put its tensors together from several files (`whole`: take any one); the problem, or nothing."""
-        if not whole and not self._everywhere:
+        if not whole and not self._everywhere and not self._sees_everything(rank):
             for layout, shard in self._needed(rank):
                 if not any(self._file(old, rank) for old in layout.holders[shard]):
                     return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
@@ -113,6 +121,15 @@ class Assignment:
         return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
 
     # --- on disks that are not shared ---
+
+    def _sees_everything(self, rank: int) -> bool:
+        """Whether `rank` can read every part of everything; worked out once for all ranks that see the same files."""
+        visible = frozenset(old for old in self._order if self._file(old, rank) is not None)
+        if visible not in self._sees_all:
+            self._sees_all[visible] = all(
+                not visible.isdisjoint(ranks) for group in self._source.classes for ranks in group.layout.holders
+            )
+        return self._sees_all[visible]
 
     def _needed(self, rank: int) -> list[tuple[Layout, int]]:
         """The parts of the old world that new rank `rank` needs some element of: layout and number of the shard."""
@@ -131,7 +148,8 @@ class Assignment:
             return []
         spec = next((each for each in specs if each.layout == wanted.layout), specs[0])
         mine = wanted.layout.boxes(wanted.shape, shard)
-        related = [spec, *self._states_of(spec)]
+        # What optimizers keep of it, where the new world does not say itself how that is laid out.
+        related = [spec, *self._states.get(spec.name, ())]
         found = []
         for each in related:
             for part in range(each.layout.num_shards):
@@ -141,28 +159,22 @@ class Assignment:
                     found.append((each.layout, part))
         return found
 
-    def _states_of(self, spec: TensorSpec) -> list[TensorSpec]:
-        """What optimizers keep of a parameter, where the new world does not say itself how that is laid out."""
-        return [
-            each
-            for each in self._source.tensors
-            if each.parameter == spec.name and each.name not in self._target.by_name
-        ]
 
-
-def _unfit(source: Strategy, target: Strategy) -> str:
-    """Parameters of the new program that the old one did not have, or not in this size."""
-    if "" in source.by_name:
-        return "its files do not say how their tensors are spread over the ranks, and the new world is another"
-    for spec in target.tensors:
-        if is_marker(spec) or spec.parameter:
-            continue
+def differences(source: Strategy, target: Strategy) -> list[str]:
+    """Parameters that the old program and the new one do not have in common, or not in the same size."""
+    found = []
+    parameters = [spec for spec in target.tensors if not is_marker(spec) and not spec.parameter]
+    for spec in parameters:
         known = source.by_name.get(spec.name)
         if not known:
-            return f"it has no {spec.name}, which the new program has"
-        if all(each.is_shape_known and each.shape != spec.shape for each in known):
-            return f"{spec.name} has shape {list(known[0].shape)} in it, and {list(spec.shape)} in the new program"
-    return ""
+            found.append(f"{spec.name} is missing there")
+        elif all(each.is_shape_known and each.shape != spec.shape for each in known):
+            found.append(f"{spec.name} has shape {list(known[0].shape)} there and {list(spec.shape)} here")
+    components = {spec.name.partition(".")[0] for spec in parameters}
+    for spec in source.tensors:
+        if spec.name.partition(".")[0] in components and spec.name not in target.by_name and not spec.parameter:
+            found.append(f"{spec.name} is only there")
+    return found
 
 
 def _ambiguous(source: Strategy, target: Strategy) -> str:

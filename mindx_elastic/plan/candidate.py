@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.assignment import Assignment
+from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.facts import FileFact, Moment, ResumePlan, World, no_file, rank_list
 from mindx_elastic.plan.strategy import LayoutClass, Strategy
 from mindx_elastic.plan.targets import target_of
@@ -14,6 +14,7 @@ from mindx_elastic.plan.targets import target_of
 __all__ = ["Candidate", "Context"]
 
 _SHOWN = 3
+_MOST = 12
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Candidate:
         self.world_size = sizes[0] if len(sizes) == 1 else 0
         """Ranks that wrote it; 0: not clear."""
         self._assignment: Assignment | None = None
+        self.is_misfit = False
+        """The new program has other parameters."""
         self.problem = self._judge(sizes)
         if self.problem and self.world_size not in (0, context.world.size):
             self.problem = f"written by {self.world_size} ranks: {self.problem}"
@@ -74,6 +77,8 @@ class Candidate:
             return "none of its files can be used"
         if len(sizes) > 1:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
+        if max(self._files) >= self.world_size or min(self._files) < 0:
+            return f"a file of rank {max(self._files)} in a world of {self.world_size}"
         try:
             self._source = self._merge()
         except UsageError as error:
@@ -89,21 +94,29 @@ class Candidate:
             self._target = target_of(self._source, self._context.world)
         except UsageError as error:
             return str(error)
+        misfits = [] if self._target is self._source or "" in self._source.by_name else self._differences()
+        if misfits:
+            self.is_misfit = True
+            more = f"; and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
+            return f"it does not fit the program: {'; '.join(misfits[:_MOST])}{more}"
         own_states = self._context.own_states.get(self.moment, ())
-        self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+        try:
+            self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+        except UsageError as error:
+            return str(error)
         return self._assignment.problem
+
+    def _differences(self) -> list[str]:
+        return differences(self._source, self._target) if self._context.world.strategy is not None else []
 
     def _merge(self) -> Strategy:
         """What the files say together, in the order of ranks."""
-        strategies: dict[int, Strategy] = {}
-        if self.moment in self._context.recorded:
-            strategy = self._context.recorded[self.moment]
+        recorded = self._context.recorded.get(self.moment)
+        told = [fact.strategy for facts in self._files.values() for fact in facts]
+        strategies = {id(each): each for each in ([recorded, *told] if recorded is not None else told)}
+        for strategy in strategies.values():
             if strategy.world_size != self.world_size:
-                raise UsageError(f"the strategy is for {strategy.world_size} ranks, the files are of {self.world_size}")
-            strategies[id(strategy)] = strategy
-        for facts in self._files.values():
-            for fact in facts:
-                strategies.setdefault(id(fact.strategy), fact.strategy)
+                raise UsageError(f"a strategy for {strategy.world_size} ranks, files of {self.world_size}")
         if len(strategies) == 1:
             return next(iter(strategies.values()))
         return Strategy(self.world_size, tuple(spec for s in strategies.values() for spec in s.tensors))

@@ -190,6 +190,8 @@ class Refusal:
     other_worlds: tuple[int, ...] = field(default=())
     """World sizes of steps that another number of ranks than the new one wrote."""
     faults: frozenset[int] = frozenset()
+    is_misfit: bool = False
+    """The newest step is whole, and is of a program with other parameters."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.reasons)) or "there is no checkpoint"

@@ -67,6 +67,8 @@ def plan_resume(
         candidate = considered[moment] = Candidate(moment, by_moment.get(moment, []), context)
         if candidate.problem:
             reasons.append(Rejected(moment_name(moment), _why(candidate, distrusted.get(moment)), moment))
+            if candidate.is_misfit:  # an older step that happens to fit is of an older program: nobody asked for it
+                return Refusal((*reasons, *rejected), True, (), known.ranks, is_misfit=True)
             continue
         chosen = candidate
         if candidate.lonely:  # not exact, and a step just before may be

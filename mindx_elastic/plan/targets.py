@@ -117,23 +117,21 @@ def same_parts(source: Strategy, target: Strategy) -> bool:
     for spec in target.tensors:
         known = source.by_name.get(spec.name, ())
         if known and not any(
-            each.shape == spec.shape
-            and (each.layout == spec.layout or _equal_boxes(each.layout, spec.layout, spec.shape))
-            for each in known
+            each.shape == spec.shape and (each.layout == spec.layout or _equal_boxes(each, spec)) for each in known
         ):
             return False
     return True
 
 
-def _equal_boxes(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Layouts that are spelled differently (a mesh of one dimension, or of two) and mean the same."""
-    if sorted(one.ranks) != sorted(other.ranks):
+def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:
+    """Of two tensors of one shape: layouts that are spelled differently (a mesh of one dimension, or of two) and mean
+    the same."""
+    a, b = one.layout, other.layout
+    if sorted(a.ranks) != sorted(b.ranks) or not (one.is_shape_known and other.is_shape_known):
         return False
-    if not one.splitting and not other.splitting:
+    if not a.splitting and not b.splitting:
         return True
-    return all(
-        one.segments(shape, one.shard_of(rank)) == other.segments(shape, other.shard_of(rank)) for rank in one.ranks
-    )
+    return all(a.segments(one.shape, a.shard_of(rank)) == b.segments(one.shape, b.shard_of(rank)) for rank in a.ranks)
 
 
 def bytes_by_rank(target: Strategy, source: Strategy) -> dict[int, int]:

@@ -105,6 +105,12 @@ def find_and_read(
         if checkpoint is not None:
             return _resumed(plan, checkpoint, reader.path, sight, sights, ranks)
     lines = sights.lines(None, plan.reasons)
+    if plan.is_misfit:
+        raise MismatchError(
+            f"the checkpoint in {directories[0]} does not fit: {'; '.join(lines[:8])}. Use the model that wrote it, or "
+            'start anew with resume="never" in another directory',
+            path=directories[0],
+        )
     if only is not None and not plan.other_worlds:
         _refuse_path(resume, directories[0], only, lines)
     _refuse_if_anything_was_there(directories[0], ranks, plan, sights, lines)

@@ -32,16 +32,18 @@ def test_planner_and_oracle_share_the_documented_rules() -> None:
 
 def draw_mesh(draw: st.DrawFn, limit: int) -> tuple[int, ...]:
     mesh: list[int] = []
-    for _ in range(draw(st.integers(1, 3))):
-        mesh.append(draw(st.integers(1, max(1, min(4, limit // math.prod(mesh))))))
+    for _ in range(draw(st.sampled_from([2, 1, 3]))):
+        left = limit // math.prod(mesh)
+        mesh.append(draw(st.sampled_from([size for size in (2, 3, 1, 4) if size <= left])))
     return tuple(mesh)
 
 
 def draw_spread(draw: st.DrawFn, shape: tuple[int, ...], mesh: tuple[int, ...], ranks: list[int]) -> Spread:
-    """Each mesh dimension splits a dimension or repeats; the splits happen in any order."""
+    """Each mesh dimension splits a dimension or repeats, often the same one; the splits happen in any order."""
     splits = []
+    together = draw(st.booleans())
     for mesh_dim in range(len(mesh)):
-        dim = draw(st.sampled_from([None, *range(len(shape))]))
+        dim = (0 if shape else None) if together else draw(st.sampled_from([None, *range(len(shape))]))
         if dim is not None:
             splits.append((mesh_dim, dim))
     return Spread(mesh, tuple(ranks), tuple(draw(st.permutations(splits))))
@@ -53,7 +55,7 @@ def draw_tensors(draw: st.DrawFn, stages: int, mesh: tuple[int, ...]) -> list[Te
     for stage in range(stages):
         ranks = list(range(stage * size, (stage + 1) * size))
         for number in range(draw(st.integers(1, 3))):
-            shape = tuple(draw(st.lists(st.integers(0, 7), max_size=2)))
+            shape = tuple(draw(st.lists(st.sampled_from([9, 5, 7, 1, 3, 0, 12]), max_size=2)))
             where = draw(st.sampled_from(["mesh", "mesh", "mesh", "alone", "row"])) if number else "mesh"
             if where == "alone":
                 spread = Spread((1,), (draw(st.sampled_from(ranks)),))
@@ -278,7 +280,7 @@ def contents_of(case: Case) -> dict[str, dict[str, Numbers]]:
 # --- the properties ---
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(cases(), st.integers(0, 1 << 16))
 def test_a_plan_exists_exactly_when_the_oracle_says_so_and_gives_every_rank_its_elements(case: Case, seed: int) -> None:
     facts = to_facts(case)
@@ -303,7 +305,7 @@ def test_a_plan_exists_exactly_when_the_oracle_says_so_and_gives_every_rank_its_
     event(f"assembled: {any(e.assembled for e in plan.ranks)}, exact: {plan.exact}")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_no_file_that_is_not_believed_is_ever_read(case: Case) -> None:
     plan = ask(case, to_facts(case))
@@ -314,7 +316,7 @@ def test_no_file_that_is_not_believed_is_ever_read(case: Case) -> None:
     assert read_from <= believed
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_what_is_called_exact_is_the_state_of_the_same_ranks(case: Case) -> None:
     plan: Any = ask(case, to_facts(case))

@@ -1,0 +1,115 @@
+"""Where tensors stand in a file's tree, by the names that people and strategies use."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.persist.flatten import MAX_DEPTH
+from mindx_elastic.persist.format import Header, read_header
+from mindx_elastic.persist.places import shape_of_node, tensor_places
+from mindx_elastic.persist.writer import write_checkpoint
+from tests.persist import states
+from tests.persist.test_reader import INFO
+
+
+def header_of(folder: Path, state: object) -> Header:
+    path = folder / "x.safetensors"
+    write_checkpoint(path, state, INFO)
+    return read_header(path)
+
+
+def shapes(header: Header) -> dict[str, tuple[int, ...]]:
+    return {place: shape_of_node(node, header) for place, node in tensor_places(header).items()}
+
+
+def test_model_and_optimizer(tmp_path: Path) -> None:
+    network = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    header = header_of(tmp_path, {"model": network.state_dict(), "optimizer": optimizer.state_dict(), "n": 3})
+    found = shapes(header)
+    assert {place for place in found if place.startswith("model.")} == {f"model.{n}" for n in network.state_dict()}
+    assert found["model.0.weight"] == found["optimizer.state.0.exp_avg"] == (2, 3)
+    assert found["optimizer.state.3.step"] == ()
+    assert len(found) == 7 + 4 * 3, "what is no tensor has no place"
+
+
+def test_lists_and_plain_dicts(tmp_path: Path) -> None:
+    tensor = torch.ones(1)
+    found = shapes(header_of(tmp_path, {"a": [{"b": tensor}, [torch.ones(2)]], "c": OrderedDict(d=torch.ones(3))}))
+    assert found == {"a.0.b": (1,), "a.1.0": (2,), "c.d": (3,)}
+
+
+def test_a_tensor_alone(tmp_path: Path) -> None:
+    assert shapes(header_of(tmp_path, torch.ones(2, 5))) == {"": (2, 5)}
+
+
+def test_numbers_as_keys_at_the_top(tmp_path: Path) -> None:
+    assert shapes(header_of(tmp_path, {0: torch.ones(1), 7: {8: torch.ones(2)}})) == {"0": (1,), "7.8": (2,)}
+
+
+def test_tied_tensors_have_a_place_each_and_one_name(tmp_path: Path) -> None:
+    weight = torch.ones(4, 2)
+    header = header_of(tmp_path, {"embedding": weight, "head": weight})
+    places = tensor_places(header)
+    assert set(places) == {"embedding", "head"}
+    assert len({node["$tensor"] for node in places.values()}) == 1 == len(header.entries)
+
+
+def test_complex_numbers_count_once(tmp_path: Path) -> None:
+    state = {"c": torch.ones(3, 2, dtype=torch.complex64), "f": torch.ones(3, 2), "b": torch.ones(2).to(torch.uint16)}
+    header = header_of(tmp_path, state)
+    assert header.entries["c"].shape == (3, 2, 2)
+    assert shapes(header) == {"c": (3, 2), "f": (3, 2), "b": (2,)}
+
+
+def test_arrays_and_bytes_are_no_tensors(tmp_path: Path) -> None:
+    header = header_of(tmp_path, {"blob": b"x" * 2000, "array": torch.ones(3).numpy(), "t": torch.ones(1)})
+    assert shapes(header) == {"t": (1,)}
+    assert len(header.entries) == 3
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(state=st.dictionaries(st.text("abc", min_size=1, max_size=3), states.states, max_size=4))
+def test_every_place_is_in_the_file(tmp_path: Path, state: dict[str, Any]) -> None:
+    header = header_of(tmp_path, state)
+    for place, node in tensor_places(header).items():
+        assert node["$tensor"] in header.entries
+        assert isinstance(place, str) and len(shape_of_node(node, header)) <= len(header.entries[node["$tensor"]].shape)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        3,
+        "$tensor",
+        {"$tensor": 3},
+        {"$tensor": ["x"]},
+        {"$map": 3},
+        {"$map": [3, [1], ["a", 1, 2], [[1], {"$tensor": "x"}]]},
+        {"$odict": {"a": 1}},
+        {"$unknown": {"$tensor": "x"}},
+    ],
+)
+def test_a_tree_that_says_nonsense_has_no_places(tmp_path: Path, tree: Any) -> None:
+    header = header_of(tmp_path, {"t": torch.ones(1)})
+    object.__setattr__(header, "tree", {"here": tree})
+    assert tensor_places(header) == {}
+
+
+def test_a_bottomless_tree_ends(tmp_path: Path) -> None:
+    header = header_of(tmp_path, {"t": torch.ones(1)})
+    tree: dict[str, Any] = {"$tensor": "t"}
+    for _ in range(10 * MAX_DEPTH):
+        tree = {"a": tree}
+    object.__setattr__(header, "tree", tree)
+    assert tensor_places(header) == {}

@@ -1,0 +1,481 @@
+"""A small transformer goes on in another world than the one that was stopped, with files lost and damaged on the way.
+
+Every update is over the same 12 samples in every world (fewer ranks accumulate more batches), so losses can be compared
+with those of one uninterrupted run on 4 ranks:
+
+* same ranks, every rank its own file: the same sums in the same order, so the same *bits* at the end;
+* everything else: the state is put together bit for bit (``STATE`` lines: a hash over all weights and moments, the same
+  before the stop and after the resume, whatever holds them), but from there on gradients are summed in another order:
+  losses are equal within `CLOSE`, a hundred times less than what a lost optimizer or a repeated sample makes.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.storage import QUARANTINE
+from tests.harness import Job, events, run_job, start_job
+
+pytestmark = pytest.mark.slow
+SIZE, STEPS = 60, 12  # samples; 5 updates an epoch
+SAVED, STOPPED = 4, 7  # an older whole step in epoch 1, and the one at the SIGTERM, in epoch 2
+CLOSE = 1e-5
+drill = pytest.mark.drill
+
+
+@dataclass
+class Place:
+    """A job's checkpoint directory and its own shared memory."""
+
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.directory, self.memory = self.folder / "ckpt", self.folder / "shm"
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.memory.mkdir(exist_ok=True)
+
+    @contextmanager
+    def start(self, kind: str, ranks: int, *args: object, torchrun: bool = False) -> Iterator[Job]:
+        env = {"MINDX_ARENA_DIR": str(self.memory)}
+        forked = () if torchrun else ("--ranks", ranks)
+        given = ("transformer.py", kind, self.directory, *forked, *args)
+        with start_job(*given, ranks=ranks if torchrun else 1, env=env) as job:
+            yield job
+
+    def run(self, kind: str, ranks: int, *args: object, code: int = 0) -> Job:
+        env = {"MINDX_ARENA_DIR": str(self.memory)}
+        job = run_job("transformer.py", kind, self.directory, "--ranks", ranks, *args, env=env, code=code)
+        assert not list(self.memory.iterdir()), f"something is left in memory\n{job.report()}"
+        return job
+
+    def stop(self, kind: str, ranks: int, *args: object, torchrun: bool = False) -> Job:
+        """SIGTERM for one rank, in the middle of an epoch; an older whole step lies beside what is saved then."""
+        options = ("--save-at", SAVED, "--hold-at", STOPPED - 1, *args)
+        with self.start(kind, ranks, *options, torchrun=torchrun) as job:
+            job.wait_for("HOLD", count=ranks)
+            job.signal_rank(ranks - 1, signal.SIGTERM)
+            job.expect(1 if torchrun else 143)
+            assert len(job.matches("Graceful exit is triggered, stop training.")) == ranks
+        saved = [read_header(path).info for path in self.directory.rglob("*.safetensors")]
+        steps = {(info.rank, info.step) for info in saved}
+        assert steps == {(rank, step) for rank in range(ranks) for step in (SAVED, STOPPED)}, job.report()
+        return job
+
+    def file(self, rank: int, step: int) -> Path:
+        """The rank's file of a step; by its header, names are for people."""
+        (found,) = [p for p in (self.directory / f"rank_{rank}").glob("*.safetensors") if read_header(p).info.step == step]
+        return found
+
+    def quarantined(self) -> set[str]:
+        return {path.name for path in (self.directory / QUARANTINE).rglob("*.safetensors")}
+
+
+@dataclass(frozen=True)
+class Stopped:
+    """A job that was stopped once, for many tests: each works on a copy."""
+
+    place: Place
+    job: Job
+
+    def copy(self, folder: Path) -> Place:
+        shutil.copytree(self.place.folder, folder, dirs_exist_ok=True)
+        return Place(folder)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stopped]:
+    """``stopped(kind, ranks, *args)``"""
+    done: dict[tuple[object, ...], Stopped] = {}
+
+    def make(kind: str, ranks: int, *args: object) -> Stopped:
+        key = (kind, ranks, *args)
+        if key not in done:
+            place = Place(tmp_path_factory.mktemp(f"{kind}-{ranks}"))
+            done[key] = Stopped(place, place.stop(kind, ranks, *args))
+        return done[key]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Job]:
+    """``whole(kind, ranks)``: an uninterrupted run."""
+    done: dict[tuple[object, ...], Job] = {}
+
+    def make(kind: str, ranks: int, *args: object) -> Job:
+        key = (kind, ranks, *args)
+        if key not in done:
+            done[key] = Place(tmp_path_factory.mktemp("whole")).run(kind, ranks, *args)
+        return done[key]
+
+    return make
+
+
+# --- what is compared ---
+
+
+def losses(job: Job) -> dict[int, float]:
+    return {int(m[1]): float(m[2]) for m in job.matches(r"LOSS (\d+) (\S+)")}
+
+
+def states(job: Job) -> dict[int, set[str]]:
+    """Hashes over the whole state, by step."""
+    found: dict[int, set[str]] = {}
+    for match in job.matches(r"STATE (\d+) (\w+)"):
+        found.setdefault(int(match[1]), set()).add(match[2])
+    return found
+
+
+def resumed_from(job: Job) -> set[str]:
+    return {m[1] for m in job.matches(r"READY \d+ \d+ (\w+)")}
+
+
+def seen(job: Job, upto: int = STEPS) -> Counter[tuple[int, int]]:
+    """How often each sample of each epoch went into an update that counts: one up to step `upto`."""
+    found: Counter[tuple[int, int]] = Counter()
+    for match in job.matches(r"SEEN (\d+) ([\d,]+) step (\d+)"):
+        if int(match[3]) <= upto:
+            found.update((int(match[1]), int(index)) for index in match[2].split(","))
+    return found
+
+
+def assert_goes_on(step: int, before: Job, after: Job, reference: Job, *, exact: bool = False) -> None:
+    """`after` went on from `step` of `before`: with its very state, with every sample once, on the same loss curve."""
+    report = f"{before.report()}\n\n{after.report()}"
+    assert resumed_from(after) == {str(step)}, report
+    assert states(after)[step] == states(before)[step], f"the state is not the saved one\n{report}"
+    assert set(losses(after)) == set(range(step + 1, STEPS + 1)), report
+    for number, loss in losses(after).items():
+        assert loss == pytest.approx(losses(reference)[number], rel=0 if exact else CLOSE), f"step {number}\n{report}"
+    if exact:
+        assert states(after)[STEPS] == states(reference)[STEPS], report
+    together = seen(before, step) + seen(after)
+    every = Counter((epoch, index) for epoch in (1, 2) for index in range(SIZE))
+    assert Counter({key: n for key, n in together.items() if key[0] <= 2}) == every, report
+
+
+def flip_bit(path: Path) -> None:
+    """In the data, which only the tensors' digests cover."""
+    header = read_header(path)
+    place = header.data_start + (header.file_size - header.data_start) // 2
+    with open(path, "r+b") as file:
+        byte = os.pread(file.fileno(), 1, place)[0]
+        os.pwrite(file.fileno(), bytes([byte ^ 0x10]), place)
+
+
+def lose(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert not path.exists()
+
+
+DAMAGES = [(damage, ranks) for damage in (lose, flip_bit) for ranks in (4, 2, 1)]
+
+
+# --- FSDP2 x TP: no weight is on two ranks ---
+
+
+def test_same_ranks_and_own_files_give_the_same_bits(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
+) -> None:
+    before = stopped("2d", 4)
+    after = before.copy(tmp_path).run("2d", 4)
+    assert_goes_on(STOPPED, before.job, after, whole("2d", 4), exact=True)
+    assert not after.matches("not bit for bit"), after.report()
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "args"),
+    [
+        ("2d", 2, ()),
+        pytest.param("2d", 2, ("--tensor-parallel", 1), marks=drill),
+        pytest.param("2d", 4, ("--tensor-parallel", 1), marks=drill),
+        pytest.param("2d", 4, ("--tensor-parallel", 4), marks=drill),
+        pytest.param("fsdp", 4, (), marks=drill),
+        pytest.param("hsdp", 4, (), marks=drill),
+        pytest.param("ddp", 2, (), marks=drill),
+        ("plain", 1, ()),
+    ],
+)
+def test_fsdp2_with_tensor_parallel_goes_on_in_another_world(
+    tmp_path: Path,
+    stopped: Callable[..., Stopped],
+    whole: Callable[..., Job],
+    kind: str,
+    ranks: int,
+    args: tuple[object, ...],
+) -> None:
+    before = stopped("2d", 4)
+    after = before.copy(tmp_path).run(kind, ranks, *args)
+    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
+    assert after.matches("not bit for bit the uninterrupted run: "), after.report()
+    assert {e["resharded"] for e in events(tmp_path / "ckpt", "resume")} == {True}
+
+
+@pytest.mark.parametrize(
+    ("damage", "ranks"), [(flip_bit, 1), *(pytest.param(d, r, marks=drill) for d, r in DAMAGES if (d, r) != (flip_bit, 1))]
+)
+def test_one_ranks_file_is_needed_so_the_older_step_is_taken_whole(
+    tmp_path: Path,
+    stopped: Callable[..., Stopped],
+    whole: Callable[..., Job],
+    damage: Callable[[Path], None],
+    ranks: int,
+) -> None:
+    before = stopped("2d", 4)
+    place = before.copy(tmp_path)
+    bad = place.file(1, STOPPED)
+    damage(bad)
+    after = place.run("2d", ranks)
+    if damage is flip_bit:
+        assert place.quarantined() == {bad.name}, after.report()
+        assert len(after.matches(f"step {STOPPED} is not used: .*{bad.name} is damaged")) == 1, after.report()
+    else:
+        assert len(after.matches(f"step {STOPPED} is not used: .*no usable file of rank 1, which held it")) == 1, (
+            after.report()
+        )
+    assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
+
+
+@drill
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+@pytest.mark.parametrize("node", [(2, 3), (1, 3)], ids=["tp group", "dp group"])
+def test_a_nodes_newest_files_are_gone(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int, node: tuple[int, int]
+) -> None:
+    before = stopped("2d", 4)
+    place = before.copy(tmp_path)
+    for rank in node:
+        lose(place.file(rank, STOPPED))
+    after = place.run("2d", ranks)
+    assert after.matches(f"step {STOPPED} is not used: .*rank {node[1]}"), after.report()
+    assert_goes_on(SAVED, before.job, after, whole("2d", 4), exact=ranks == 4)
+
+
+@drill
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+@pytest.mark.parametrize("node", [(2, 3), (1, 3)], ids=["tp group", "dp group"])
+def test_a_nodes_folders_are_gone_and_no_step_is_whole(
+    tmp_path: Path, stopped: Callable[..., Stopped], ranks: int, node: tuple[int, int]
+) -> None:
+    place = stopped("2d", 4).copy(tmp_path)
+    for rank in node:
+        lose(place.directory / f"rank_{rank}")
+    left = sorted(place.directory.rglob("*.safetensors"))
+    after = place.run("2d", ranks, code=1)
+    kind = "NoUsableCheckpointError" if ranks == 4 else "MismatchError"
+    refusals = after.matches(rf"{kind}: ")
+    assert len(refusals) == ranks and not after.matches("READY"), after.report()
+    assert f"rank {node[0]}" in after.report() and 'resume="never"' in after.report()
+    assert sorted(place.directory.rglob("*.safetensors")) == left, "nothing is lost by a refusal"
+
+
+@drill
+def test_two_steps_are_never_mixed(tmp_path: Path, stopped: Callable[..., Stopped]) -> None:
+    """Each step lacks another rank: together they would be whole."""
+    place = stopped("2d", 4).copy(tmp_path)
+    lose(place.file(0, STOPPED))
+    lose(place.file(3, SAVED))
+    after = place.run("2d", 2, code=1)
+    assert len(after.matches("MismatchError: ")) == 2 and not after.matches("READY"), after.report()
+    for step in (SAVED, STOPPED):
+        assert f"step {step} is not used" in after.report()
+
+
+@drill
+def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., Job]) -> None:
+    """As users start it, and with a stop in each world."""
+    place, before, together = Place(tmp_path), None, Counter[tuple[int, int]]()
+    for ranks, hold in ((4, 2), (2, 5), (1, 7)):
+        with place.start("2d", ranks, "--hold-at", hold, torchrun=ranks > 1) as job:
+            job.wait_for("HOLD", count=ranks)
+            job.signal_rank(0, signal.SIGTERM)
+            job.expect(1 if ranks > 1 else 143)
+        if before is not None:
+            step = min(losses(job)) - 1
+            assert states(job)[step] == states(before)[step], f"{before.report()}\n\n{job.report()}"
+        before, together = job, together + seen(job)
+    with place.start("2d", 4, torchrun=True) as last:
+        last.expect(0)
+    assert before is not None and resumed_from(last) == {"8"}, last.report()
+    assert states(last)[8] == states(before)[8]
+    together += seen(last)
+    assert all(together[epoch, index] == 1 for epoch in (1, 2) for index in range(SIZE))
+    for number, loss in losses(last).items():
+        assert loss == pytest.approx(losses(whole("2d", 4))[number], rel=CLOSE)
+
+
+# --- HSDP: every shard is on two ranks ---
+
+
+def test_hsdp_a_lost_file_is_the_replicas_job(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
+) -> None:
+    before = stopped("hsdp", 4)
+    place = before.copy(tmp_path)
+    lose(place.file(3, STOPPED))
+    after = place.run("hsdp", 4)
+    assert len(after.matches(f"rank 3 has no file of step {STOPPED} and takes rank 1's")) == 1, after.report()
+    # Beside the same state nothing has changed: this model draws no random numbers. `make drill` compares bits.
+    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
+
+
+@drill
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+@pytest.mark.parametrize("damage", [lose, flip_bit])
+def test_hsdp_a_replica_stands_in_also_in_another_world(
+    tmp_path: Path,
+    stopped: Callable[..., Stopped],
+    whole: Callable[..., Job],
+    damage: Callable[[Path], None],
+    ranks: int,
+) -> None:
+    before = stopped("hsdp", 4)
+    place = before.copy(tmp_path)
+    bad = place.file(0, STOPPED)
+    damage(bad)
+    after = place.run("hsdp", ranks)
+    # A file that nobody has to read is not checked: with 1 rank the sound replica may be read in the first place.
+    assert place.quarantined() <= {bad.name} if damage is flip_bit else not bad.exists()
+    assert_goes_on(STOPPED, before.job, after, whole("hsdp", 4), exact=ranks == 4)
+
+
+@drill
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+@pytest.mark.parametrize("node", [(0, 1), (2, 3), (1, 2)])
+def test_hsdp_a_nodes_folders_are_gone(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int, node: tuple[int, int]
+) -> None:
+    """Whichever two ranks: of each shard one holder is left."""
+    before = stopped("hsdp", 4)
+    place = before.copy(tmp_path)
+    for rank in node:
+        lose(place.directory / f"rank_{rank}")
+    after = place.run("hsdp", ranks)
+    assert_goes_on(STOPPED, before.job, after, whole("hsdp", 4), exact=ranks == 4)
+
+
+@drill
+def test_hsdp_both_holders_of_a_shard_are_gone(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
+) -> None:
+    before = stopped("hsdp", 4)
+    place = before.copy(tmp_path)
+    for rank in (1, 3):
+        lose(place.file(rank, STOPPED))
+    after = place.run("hsdp", 2)
+    assert after.matches(f"step {STOPPED} is not used: .*no usable file of ranks 1, 3, which held it"), after.report()
+    assert_goes_on(SAVED, before.job, after, whole("hsdp", 4))
+
+
+# --- DDP and ZeRO-1: weights everywhere, the optimizer's state on one rank each ---
+
+ONE = ("--batch-size", 1)  # 12 samples are then 3, 4, 6 or 12 batches for 4, 3, 2 or 1 ranks
+
+
+def test_zero_four_two_three(tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]) -> None:
+    before = stopped("zero", 4, *ONE)
+    place = before.copy(tmp_path)
+    with place.start("zero", 2, *ONE, "--hold-at", 8) as second:
+        second.wait_for("HOLD", count=2)
+        second.signal_rank(0, signal.SIGTERM)
+        second.expect(143)
+    third = place.run("zero", 3, *ONE)
+    assert resumed_from(second) == {str(STOPPED)} and resumed_from(third) == {"9"}, second.report() + third.report()
+    assert states(second)[STOPPED] == states(before.job)[STOPPED], "weights and all moments, put together"
+    assert states(third)[9] == states(second)[9]
+    together = seen(before.job) + seen(second) + seen(third)
+    assert all(together[epoch, index] == 1 for epoch in (1, 2) for index in range(SIZE))
+    for number, loss in (losses(second) | losses(third)).items():
+        assert loss == pytest.approx(losses(whole("2d", 4))[number], rel=CLOSE)
+
+
+@drill
+@pytest.mark.parametrize("ranks", [4, 2, 1])
+def test_zero_a_lost_rank_takes_its_share_of_the_moments_with_it(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], ranks: int
+) -> None:
+    before = stopped("zero", 4, *ONE)
+    place = before.copy(tmp_path)
+    lose(place.file(2, STOPPED))
+    after = place.run("zero", ranks, *ONE)
+    assert after.matches(f"step {STOPPED} is not used: .*rank 2"), after.report()
+    assert_goes_on(SAVED, before.job, after, whole("zero", 4, *ONE), exact=ranks == 4)
+
+
+@drill
+@pytest.mark.parametrize("kinds", [("plain", "ddp", "plain"), ("ddp", "ddp", "ddp")])
+def test_one_two_one(tmp_path: Path, whole: Callable[..., Job], kinds: tuple[str, str, str]) -> None:
+    place = Place(tmp_path)
+    first = place.stop(kinds[0], 1)
+    with place.start(kinds[1], 2, "--hold-at", 8) as second:
+        second.wait_for("HOLD", count=2)
+        second.signal_rank(1, signal.SIGTERM)
+        second.expect(143)
+    last = place.run(kinds[2], 1)
+    assert states(second)[STOPPED] == states(first)[STOPPED], f"{first.report()}\n\n{second.report()}"
+    assert states(last)[9] == states(second)[9], f"{second.report()}\n\n{last.report()}"
+    together = seen(first) + seen(second) + seen(last)
+    assert all(together[epoch, index] == 1 for epoch in (1, 2) for index in range(SIZE))
+    for number, loss in (losses(second) | losses(last)).items():
+        assert loss == pytest.approx(losses(whole("plain", 1))[number], rel=CLOSE)
+
+
+@drill
+@pytest.mark.parametrize("lost", [0, 1, 3])
+def test_ddp_any_file_will_do(
+    tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job], lost: int
+) -> None:
+    before = stopped("ddp", 4)
+    place = before.copy(tmp_path)
+    for rank in {0, 1, 2, 3} - {lost}:
+        lose(place.directory / f"rank_{rank}")
+    after = place.run("ddp", 2)
+    assert_goes_on(STOPPED, before.job, after, whole("2d", 4))
+
+
+@drill
+@pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4), (1, 2)])
+def test_private_models_are_not_for_another_world(tmp_path: Path, old: int, new: int) -> None:
+    """Each rank trains for itself: what would the weights of a rank more or less be?"""
+    place = Place(tmp_path)
+    place.stop("plain", old)
+    files = sorted(place.directory.rglob("*.safetensors"))
+    after = place.run("plain", new, code=1)
+    assert len(after.matches("MismatchError: ")) == new, after.report()
+    assert after.matches(f"start it with {old} ranks, or .*resume=.never"), after.report()
+    assert sorted(place.directory.rglob("*.safetensors")) == files
+    again = place.run("plain", old)
+    assert resumed_from(again) == {str(STOPPED)}
+
+
+# --- the position in the data ---
+
+
+@drill
+@pytest.mark.parametrize("size", [60, 53, 50])
+@pytest.mark.parametrize("worlds", [(4, 2, 4), (4, 3, 2), (1, 4, 3)])
+def test_every_sample_once_over_changing_worlds(tmp_path: Path, worlds: tuple[int, int, int], size: int) -> None:
+    """An update a batch, sizes that do not divide: shuffled, nothing dropped."""
+    place, seen_once = Place(tmp_path), Counter[tuple[int, int]]()
+    options = ("--free", "--size", size, "--steps", 100)
+    for number, ranks in enumerate(worlds):
+        hold = 2 * (number + 1)  # 2 updates in each world
+        with place.start("ddp", ranks, *options, "--hold-at", hold) as job:
+            if number < 2:
+                job.wait_for("HOLD", count=ranks)
+            else:
+                job.wait_for("SEEN 2 ", count=ranks)
+            job.signal_rank(0, signal.SIGTERM)
+            job.expect(143)
+        seen_once += seen(job, 1000)
+    assert {index: n for (epoch, index), n in seen_once.items() if epoch == 1} == dict.fromkeys(range(size), 1)
