@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from mindx_elastic import errors as errors
     from mindx_elastic.errors import GracefulExit as GracefulExit
     from mindx_elastic.guard import Guard as Guard
+    from mindx_elastic.plan import Layout as Layout
+    from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
+    from mindx_elastic.plan import merge_strategies as merge_strategies
+    from mindx_elastic.plan import rank_list_for_transform as rank_list_for_transform
+    from mindx_elastic.plan import restore_group_info_list as restore_group_info_list
     from mindx_elastic.policy import ExitPolicy as ExitPolicy
     from mindx_elastic.policy import PeriodicPolicy as PeriodicPolicy
     from mindx_elastic.train import Callback as Callback
@@ -34,6 +39,7 @@ _HOME = {
     "ExitPolicy": "mindx_elastic.policy",
     "GracefulExit": "mindx_elastic.errors",
     "Guard": "mindx_elastic.guard",
+    "Layout": "mindx_elastic.plan",
     "LossMonitor": "mindx_elastic.train",
     "Model": "mindx_elastic.train",
     "ModelCheckpoint": "mindx_elastic.train",
@@ -45,6 +51,10 @@ _HOME = {
     "TimeMonitor": "mindx_elastic.train",
     "data": "",
     "errors": "",
+    "get_ckpt_path_with_strategy": "mindx_elastic.plan",
+    "merge_strategies": "mindx_elastic.plan",
+    "rank_list_for_transform": "mindx_elastic.plan",
+    "restore_group_info_list": "mindx_elastic.plan",
 }
 __all__ = [
     "Callback",
@@ -53,6 +63,7 @@ __all__ = [
     "ExitPolicy",
     "GracefulExit",
     "Guard",
+    "Layout",
     "LossMonitor",
     "Model",
     "ModelCheckpoint",
@@ -64,6 +75,10 @@ __all__ = [
     "TimeMonitor",
     "data",
     "errors",
+    "get_ckpt_path_with_strategy",
+    "merge_strategies",
+    "rank_list_for_transform",
+    "restore_group_info_list",
 ]
 
 

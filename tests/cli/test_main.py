@@ -34,6 +34,15 @@ def test_the_option_set() -> None:
         "verify": ["--json", "path"],
         "status": ["--json", "path"],
         "clean": ["--all", "--base", "--dry-run", "--json"],
+        "plan": [
+            *("--emit-env", "--explain", "--fault-node", "--fault-ranks", "--faults", "--json", "--mesh"),
+            *("--no-verify", "--rank-table", "--run", "--step", "--strategy", "--verify", "--world-size", "--write"),
+            "path",
+        ],
+        "convert": [
+            *("--all", "--component", "--epoch", "--force", "--from", "--json", "--step", "--strategy", "--to"),
+            *("destination", "source"),
+        ],
     }
 
 
