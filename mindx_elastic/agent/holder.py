@@ -31,6 +31,9 @@ from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
 from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
 from mindx_elastic.persist.writer import keep_older
+from mindx_elastic.plan.facts import FileFact, ResumePlan, World
+from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.resume.facts import facts_of, settle_assumptions
 from mindx_elastic.resume.memory_files import RING_COPY, known_runs, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush"]
@@ -153,14 +156,10 @@ class _Step:
     in_memory: dict[int, tuple[Path, CheckpointInfo]] = field(default_factory=dict)
     on_disk: set[int] = field(default_factory=set)
     """Ranks."""
-    replicated: bool = False
-    """Each file may stand in for another rank's."""
+    facts: list[FileFact] = field(default_factory=list)
+    """Of both."""
     unforeseen: bool = False
     """It came out otherwise than its forecasts in the rings, as some rank's file says."""
-
-    def add(self, info: CheckpointInfo) -> None:
-        self.replicated |= info.coordinates.get("replicas") == info.world_size
-        self.unforeseen |= info.coordinates.get("foreseen") == 0
 
     def has(self, rank: int) -> bool:
         return rank in self.in_memory or rank in self.on_disk
@@ -171,8 +170,17 @@ class _Step:
         return sorted(set(self.in_memory) - self.on_disk)
 
     @property
+    def usable(self) -> bool:
+        """Whether the planner could go on from it with what is here."""
+        return self._works(self.facts)
+
+    @property
     def usable_on_disk(self) -> bool:
-        return bool(self.on_disk) if self.replicated else self.on_disk.issuperset(range(self.world_size))
+        in_memory = {str(path) for path, _ in self.in_memory.values()}
+        return self._works([fact for fact in self.facts if fact.path not in in_memory])
+
+    def _works(self, facts: Sequence[FileFact]) -> bool:
+        return isinstance(plan_resume(facts, World(self.world_size)), ResumePlan)
 
 
 class _Machine:
@@ -182,7 +190,6 @@ class _Machine:
         self.directory, self.job, self.slots = directory, job, slots
         self.ranks = ranks
         """Those with a folder in memory, whether it could be opened or not."""
-        self.activity: dict[str, float] = {}
         self.look()
 
     def look(self) -> None:
@@ -191,21 +198,23 @@ class _Machine:
         for rank, found in self.slots.items():
             for path, info in found.values():
                 self._step_of(info, steps).in_memory[rank] = path, info
-        for entry in scan(self.directory).entries:
+        on_disk = scan(self.directory).entries
+        for entry in on_disk:
             if entry.info is not None and entry.info.resumable:
                 self._step_of(entry.info, steps).on_disk.add(entry.info.rank)
-        self.steps = sorted(steps.values(), key=lambda step: self.order(step.moment))
+        slots = [read_entry(path) for found in self.slots.values() for path, _ in found.values()]
+        facts, _ = facts_of([*on_disk, *(entry for entry in slots if entry is not None)])
+        for fact in settle_assumptions(facts):
+            if fact.moment in steps:
+                steps[fact.moment].facts.append(fact)
+        self.order = order_of_moments(facts)
+        """All moments; what a start takes first is in front."""
+        self.steps = [steps[moment] for moment in self.order if moment in steps]
 
     def _step_of(self, info: CheckpointInfo, steps: dict[Moment, _Step]) -> _Step:
         step = steps.setdefault(info.moment, _Step(info.moment, info.world_size))
-        step.add(info)
-        self.activity[info.run_id] = max(info.created, self.activity.get(info.run_id, info.created))
+        step.unforeseen |= info.coordinates.get("foreseen") == 0
         return step
-
-    def order(self, moment: Moment) -> tuple[float, str, int, int]:
-        """Sort key: what a start takes first is in front."""
-        run, attempt, step = moment
-        return -self.activity[run], run, -attempt, -step
 
     def lacking(self, step: _Step) -> list[int]:
         """Ranks of this machine without a file of `step`."""
@@ -215,15 +224,10 @@ class _Machine:
         """What has to be on disk for a start elsewhere to go on as one from this memory could; the newest in front."""
         wanted: list[_Step] = []
         for step in self.steps:
-            if step.replicated:
+            if step.usable:
                 return [*wanted, step, *self._exact_before(step)]
-            if step.usable_on_disk:
-                break
-            if not all(self._has_moved(rank, step) for rank in self.lacking(step)):
-                continue
-            wanted.append(step)
-            if all(map(step.has, range(step.world_size))):
-                break  # else other machines have the rest of it, or of an older one: nobody here knows
+            if all(self._has_moved(rank, step) for rank in self.lacking(step)):
+                wanted.append(step)  # other machines have the rest of it, or of an older one: nobody here knows
         return wanted
 
     def _has_moved(self, rank: int, step: _Step) -> bool:
@@ -242,7 +246,7 @@ class _Machine:
             return []
         run, attempt, number = newest.moment
         near = [(run, attempt, number - back) for back in range(1, _NEAR + 1)]
-        return [step for step in self.steps if step.moment in near and step.replicated and is_exact(step)][:1]
+        return [step for step in self.steps if step.moment in near and step.usable and is_exact(step)][:1]
 
     def _own(self, rank: int) -> Callable[[_Step], bool]:
         states = [own_states(ring) for ring in own_rings([self.directory], self.job, rank)]
@@ -275,14 +279,14 @@ def _is_damaged(step: _Step, rank: int, flushed: Flushed) -> bool:
 def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
     """Ranks whose newest snapshot is neither on disk nor less than what is: that is never thrown away."""
     machine.look()
-    usable = [machine.order(step.moment) for step in machine.steps if step.usable_on_disk]
-    newest_usable = min(usable, default=None)
+    newest_usable = next((n for n, step in enumerate(machine.steps) if step.usable_on_disk), None)
     kept = set()
     for rank in machine.slots:
-        newest = next((step for step in machine.steps if rank in step.in_memory), None)
-        if newest is None or rank in newest.on_disk:
+        number = next((n for n, step in enumerate(machine.steps) if rank in step.in_memory), None)
+        if number is None or rank in machine.steps[number].on_disk:
             continue
-        if newest_usable is None or machine.order(newest.moment) < newest_usable:
+        newest = machine.steps[number]
+        if newest_usable is None or number < newest_usable:
             kept.add(rank)
             flushed.lines.append(
                 f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
@@ -300,7 +304,7 @@ def _write(step: _Step, machine: _Machine, flushed: Flushed) -> None:
         source, info = step.in_memory[rank]
         folder = machine.directory / f"rank_{rank}" if info.world_size > 1 else machine.directory
         _copy_file(source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info)
-    if flushed.step is None and (step.replicated or not machine.lacking(step)):
+    if flushed.step is None and (step.usable or not machine.lacking(step)):
         flushed.step = number
     what = f"step {number} (attempt {attempt}) of {_ranks(step.to_write)}"
     flushed.lines.append(f"{what} is written from memory to {machine.directory}")
