@@ -29,6 +29,7 @@ __all__ = [
     "Catalog",
     "CatalogEntry",
     "StepSet",
+    "find_files",
     "group_steps",
     "looks_ours",
     "preference",
@@ -303,6 +304,14 @@ def _info(entry: CatalogEntry) -> CheckpointInfo:
 
 
 def _walk(root: Path, rank: int | None, good: Mapping[Path, CatalogEntry]) -> Iterator[CatalogEntry]:
+    for found in find_files(root, rank=rank):
+        entry = read_entry(found, good.get(found)) if isinstance(found, Path) else found
+        if entry is not None:
+            yield entry
+
+
+def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | CatalogEntry]:
+    """The files that a scan of `root` looks at, in its order, unread; folders that cannot be listed as entries."""
     folders = [root]
     while folders:
         folder = folders.pop(0)
@@ -318,9 +327,7 @@ def _walk(root: Path, rank: int | None, good: Mapping[Path, CatalogEntry]) -> It
             if _is_our_folder(path, root, rank):
                 folders.append(path)
             elif not (name.endswith(TEMP_SUFFIX) or _RANK_FOLDER.fullmatch(name)):
-                entry = read_entry(path, good.get(path))
-                if entry is not None:
-                    yield entry
+                yield path
 
 
 def _is_our_folder(path: Path, root: Path, rank: int | None) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +20,9 @@ from mindx_elastic.persist.format import Header, TensorEntry
 __all__ = ["read_box"]
 
 _LONG_RUN_BYTES = 16 << 10  # a system call costs a few microseconds, as much as copying so many bytes
-_PIECE_BYTES = 8 << 20
+_FEW = 4  # rows that are so many times a run are not read for its sake
+_PIECE_BYTES = 1 << 20  # of rows that are sliced: little memory beside the part itself
+_READ_BYTES = 8 << 20
 
 Box = Sequence[tuple[int, int]]
 
@@ -38,7 +40,8 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
     inner = _inner(shape, box)
     run = math.prod(stop - begin for begin, stop in box[inner:]) * item
     reader = _Reader(fd, entry, path)
-    if run >= _LONG_RUN_BYTES or inner == 0:
+    row = math.prod(shape[1:]) * item
+    if run >= _LONG_RUN_BYTES or inner == 0 or row > _FEW * run:
         strides = [math.prod(shape[i + 1 :]) * item for i in range(len(shape))]
         for outer in product(*(range(begin, stop) for begin, stop in box[:inner])):
             offset = sum(index * stride for index, stride in zip(outer, strides, strict=False))
@@ -46,12 +49,14 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
             place = out[tuple(index - begin for index, (begin, _) in zip(outer, box, strict=False))]
             reader.fill(place, start + offset)
         return reader.num_bytes
-    row_shape, columns = shape[1:], tuple(slice(begin, stop) for begin, stop in box[1:])
-    row = math.prod(row_shape) * item
-    for first, last in _pieces(*box[0], max(1, _PIECE_BYTES // max(1, row))):
-        rows = torch.empty((last - first, *row_shape), dtype=entry.torch_dtype)
-        reader.fill(rows, start + first * row)
-        out[first - box[0][0] : last - box[0][0]].copy_(rows[(slice(None), *columns)])
+    columns = tuple(slice(begin, stop) for begin, stop in box[1:])
+    first, last = box[0]
+    size = max(1, _PIECE_BYTES // max(1, row))
+    buffer = torch.empty((min(size, last - first), *shape[1:]), dtype=entry.torch_dtype)
+    for begin in range(first, last, size):
+        rows = buffer[: min(size, last - begin)]
+        reader.fill(rows, start + begin * row)
+        out[begin - first : begin - first + len(rows)].copy_(rows[(slice(None), *columns)])
     return reader.num_bytes
 
 
@@ -63,11 +68,6 @@ def _inner(shape: Sequence[int], box: Box) -> int:
     ):
         inner -= 1
     return inner
-
-
-def _pieces(first: int, last: int, size: int) -> Iterator[tuple[int, int]]:
-    for begin in range(first, last, size):
-        yield begin, min(begin + size, last)
 
 
 class _Reader:
@@ -82,7 +82,7 @@ class _Reader:
         done = 0
         while done < len(view):
             try:
-                count = os.preadv(self._fd, [view[done : done + _PIECE_BYTES]], offset + done)
+                count = os.preadv(self._fd, [view[done : done + _READ_BYTES]], offset + done)
             except OSError as error:
                 raise self._error(f"cannot be read: {error.strerror}") from error
             if count == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,15 @@ from mindx_elastic.plan.facts import FileFact, Moment, Rejected, alone
 from mindx_elastic.plan.layout import REPLICATE, Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, strategy_from_record
 
-__all__ = ["Strategies", "facts_of", "pack_facts", "settle_assumptions", "strategy_of", "unpack_facts"]
+__all__ = [
+    "Strategies",
+    "facts_of",
+    "pack_facts",
+    "settle_assumptions",
+    "strategy_digest",
+    "strategy_of",
+    "unpack_facts",
+]
 
 _NO_PART_OF_IT = ("rng", "progress", "gradient_order")
 
@@ -26,6 +35,14 @@ class Strategies:
 
     def __init__(self) -> None:
         self._known: dict[Strategy, Strategy] = {}
+        self._read: dict[tuple[Any, ...], Strategy] = {}
+
+    def of_record(self, record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
+        """`strategy_from_record`, worked out once for files whose records differ in nothing but the rank."""
+        key = (json.dumps({**record, "rank": 0}), frozenset(tensors.items()))
+        if key not in self._read:
+            self._read[key] = self.one(strategy_from_record(record, tensors))
+        return self._read[key]
 
     def one(self, strategy: Strategy) -> Strategy:
         return self._known.setdefault(strategy, strategy)
@@ -51,9 +68,12 @@ def facts_of(
         if not info.resumable:
             continue
         try:
-            strategy, echo = strategy_of(header)
+            strategy, echo = strategy_of(header, strategies)
         except UsageError as error:
             rejected.append(Rejected(str(entry.path), str(error)))
+            continue
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            rejected.append(Rejected(str(entry.path), f"malformed layout record: {error!r:.200}"))
             continue
         facts.append(_fact(entry, info, strategies.one(strategy), echo))
     return facts, rejected
@@ -76,7 +96,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echo: s
     )
 
 
-def strategy_of(header: Header) -> tuple[Strategy, str]:
+def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, str]:
     """What a file says of the layout of its tensors, and the digest of what it only assumes others to hold, too.
 
     Raises UsageError for a record that contradicts itself or the file.
@@ -91,7 +111,8 @@ def strategy_of(header: Header) -> tuple[Strategy, str]:
             raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
         volatile = {f"{c}.{name}" for c, names in record.get("volatile", {}).items() for name in names}
         kept = {place: shape for place, shape in shapes.items() if place not in volatile}
-        return strategy_from_record(record, kept), _echo(record, kept, places, header)
+        strategy = (strategies or Strategies()).of_record(record, kept)
+        return strategy, _echo(record, kept, places, header)
     # Older files, and those that other programs made with our writer.
     if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
         layout = Layout((info.world_size,), (REPLICATE,))
@@ -141,24 +162,27 @@ def _own(strategy: Strategy, rank: int) -> Strategy:
 _ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report", "echo")
 
 
-def pack_facts(facts: Iterable[FileFact]) -> dict[str, Any]:
-    """JSON-able; `unpack_facts` is the way back. `visible_to` is not sent: it is what the receivers find out."""
-    numbers: dict[int, int] = {}
-    strategies: list[Any] = []
-    rows = []
+def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:
+    """JSON-able rows; `unpack_facts` is the way back. Strategies are sent apart, here stands the digest of each.
+
+    `visible_to` is not sent: it is what the receivers find out.
+    """
+    digests: dict[int, str] = {}
     for fact in facts:
-        if id(fact.strategy) not in numbers:
-            numbers[id(fact.strategy)] = len(strategies)
-            strategies.append(fact.strategy.to_json())
-        rows.append([list(fact.moment), numbers[id(fact.strategy)], *(getattr(fact, name) for name in _ROW)])
-    return {"strategies": strategies, "files": rows}
+        if id(fact.strategy) not in digests:
+            digests[id(fact.strategy)] = strategy_digest(fact.strategy)
+    return [[list(f.moment), digests[id(f.strategy)], *(getattr(f, name) for name in _ROW)] for f in facts]
 
 
-def unpack_facts(content: Mapping[str, Any], strategies: Strategies) -> list[FileFact]:
-    """Raises UsageError for a strategy that `pack_facts` does not give."""
-    known = [strategies.one(Strategy.from_json(each)) for each in content["strategies"]]
+def strategy_digest(strategy: Strategy) -> str:
+    """The same on every rank for equal strategies."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())
+
+
+def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) -> list[FileFact]:
+    """`strategies`: by digest."""
     found = []
-    for (run, attempt, step), number, *values in content["files"]:
+    for (run, attempt, step), digest, *values in rows:
         named = dict(zip(_ROW, values, strict=True))
-        found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=known[number], **named))
+        found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
     return found

@@ -132,7 +132,7 @@ class PlanReader:
                 path.unlink(missing_ok=True)
                 return f"{path} is damaged: {problem}"
             target = quarantine(path, problem, root)
-            return f"{path.name} is damaged and now in {target.parent.name}/: {problem}"
+            return f"{path.name} is damaged and now in {target.parent.relative_to(root)}/: {problem}"
         except OSError as error:
             return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
 

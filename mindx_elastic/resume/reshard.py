@@ -118,6 +118,9 @@ class _PartFile:
 
     def read(self, spec: TensorSpec, box: Sequence[tuple[int, int]], out: torch.Tensor) -> int:
         entry = self.header.entries[self._node(spec)["$tensor"]]
+        if entry.shape != spec.layout.local_shape(spec.shape, spec.layout.shard_of(self.header.info.rank)):
+            problem = f"{self.path}: {spec.name} has not the shape {list(entry.shape)} that its layout gives it"
+            raise CorruptCheckpointError(problem, path=self.path, tensor=entry.name)
         return read_box(self.fd, self.header, entry, box, out, self.path)
 
     def state_of(self, component: str, parameter: str) -> dict[str, Any]:

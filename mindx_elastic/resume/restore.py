@@ -18,17 +18,16 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.events import logger
-from mindx_elastic.persist.catalog import CatalogEntry, root_of, scan
+from mindx_elastic.persist.catalog import root_of
 from mindx_elastic.persist.format import Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.plan.facts import KnownFaults, Refusal, Rejected, ResumePlan, World, moment_name
+from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.plan.strategy import Strategy
-from mindx_elastic.resume.facts import facts_of
-from mindx_elastic.resume.memory_files import OwnState, known_runs, own_rings, own_states, snapshot_entries
+from mindx_elastic.resume.looking import look
+from mindx_elastic.resume.memory_files import OwnState
 from mindx_elastic.resume.reading import PlanReader, Transport
-from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Sights, key_of, share_sights
+from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Sights, share_sights
 
 __all__ = ["Resumed", "Target", "find_and_read"]
 
@@ -86,7 +85,7 @@ def find_and_read(
     directories, only = _resolve(directories, resume)
     exchange.publish("adopted", "1")  # every rank has made its arena readable
     exchange.collect("adopted", START_TIMEOUT_S)
-    sight = _look(directories, ranks, only, arenas, transport)
+    sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
     reader = PlanReader(directories, ranks.rank, exchange, sights, transport)
@@ -125,6 +124,8 @@ def _resumed(
     _warn(ranks, [line for line in lines if line not in told])
     mine = plan.ranks[ranks.rank]
     own = None if mine.donor is None or plan.resharded else sight.own.get(plan.moment)
+    if own is not None and not sights.may_use(plan.moment, forecast=own.forecast):
+        own = None
     return Resumed(path, checkpoint, plan, lines, mine.donor, own, sights.next_attempt(plan.moment[0]))
 
 
@@ -159,85 +160,6 @@ def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror or error}") from error
     return [root_of(path, info.rank)], info.moment
-
-
-def _look(
-    directories: Sequence[Path], ranks: RankInfo, only: Moment | None, arenas: Path | None, transport: Transport | None
-) -> Sight:
-    """What this rank sees on its disks and in its machine's memory."""
-    sight = Sight(attempt=ranks.attempt)
-    entries: list[CatalogEntry] = []
-    for directory in directories:
-        entries += _look_into(directory, ranks, sight)
-    if arenas is not None:
-        entries += snapshot_entries(arenas, known_runs(directories))
-    for entry in entries:
-        info = entry.info
-        assert info is not None
-        sight.attempts[info.run_id] = max(info.attempt, sight.attempts.get(info.run_id, 0))
-        if info.coordinates.get("foreseen") == 0:
-            sight.unforeseen.add(info.moment)
-    facts, rejected = facts_of(entries)
-    sight.facts = [fact for fact in facts if only in (None, fact.moment)]
-    sight.rejected += rejected
-    if transport is not None:
-        places = {key_of(fact): transport.locate(Path(fact.path), fact.rank) for fact in sight.facts}
-        sight.places = {key: place for key, place in places.items() if place is not None}
-    for ring in own_rings([*directories], arenas, ranks.rank):
-        _look_at_ring(ring, sight)
-    return sight
-
-
-def _look_into(directory: Path, ranks: RankInfo, sight: Sight) -> list[CatalogEntry]:
-    """The good entries of a directory; of the bad ones it is noted that they are there."""
-    sight.anything |= bool(quarantined(directory))
-    if not directory.is_dir():
-        return []
-    good: list[CatalogEntry] = []
-    for entry in scan(directory).entries:
-        # Somebody else's file under a name of its own (pretrained weights) is none of our business.
-        sight.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
-        if entry.info is None:
-            _report_bad(entry, directory, ranks, sight)
-        else:
-            good.append(entry)
-    return good
-
-
-def _look_at_ring(ring: Path, sight: Sight) -> None:
-    for moment, own in own_states(ring).items():
-        run, attempt, _ = moment
-        if run in sight.attempts:
-            sight.attempts[run] = max(attempt, sight.attempts[run])
-            if not (own.forecast and moment in sight.unforeseen):
-                sight.own.setdefault(moment, own)
-
-
-def _report_bad(entry: CatalogEntry, directory: Path, ranks: RankInfo, sight: Sight) -> None:
-    """A file without a usable header: quarantine it when it stands where a checkpoint of ours should."""
-    owner = _owner(entry.path, directory)
-    if entry.foreign and not entry.looks_ours:
-        logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
-        return
-    # Every rank that sees the file says the same, so that in the end it is one line; only its owner logs it.
-    sight.rejected.append(Rejected(str(entry.path), entry.problem or "unreadable"))
-    if (owner if owner is not None and owner < ranks.world_size else 0) != ranks.rank:
-        return
-    if entry.looks_ours and not entry.path.is_dir():
-        try:
-            target = quarantine(entry.path, entry.problem or "unreadable", directory)
-            logger.warning("%s is put aside in %s: %s", entry.path, target, entry.problem)
-            return
-        except OSError as error:
-            logger.warning("%s cannot be moved to the quarantine (%s)", entry.path, error)
-    logger.warning("%s is not used: %s", entry.path, entry.problem)
-
-
-def _owner(path: Path, directory: Path) -> int | None:
-    name = path.parent.name
-    if path.parent != directory and name.startswith("rank_") and name[5:].isdigit():
-        return int(name[5:])
-    return None
 
 
 def _refuse_path(resume: str | Path, directory: Path, only: Moment, lines: Sequence[str]) -> None:

@@ -12,12 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import xxhash
-
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.persist.catalog import KIND_ORDER
 from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
-from mindx_elastic.resume.facts import Strategies, pack_facts, settle_assumptions, unpack_facts
+from mindx_elastic.plan.strategy import Strategy
+from mindx_elastic.resume.facts import pack_facts, settle_assumptions, strategy_digest, unpack_facts
 from mindx_elastic.resume.memory_files import OwnState
 
 __all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "key_of", "share_sights"]
@@ -31,11 +30,16 @@ Place = tuple[int, str]
 
 @dataclass
 class Sight:
-    """What one rank sees."""
+    """What one rank has found."""
 
     attempt: int = 0
     """As the launcher counts."""
+    group: tuple[int, ...] = ()
+    """The ranks that have the same disks before them, this one included: what is in `facts` they all see."""
     facts: list[FileFact] = field(default_factory=list)
+    """Of this rank's share of the files on these disks."""
+    in_memory: list[FileFact] = field(default_factory=list)
+    """What only ranks of this machine see, each for itself."""
     places: dict[Key, Place] = field(default_factory=dict)
     """Of files that may be fetched from here."""
     own: dict[Moment, OwnState] = field(default_factory=dict)
@@ -51,8 +55,13 @@ class Sight:
     def encode(self) -> str:
         return json.dumps(
             {
-                **pack_facts(self.facts),
+                "attempt": self.attempt,
+                "group": self.group,
+                "facts": pack_facts(self.facts),
+                "in_memory": pack_facts(self.in_memory),
                 "places": [self.places.get(key_of(fact)) for fact in self.facts],
+                "own": [[*moment, state.forecast] for moment, state in self.own.items()],
+                "unforeseen": sorted(self.unforeseen),
                 "rejected": [[one.what, one.reason] for one in self.rejected],
                 "anything": self.anything,
                 "attempts": self.attempts,
@@ -71,6 +80,8 @@ class Sights:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.own_states: dict[Moment, set[int]] = {}
+        """For each step the ranks that have their own small state of it."""
+        self.unforeseen: set[Moment] = set()
         self.rejected: list[Rejected] = []
         self.anything = False
         self.launched = 0
@@ -80,19 +91,40 @@ class Sights:
         self._attempts: dict[str, int] = {}
         self._damage: list[tuple[Moment, str]] = []
 
-    def add(self, rank: int, facts: Sequence[FileFact], content: Mapping[str, Any]) -> None:
-        """What `rank` says that it sees; `facts`: those in `content`."""
-        for fact, place in zip(facts, content["places"], strict=True):
-            key = key_of(fact)
-            self._facts.setdefault(key, fact)
-            self._seen.setdefault(key, set()).add(rank)
+    def add(self, rank: int, content: Mapping[str, Any], strategies: Mapping[str, Strategy]) -> None:
+        """What `rank` says that it has found."""
+        group = [int(each) for each in content["group"]]
+        for fact, place in zip(unpack_facts(content["facts"], strategies), content["places"], strict=True):
+            self._note(fact, group)
             if place is not None:
-                self._places.setdefault(key, {})[rank] = (int(place[0]), str(place[1]))
-        known = {(one.what, one.reason) for one in self.rejected}
-        self.rejected += [Rejected(*row) for row in content["rejected"] if tuple(row) not in known]
+                known = self._places.setdefault(key_of(fact), {})
+                known.update(dict.fromkeys(group, (int(place[0]), str(place[1]))))
+        for fact in unpack_facts(content["in_memory"], strategies):
+            self._note(fact, [rank])
+        known_lines = {(one.what, one.reason) for one in self.rejected}
+        self.rejected += [Rejected(*row) for row in content["rejected"] if tuple(row) not in known_lines]
         self.anything |= bool(content["anything"])
+        self.launched = max(self.launched, int(content["attempt"]))
+        self.unforeseen |= {_moment(each) for each in content["unforeseen"]}
         for run, attempt in content["attempts"].items():
             self._attempts[run] = max(int(attempt), self._attempts.get(run, 0))
+
+    def add_own(self, rank: int, content: Mapping[str, Any]) -> None:
+        """The small states that `rank` has of its own; when everything else was added."""
+        for *each, forecast in content["own"]:
+            moment = _moment(each)
+            if self.may_use(moment, forecast=bool(forecast)):
+                self.own_states.setdefault(moment, set()).add(rank)
+                self._attempts[moment[0]] = max(moment[1], self._attempts[moment[0]])
+
+    def may_use(self, moment: Moment, *, forecast: bool) -> bool:
+        """Whether a rank's own small state of `moment` is worth something: of a run that files know, and come true."""
+        return moment[0] in self._attempts and not (forecast and moment in self.unforeseen)
+
+    def _note(self, fact: FileFact, seen_by: Iterable[int]) -> None:
+        key = key_of(fact)
+        self._facts.setdefault(key, fact)
+        self._seen.setdefault(key, set()).update(seen_by)
 
     def facts(self) -> list[FileFact]:
         """All usable files as of now, of a rank's several files of a step the one to try first in front."""
@@ -102,7 +134,10 @@ class Sights:
             if readers:
                 everybody = len(readers) == self.world_size
                 found.append(replace(fact, visible_to=None if everybody else frozenset(readers)))
-        found.sort(key=_preference)
+        # A file that its own rank has before itself goes before a copy that it would have to fetch.
+        found.sort(
+            key=lambda fact: (fact.moment, fact.rank, fact.rank not in self._seen[key_of(fact)], *_preference(fact))
+        )
         return settle_assumptions(found)
 
     def _fetchers(self, key: Key, fact: FileFact) -> set[int]:
@@ -155,29 +190,30 @@ class Sights:
 
 def _preference(fact: FileFact) -> tuple[Any, ...]:
     kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
-    return fact.moment, fact.rank, kind, -fact.created, fact.path
+    return kind, -fact.created, fact.path
+
+
+def _moment(values: Sequence[Any]) -> Moment:
+    run, attempt, step = values
+    return str(run), int(attempt), int(step)
 
 
 def share_sights(sight: Sight, rank: int, exchange: Exchange) -> Sights:
-    """Main thread, all ranks together. What several ranks see in the same way is sent once."""
-    text = sight.encode()
-    head = {
-        "attempt": sight.attempt,
-        "own": [list(moment) for moment in sight.own],
-        "digest": xxhash.xxh3_128_hexdigest(text.encode()),
+    """Main thread, all ranks together. A strategy that several ranks have met is sent by one of them."""
+    mine = {
+        strategy_digest(s): s for s in {id(f.strategy): f.strategy for f in (*sight.facts, *sight.in_memory)}.values()
     }
-    exchange.publish("sight", json.dumps(head))
-    heads = [json.loads(each) for each in exchange.collect("sight", START_TIMEOUT_S)]
-    digests = [each["digest"] for each in heads]
-    exchange.publish("view", text if digests.index(head["digest"]) == rank else "")
-    bodies = exchange.collect("view", START_TIMEOUT_S)
-    sights, strategies = Sights(len(heads)), Strategies()
-    contents = {number: json.loads(body) for number, body in enumerate(bodies) if body}
-    facts = {number: unpack_facts(content, strategies) for number, content in contents.items()}
-    for number, each in enumerate(heads):
-        first = digests.index(each["digest"])
-        sights.add(number, facts[first], contents[first])
-        sights.launched = max(sights.launched, int(each["attempt"]))
-        for run, attempt, step in each["own"]:
-            sights.own_states.setdefault((str(run), int(attempt), int(step)), set()).add(number)
+    exchange.publish("strategies", json.dumps(list(mine)))
+    met = [json.loads(text) for text in exchange.collect("strategies", START_TIMEOUT_S)]
+    first = {digest: number for number in reversed(range(len(met))) for digest in met[number]}
+    sent = {digest: strategy.to_json() for digest, strategy in mine.items() if first[digest] == rank}
+    exchange.publish("sight", json.dumps({"strategies": sent, "sight": sight.encode()}))
+    bodies = [json.loads(text) for text in exchange.collect("sight", START_TIMEOUT_S)]
+    strategies = {digest: Strategy.from_json(each) for body in bodies for digest, each in body["strategies"].items()}
+    contents = [json.loads(body["sight"]) for body in bodies]
+    sights = Sights(len(contents))
+    for number, content in enumerate(contents):
+        sights.add(number, content, strategies)
+    for number, content in enumerate(contents):
+        sights.add_own(number, content)
     return sights

@@ -112,9 +112,7 @@ class Spread:
         self.optimizer = self._optimizer(kind)
 
     def _two_dimensional(self, world_size: int, tensor_parallel: int) -> None:
-        mesh = init_device_mesh(
-            "cpu", (world_size // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp")
-        )
+        mesh = init_device_mesh("cpu", (world_size // tensor_parallel, tensor_parallel), mesh_dim_names=("dp", "tp"))
         for block in self.bare.blocks:
             parallelize_module(block, mesh["tp"], {name: style() for name, style in _TENSOR_PARALLEL.items()})
         self._shard(mesh["dp"])
@@ -288,6 +286,7 @@ def train(args: argparse.Namespace) -> None:
 def fork(args: argparse.Namespace) -> int:
     """A rank in each of `--ranks` child processes; the worst of their exit codes."""
     import torch._dynamo  # noqa: F401 - what an optimizer's first step imports, once for all
+
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.ranks)}

@@ -28,7 +28,8 @@ from tests.persist.test_reader import INFO
 SHAPES = [(), (1,), (17,), (5, 7), (4, 1, 6), (3, 4, 5), (2, 3, 2, 3), (0,), (3, 0, 2), (64, 33), (300,)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e5m2]
 STATE = {
-    f"{number}": tensor_of(dtype, shape, number) for number, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))
+    f"{number}": tensor_of(dtype, shape, number)
+    for number, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))
 }
 Opened = tuple[int, Header, Path]
 Box = list[tuple[int, int]]
@@ -43,7 +44,9 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 
 def boxes(shape: Sequence[int]) -> st.SearchStrategy[Box]:
-    intervals = [st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda ends: (min(ends), max(ends))) for n in shape]
+    intervals = [
+        st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda ends: (min(ends), max(ends))) for n in shape
+    ]
     return st.tuples(*intervals).map(list)
 
 
@@ -93,9 +96,10 @@ def test_into_memory_of_any_strides(opened: Opened, data: st.DataObject) -> None
         patch.setattr(regions, "_LONG_RUN_BYTES", long_run)
         read(opened, name, box, window)
     assert bits(window) == expected(tensor, box)
-    outside = around.reshape(-1).view(torch.uint8).count_nonzero() - window.contiguous().reshape(-1).view(
-        torch.uint8
-    ).count_nonzero()
+    outside = (
+        around.reshape(-1).view(torch.uint8).count_nonzero()
+        - window.contiguous().reshape(-1).view(torch.uint8).count_nonzero()
+    )
     assert outside == 0
 
 

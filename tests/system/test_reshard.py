@@ -73,7 +73,9 @@ class Place:
 
     def file(self, rank: int, step: int) -> Path:
         """The rank's file of a step; by its header, names are for people."""
-        (found,) = [p for p in (self.directory / f"rank_{rank}").glob("*.safetensors") if read_header(p).info.step == step]
+        (found,) = [
+            p for p in (self.directory / f"rank_{rank}").glob("*.safetensors") if read_header(p).info.step == step
+        ]
         return found
 
     def quarantined(self) -> set[str]:
@@ -222,7 +224,8 @@ def test_fsdp2_with_tensor_parallel_goes_on_in_another_world(
 
 
 @pytest.mark.parametrize(
-    ("damage", "ranks"), [(flip_bit, 1), *(pytest.param(d, r, marks=drill) for d, r in DAMAGES if (d, r) != (flip_bit, 1))]
+    ("damage", "ranks"),
+    [(flip_bit, 1), *(pytest.param(d, r, marks=drill) for d, r in DAMAGES if (d, r) != (flip_bit, 1))],
 )
 def test_one_ranks_file_is_needed_so_the_older_step_is_taken_whole(
     tmp_path: Path,

@@ -1,0 +1,406 @@
+"""What a rank writes down of its tensors: from DTensors, from DDP, by hand, and what it only assumes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.layouts import LayoutRecorder, Standing, names_of
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import UnsupportedStateError, UsageError
+from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.strategy import Strategy, TensorSpec, strategy_from_record
+from mindx_elastic.strategies import standing_of
+
+WORLD = 4
+EVERYWHERE = {"mesh": [4], "placements": ["R"], "ranks": [[0, 4]]}
+Join = Callable[[int], None]
+
+
+@pytest.fixture
+def join() -> Iterator[Join]:
+    """``join(rank)``: be this rank of four; the others are not there, and collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def be(rank: int) -> None:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+
+    yield be
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def recorder(targets: Mapping[str, object], rank: int = 0, world_size: int = WORLD, **fields: Any) -> LayoutRecorder:
+    return LayoutRecorder(Collector(targets).components, Standing(rank, world_size, **fields))
+
+
+def layout_at(record: Mapping[str, Any], place: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+    number, shape = record["tensors"][place]
+    return record["layouts"][number], tuple(shape)
+
+
+def places_of(targets: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What a file of these objects would hold: place -> (type, shape)."""
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, component in Collector(targets).components.items():
+        state = component.state()
+        flat = (
+            {f"state.{i}.{k}": v for i, s in state["state"].items() for k, v in s.items()}
+            if "state" in state
+            else state
+        )
+        found |= {f"{name}.{key}": ("F32", tuple(t.shape)) for key, t in flat.items() if isinstance(t, torch.Tensor)}
+    return found
+
+
+def strategy_of(targets: Mapping[str, Any], one: LayoutRecorder) -> Strategy:
+    return strategy_from_record(json.loads(json.dumps(one.record())), places_of(targets))
+
+
+def stepped(parameters: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
+    parameters = list(parameters)
+    optimizer = kind(parameters, lr=0.1)  # type: ignore[call-arg]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return optimizer
+
+
+class Laid(nn.Module):
+    """Parameters as they are given."""
+
+    def __init__(self, **parameters: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in parameters.items():
+            self.register_parameter(name, nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+
+
+# --- one process ---
+
+
+def test_a_plain_job_says_little() -> None:
+    network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    one = recorder(targets, world_size=1)
+    assert one.record() == {
+        "version": 2,
+        "rank": 0,
+        "world_size": 1,
+        "layouts": [{"mesh": [1], "placements": ["R"], "ranks": [[0, 1]]}],
+        "default": 0,
+        "assumed": [],
+        "tensors": {},
+        "job": [],
+        "parameters": {"optimizer": [f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]},
+        "volatile": {"model": ["1.running_mean", "1.running_var", "1.num_batches_tracked"]},
+    }
+    assert one.markers() == {}
+    strategy = strategy_of(targets, one)
+    assert {spec.layout for spec in strategy.tensors} == {Layout((1,), ("R",))}  # type: ignore[arg-type]
+    (moment,) = strategy.by_name["optimizer.state.model.0.weight.exp_avg"]
+    assert (moment.shape, moment.parameter, moment.dtype) == ((2, 3), "model.0.weight", "F32")
+
+
+def test_the_record_follows_the_optimizer_and_is_kept_otherwise() -> None:
+    network = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(network.parameters())
+    one = recorder({"model": network, "optimizer": optimizer}, world_size=1)
+    first = one.record()
+    assert one.record() is first, "not worked out anew at every save"
+    network(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert one.record() is not first
+    later = one.record()
+    one.know([("model.weight", EVERYWHERE, (2, 3))])
+    assert one.record()["job"] == [["model.weight", 1, [2, 3]]] and one.record() != later
+
+
+def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
+    network = nn.Linear(3, 2)
+    one = recorder({"model": network}, rank=1)
+    one.know([("model.other", {"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (8, 3))])
+    strategy = strategy_of({"model": network}, one)
+    (other,) = strategy.by_name["model.other"]
+    assert (other.shape, list(other.layout.ranks), other.layout.num_shards) == ((8, 3), [2, 3], 2)
+    assert strategy.world_size == 4
+
+
+# --- DDP, and nothing at all ---
+
+
+def test_replicas_are_on_the_ranks_of_the_group() -> None:
+    network = nn.Linear(3, 2)
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    record = recorder(targets, rank=2, replicas=[0, 2]).record()
+    assert record["layouts"] == [{"mesh": [2], "placements": ["R"], "ranks": [0, 2]}]
+    assert (record["default"], record["assumed"], record["tensors"]) == (0, [], {})
+
+
+def test_without_ddp_each_rank_has_its_own() -> None:
+    network = nn.Linear(3, 2)
+    strategies = [strategy_of({"model": network}, recorder({"model": network}, rank=rank)) for rank in range(2)]
+    together = Strategy(WORLD, tuple(spec for each in strategies for spec in each.tensors))
+    assert [list(spec.layout.ranks) for spec in together.by_name["model.weight"]] == [[0], [1]]
+    assert together.replica_groups() == [(0,), (1,)]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_zero_state_is_its_ranks_alone_and_marked(one_rank_group: None) -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    network = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+    optimizer = ZeroRedundancyOptimizer(network.parameters(), torch.optim.AdamW, lr=0.1)
+    for parameter in network.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    targets = {"model": network, "optimizer": optimizer}
+    one = recorder(targets, rank=3, replicas=range(4))
+    record = one.record()
+    assert record["layouts"][record["default"]] == EVERYWHERE, "the weights"
+    alone = {"mesh": [1], "placements": ["R"], "ranks": [[3, 1]]}
+    for place, shape in (("optimizer.state.0.exp_avg", (2, 3)), ("optimizer.state.1.step", ())):
+        assert layout_at(record, place) == (alone, shape)
+    assert one.markers() == {"@optimizer.state": alone}
+    assert recorder({"model": network, "optimizer": stepped(network.parameters())}).markers() == {}
+
+
+# --- DTensors ---
+
+
+def part(mesh: DeviceMesh, placements: list[Any], *local: int) -> DTensor:
+    return DTensor.from_local(torch.zeros(*local), mesh, placements, run_check=False)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_placements_of_dtensors(join: Join, rank: int) -> None:
+    join(rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    network = Laid(
+        rows=part(mesh, [Replicate(), Shard(0)], 2, 3),
+        columns=part(mesh, [Shard(0), Shard(-1)], 2, 3),
+        both=part(mesh, [Replicate(), Replicate()], 5),
+    )
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    one = recorder(targets, rank)
+    record = one.record()
+    known = {"mesh": [2, 2], "ranks": [[0, 4]], "names": ["dp", "tp"]}
+    assert layout_at(record, "model.rows") == ({**known, "placements": ["R", "S(0)"]}, (4, 3))
+    assert layout_at(record, "model.columns") == ({**known, "placements": ["S(0)", "S(1)"]}, (4, 6))
+    assert layout_at(record, "model.both") == ({**known, "placements": ["R", "R"]}, (5,))
+    assert layout_at(record, "optimizer.state.1.exp_avg_sq")[1] == (4, 6), "moments are laid out like their parameter"
+    assert "optimizer.state.1.step" not in record["tensors"], "a counter, as everywhere"
+    assert record["layouts"][record["default"]] == EVERYWHERE
+    assert record["assumed"] == [record["default"]], "what no DTensor describes is only assumed to be a replica"
+    strategy = strategy_of(targets, one)
+    (columns,) = strategy.by_name["model.columns"]
+    assert columns.layout.local_shape(columns.shape, columns.layout.shard_of(rank)) == (2, 3)
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_fsdp2_around_tensor_parallel(join: Join, rank: int) -> None:
+    """6 and 7 rows, 2 x 2: uneven and strided. Weights that are not tensor parallel lie on the dp part of the mesh."""
+    join(rank)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.LayerNorm(7))
+    parallelize_module(network, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(network, mesh=mesh["dp"])
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    one = recorder(targets, rank)
+    record = one.record()
+    layouts = {place: layout_at(record, place)[0]["placements"] for place in record["tensors"]}
+    assert layouts["model.0.weight"] == layouts["optimizer.state.0.exp_avg"] == ["_S(0,2)", "S(0)"]
+    assert layouts["model.2.weight"] == ["S(0)", "S(1)"]
+    assert layouts["model.3.weight"] == layouts["optimizer.state.4.exp_avg"] == ["S(0)", "R"]
+    for place in ("model.3.weight", "model.3.bias"):
+        layout, shape = layout_at(record, place)
+        assert (layout["mesh"], layout["ranks"], shape) == ([2, 2], [[0, 4]], (7,)), "spread out over the whole mesh"
+    numbers = {record["tensors"]["model.3.weight"][0], record["default"]}
+    assert set(record["assumed"]) == numbers, "nobody says that the tp ranks have equal norms"
+    strategy = strategy_of(targets, one)
+    for place, (_, shape) in places_of(targets).items():
+        if place.startswith("model."):
+            (spec,) = strategy.by_name[place]
+            assert spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank)) == shape
+    assert strategy.by_name["model.0.weight"][0].shape == (6, 4)
+
+
+def test_hsdp_is_replicas_of_shards(join: Join) -> None:
+    join(3)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    network = fully_shard(nn.Linear(3, 5), mesh=mesh)
+    one = recorder({"model": network}, 3)
+    assert layout_at(one.record(), "model.weight")[0]["placements"] == ["R", "S(0)"]
+    strategy = strategy_of({"model": network}, one)
+    assert strategy.replica_groups() == [(0, 2), (1, 3)]
+
+
+def test_a_mesh_without_names_is_taken_as_it_is(join: Join) -> None:
+    join(2)
+    wide, narrow = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [2, 3])
+    network = Laid(w=part(wide, [Shard(0), Shard(1)], 2, 2), n=part(narrow, [Shard(0)], 2))
+    record = recorder({"model": network}, 2).record()
+    assert layout_at(record, "model.n") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (4,))
+
+
+def test_pipeline_stages_have_meshes_of_their_own(join: Join) -> None:
+    join(3)
+    network = Laid(w=part(DeviceMesh("cpu", [1, 3]), [Shard(0)], 2, 2), b=torch.zeros(3))
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    record = recorder(targets, 3).record()
+    assert layout_at(record, "model.w") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [1, 3]}, (4, 2))
+    assert record["layouts"][record["default"]]["ranks"] == [1, 3], "the largest mesh that this rank is in"
+
+
+def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
+    join(0)
+    mesh = init_device_mesh("cpu", (4,))
+    network = Laid(w=torch.zeros(2))
+    one = recorder({"model": network})
+    network.w = nn.Parameter(part(mesh, [Partial()], 2))
+    with pytest.raises(UnsupportedStateError, match=r"model\.w.*sum that is not done yet"):
+        one.record()
+
+
+# --- by hand ---
+
+
+def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tuple[dict[str, Any], LayoutRecorder]:
+    targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters())}
+    one = LayoutRecorder(
+        Collector(targets).components, standing_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts)
+    )
+    return targets, one
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_layouts_by_hand(rank: int) -> None:
+    """Experts on two ranks each, everything else everywhere; the first pattern that fits counts."""
+    network = nn.ModuleDict({"experts": nn.Linear(3, 2), "rest": nn.Linear(4, 4)})
+    layouts = {
+        "model.experts.weight": Layout((2, 2), ("shard(0)", "replicate"), mesh_dim_names=("ep", "dp")),  # type: ignore[arg-type]
+        "model.*": Layout((4,), ("replicate",)),  # type: ignore[arg-type]
+    }
+    targets, one = by_hand(network, layouts, rank)
+    record = one.record()
+    for place in ("model.experts.weight", "optimizer.state.0.exp_avg"):
+        layout, shape = layout_at(record, place)
+        assert (layout["placements"], shape) == (["S(0)", "R"], (4, 3)), place
+    for place in ("model.rest.weight", "optimizer.state.2.exp_avg_sq"):
+        assert layout_at(record, place) == (EVERYWHERE, (4, 4)), place
+    strategy = strategy_of(targets, one)
+    assert strategy.replica_groups() in ([(0, 1), (2, 3)], [(0, 1), (2, 3), (0,)]), "of what is told"
+    (step,) = strategy.by_name["optimizer.state.model.experts.weight.step"]
+    assert set(step.layout.ranks) == {0, 1, 2, 3}, "a counter goes with its parameter"
+
+
+def test_a_layout_for_other_ranks_is_not_ours() -> None:
+    network = nn.Linear(3, 2)
+    layouts = {"*": Layout((2,), ("shard(0)",), ranks=(0, 1))}  # type: ignore[arg-type]
+    assert layout_at(by_hand(network, layouts, 1)[1].record(), "model.weight")[1] == (4, 3)
+    assert by_hand(network, layouts, 2)[1].record()["tensors"] == {}
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ({"model.*": "replicate"}, "give a pattern of names and a Layout"),
+        ({3: Layout((1,), ("R",))}, "give a pattern"),  # type: ignore[arg-type]
+        ({"model.*": Layout((2,), ("R",), ranks=(3, 4))}, "names rank 4; the job has 4"),  # type: ignore[arg-type]
+    ],
+)
+def test_layouts_by_hand_that_are_none(layouts: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        by_hand(nn.Linear(3, 2), layouts, 0)
+
+
+def test_by_hand_goes_before_dtensor(join: Join) -> None:
+    join(1)
+    network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
+    _, one = by_hand(network, {"model.w": Layout((4,), ("shard(1)",))}, 1)  # type: ignore[arg-type]
+    assert layout_at(one.record(), "model.w") == ({"mesh": [4], "placements": ["S(1)"], "ranks": [[0, 4]]}, (2, 12))
+
+
+# --- names, blueprints ---
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"n": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
+def test_tied_weights_buffers_and_extra_state() -> None:
+    network = Counting()
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    one = recorder(targets, world_size=1)
+    assert one.record()["volatile"] == {"model": ["count", "_extra_state"]}
+    assert one.record()["parameters"] == {"optimizer": ["model.embedding.weight"]}
+    blueprint = one.blueprint()
+    assert blueprint.parameters == {"model": ["embedding.weight", "head.weight"]}
+    assert blueprint.volatile == {"model": ["count", "_extra_state"]}
+    assert blueprint.optimizers == {"optimizer": [["model.embedding.weight"]]}
+    assert one.shapes() == {"model.embedding.weight": (5, 3), "model.head.weight": (5, 3)}
+    assert names_of(network.head.weight, network.named_parameters(remove_duplicate=False)) == "embedding.weight"
+
+
+def test_groups_and_two_models() -> None:
+    one_model, other = nn.Linear(3, 2), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([{"params": [other.weight, one_model.bias]}, {"params": [one_model.weight]}], lr=0.1)
+    one = recorder({"a": one_model, "b": other, "optimizer": optimizer}, world_size=1)
+    names = [["b.weight", "a.bias"], ["a.weight"]]
+    assert one.blueprint().optimizers == {"optimizer": names}
+    assert one.record()["parameters"] == {"optimizer": [*names[0], *names[1]]}
+
+
+def test_a_parameter_of_no_model_is_known_by_its_number() -> None:
+    loose = nn.Parameter(torch.zeros(3))
+    targets = {"optimizer": stepped([loose])}
+    one = recorder(targets, world_size=1)
+    assert one.record()["parameters"] == {"optimizer": ["optimizer.0"]}
+    assert set(strategy_of(targets, one).by_name) >= {"optimizer.state.optimizer.0.exp_avg"}
+
+
+# --- the way back ---
+
+
+def test_a_record_of_another_rank_or_other_shapes_is_refused(join: Join) -> None:
+    join(1)
+    network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
+    one = recorder({"model": network}, 1)
+    record = one.record()
+    with pytest.raises(UsageError, match=r"model\.w has shape \[3, 3\], which is not rank 1's part of \[8, 3\]"):
+        strategy_from_record(record, {"model.w": ("F32", (3, 3))})
+    for wrong in ({"rank": 7}, {"layouts": []}, {"default": 99}, {"tensors": {"model.w": [0]}}, {"world_size": None}):
+        with pytest.raises(UsageError):
+            strategy_from_record({**record, **wrong}, {"model.w": ("F32", (2, 3)), "model.x": ("F32", (1,))})
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_of_one_job_say_the_same(world_size: int) -> None:
+    network = nn.Linear(3, 2)
+    targets = {"model": network, "optimizer": stepped(network.parameters())}
+    ranks = range(world_size)
+    strategies = [strategy_of(targets, recorder(targets, rank, world_size, replicas=ranks)) for rank in ranks]
+    assert len(set(strategies)) == 1
+    specs: tuple[TensorSpec, ...] = strategies[0].tensors
+    assert len(specs) == 2 + 2 * 3 and strategies[0].replica_groups() == [tuple(ranks)]
