@@ -218,7 +218,9 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
-        self._orders = GradientOrders(self._targets, self._collector, world_size=self.ranks.world_size)
+        self._orders = GradientOrders(
+            self._targets, self._collector, world_size=self.ranks.world_size, by_hand=bool(self._layouts)
+        )
         # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
         self._step_gate, self._past_epochs = StepGate(self._step), False

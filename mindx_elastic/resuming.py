@@ -24,6 +24,7 @@ from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import MismatchError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -111,7 +112,7 @@ def start_or_resume(
         events.emit("start", step=0, outcome="fresh")
         return Start(run_id, events.attempt, None)
     info = found.checkpoint.info
-    _load(found, collector, targets, loader, ranks)
+    _load_together(found, collector, targets, loader, ranks, exchange)
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     if ranks.rank == 0 and found.plan.resharded:
@@ -128,6 +129,29 @@ def start_or_resume(
         resharded=found.plan.resharded,
     )
     return Start(run_id, events.attempt, found)
+
+
+def _load_together(
+    found: Resumed,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    loader: Any,
+    ranks: RankInfo,
+    exchange: Exchange,
+) -> None:
+    """Raises on all ranks when one of them cannot load its part: nobody trains on and waits for it."""
+    problem: Exception | None = None
+    try:
+        _load(found, collector, targets, loader, ranks)
+    except Exception as error:
+        problem = error
+    exchange.publish("loaded", "" if problem is None else f"{type(problem).__name__}: {problem}")
+    texts = exchange.collect("loaded", _RUN_ID_TIMEOUT_S)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text:
+            raise MismatchError(f"rank {rank} cannot load step {found.checkpoint.info.step}: {text}")
 
 
 def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
@@ -232,9 +256,12 @@ def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: 
 class GradientOrders:
     """Records the gradient order of every DDP module that does not have one yet, during the first backward."""
 
-    def __init__(self, targets: Mapping[str, Any], collector: Collector, *, world_size: int) -> None:
+    def __init__(
+        self, targets: Mapping[str, Any], collector: Collector, *, world_size: int, by_hand: bool = False
+    ) -> None:
+        """by_hand: the user has said how the weights are laid out, and knows what he does."""
         self._collector = collector
-        if world_size > 1 and not ddp_modules(targets) and not collector.is_sharded:
+        if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
                 "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.fault_report import Faults, default_fault_sources, default_node_map, merge, read_faults
 from mindx_elastic.capture.collector import Collector
@@ -70,12 +68,11 @@ def faults_at_start(ranks: RankInfo, exchange: Exchange) -> KnownFaults:
 
     Main thread, all ranks together: the mounts of two nodes may be a moment apart.
     """
-    exchange.publish("faults", json.dumps(sorted(_read_faults(ranks).ranks)))
-    named = {int(rank) for text in exchange.collect("faults", _START_TIMEOUT_S) for rank in json.loads(text)}
-    if not named:
-        return KnownFaults()
-    report = xxhash.xxh3_64_intdigest(json.dumps(sorted(named)).encode()) >> 1
-    return KnownFaults(frozenset(named), report)
+    own = _read_faults(ranks)
+    exchange.publish("faults", json.dumps([sorted(own.ranks), own.created]))
+    found = [json.loads(text) for text in exchange.collect("faults", _START_TIMEOUT_S)]
+    created = [stamp for named, stamp in found if named and stamp is not None]
+    return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
 
 
 def _read_faults(ranks: RankInfo) -> Faults:
@@ -98,6 +95,7 @@ def write_start_files(
     # Only who writes them pays for importing protobuf.
     if ranks.rank == 0:
         try:
+            _remove_old_plan(directory)
             from mindx_elastic.plan.outputs import write_plan
             from mindx_elastic.plan.strategy_file import save_strategy
 
@@ -109,9 +107,17 @@ def write_start_files(
     _write_group_info(strategy, ranks, exchange)
 
 
+def _remove_old_plan(directory: Path) -> None:
+    """A start script must not take the plan of an earlier start for this one's."""
+    from mindx_elastic.plan.outputs import PLAN_JSON, PLAN_PB
+
+    for name in (PLAN_JSON, PLAN_PB):
+        (directory / name).unlink(missing_ok=True)
+
+
 def _write_group_info(strategy: Strategy, ranks: RankInfo, exchange: Exchange) -> None:
     wanted = os.environ.get("GROUP_INFO_FILE", "").strip()
-    exchange.publish("group_info", f"{os.uname().nodename}:{os.path.abspath(wanted)}" if wanted else "")
+    exchange.publish("group_info", os.path.abspath(wanted) if wanted else "")
     places = exchange.collect("group_info", _START_TIMEOUT_S)
     if not wanted:
         return

@@ -284,9 +284,11 @@ class Stopper:
                 return
         try:
             self._salvage_claimed(alarm, can_wait=can_wait)
-        finally:
-            if self._phase is StopPhase.SAVING:  # an error of ours: the other thread must not wait for ever
+        except BaseException:
+            # An error of ours: the other thread must not wait for ever. (Without one the claim may be its own by now.)
+            if self._phase is StopPhase.SAVING:
                 self._move(StopPhase.FAILED)
+            raise
 
     def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
         self.exchange.announce("stop", CANNOT)  # whoever still waits for this rank in the first round must not

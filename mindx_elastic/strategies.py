@@ -55,7 +55,8 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     exchange.publish("strategy", _text_of(Strategy(ranks.world_size, (*own.tensors, *markers))))
     texts = dict.fromkeys(exchange.collect("strategy", _START_TIMEOUT_S))
     strategy = Strategy(ranks.world_size, tuple(spec for text in texts for spec in _parsed(text).tensors))
-    samples = [group.tensors[0] for group in strategy.classes]
+    # Nothing is said of others where that is only assumed.
+    samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
     collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
     return Target(strategy, collector.layouts.blueprint())
 

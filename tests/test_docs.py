@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import subprocess
@@ -17,6 +19,8 @@ import pytest
 from mindx_elastic import config
 from mindx_elastic.agent import options
 from mindx_elastic.agent.ledger import AttemptRecord, Totals
+from mindx_elastic.capture.layouts import LayoutRecorder, Standing
+from mindx_elastic.cli import plan as plan_cli
 from mindx_elastic.config import (
     AgentInfo,
     FaultPaths,
@@ -27,6 +31,8 @@ from mindx_elastic.config import (
     TftSettings,
 )
 from mindx_elastic.persist import unflatten
+from mindx_elastic.plan.facts import Refusal
+from mindx_elastic.plan.outputs import env_lines, plan_to_json
 from mindx_elastic.stop_phase import StopPhase
 
 ROOT = Path(__file__).parents[1]
@@ -196,6 +202,51 @@ def test_metadata_keys_and_tree_nodes_are_on_the_page() -> None:
     page = section("format.md", "The tree")
     tags = {*unflatten._PLAIN, *unflatten._CONTAINERS, "$tensor", "$ndarray", "$blob"}
     assert set(re.findall(r"\$[a-z]+", page)) - {"$"} == tags
+
+
+def first_cells(page: str) -> set[str]:
+    """Everything in backquotes in the first cells of table rows that begin with such a name."""
+    rows = [line.split(" | ")[0] for line in page.splitlines() if line[:3] == "| `"]
+    return {name for row in rows for name in re.findall(r"`([^`]+)`", row)}
+
+
+def test_the_keys_of_a_layout_record_are_on_the_page() -> None:
+    record = LayoutRecorder({}, Standing()).record()
+    page = section("format.md", "The layout record")
+    assert first_cells(page) == set(record)
+    assert f"| `version` | {record['version']}. " in page
+
+
+def test_the_keys_of_a_plan_are_on_the_page() -> None:
+    page = section("format.md", "`resume_plan.json`")
+    assert first_cells(page) == set(plan_to_json(Refusal((), found_anything=False)))
+
+
+def test_the_variables_of_a_plan_are_on_both_pages() -> None:
+    exported = {line.partition("=")[0].removeprefix("export ") for line in env_lines(Refusal((), found_anything=False))}
+    page = section("environment.md", "Written by `mindx-elastic plan --emit-env FILE`")
+    assert first_cells(page) == exported
+    start_script = section("planning.md", "In a container's start script")
+    assert all(f"`{name}`" in start_script for name in exported)
+
+
+def test_the_options_and_exit_codes_of_plan_are_on_the_page() -> None:
+    page = section("planning.md", "`mindx-elastic plan`")
+    parameters = set(inspect.signature(plan_cli.plan_command).parameters) - {"path", "as_json", "verify"}
+    for option in {f"--{name.replace('_', '-')}" for name in parameters} | {"--json", "--no-verify"}:
+        assert f"`{option}" in page, option
+    codes = re.search(r"Exit code(.*?)Examples", inspect.getdoc(plan_cli.plan_command) or "", re.DOTALL)
+    assert codes
+    assert re.findall(r"^(\d)  ", codes[1], re.MULTILINE) == re.findall(r"^\| (\d) \|", page, re.MULTILINE)
+
+
+@pytest.mark.parametrize("title", ["MindSpore's files and functions", "Who holds the same"])
+def test_the_names_of_the_planning_page_can_be_imported(title: str) -> None:
+    found = re.search(r"from mindx_elastic\.plan import (?:\(([^)]*)\)|(.*))", section("planning.md", title))
+    assert found
+    names = re.findall(r"\w+", found[1] or found[2])
+    assert names
+    assert not [name for name in names if not hasattr(importlib.import_module("mindx_elastic.plan"), name)]
 
 
 def test_the_states_of_a_stop_are_on_the_page() -> None:

@@ -1,10 +1,10 @@
 """The holder: brings to disk what the dead workers of a machine have left in shared memory.
 
 Called when the job ends here without another start, for the memory goes with the container. It looks at memory and disk
-as a start does, of the newest run only, and writes what a start would take and the disk does not have: in a replicated
-job the newest snapshot of any rank, else the newest one that all ranks have, or may have where some of them live on
-other machines. Each rank's ring of boundaries goes along, so that a replica's file can stand in for a killed rank bit
-for bit on another machine too. Memory is given up rank by rank, and only where the disk is at least as far.
+as a start does, of the newest run only, and writes what a start would take and the disk does not have: the newest step
+that the planner can go on from with what is here, or may be able to where some ranks live on other machines. Each
+rank's ring of boundaries goes along, so that a replica's file can stand in for a killed rank bit for bit on another
+machine too. Memory is given up rank by rank, and only where the disk is at least as far.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_d
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
-from mindx_elastic.resume.facts import facts_of, settle_assumptions
+from mindx_elastic.resume.facts import facts_of
 from mindx_elastic.resume.memory_files import RING_COPY, known_runs, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush"]
@@ -204,7 +204,7 @@ class _Machine:
                 self._step_of(entry.info, steps).on_disk.add(entry.info.rank)
         slots = [read_entry(path) for found in self.slots.values() for path, _ in found.values()]
         facts, _ = facts_of([*on_disk, *(entry for entry in slots if entry is not None)])
-        for fact in settle_assumptions(facts):
+        for fact in facts:
             if fact.moment in steps:
                 steps[fact.moment].facts.append(fact)
         self.order = order_of_moments(facts)

@@ -13,6 +13,7 @@ A component is asked three things: `copy` its volatile part at a boundary (train
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -78,6 +79,7 @@ class ModuleComponent:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
+        _reshard(self.module)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
         self._described: object = None
@@ -173,6 +175,11 @@ class ModuleComponent:
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Parameters by name, tied ones under each; sharded ones as they were at the start (see `state`)."""
+        return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
+
+    @property
     def is_sharded(self) -> bool:
         """Whether some parameter is a DTensor."""
         return bool(self._sharded)
@@ -194,6 +201,13 @@ class ModuleComponent:
         self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
+
+
+def _reshard(module: nn.Module) -> None:
+    """FSDP2 leaves its root whole after a forward without a backward (an evaluation before the training)."""
+    for child in module.modules():
+        if any(c.__name__ == "FSDPModule" for c in type(child).__mro__):  # importing it takes long
+            child.reshard()  # type: ignore[operator]
 
 
 def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:

@@ -79,14 +79,14 @@ class LayoutRecorder:
         names: dict[int, str] = {}
         for place, parameter in self._named_parameters():
             names.setdefault(id(parameter), place)
-        optimizers = {
-            name: [[names.get(id(p), "") for p in group["params"]] for group in c.local.param_groups]
-            for name, c in self._optimizers.items()
-        }
-        modules = {
-            name: [place for place, _ in c.module.named_parameters(remove_duplicate=False)]
-            for name, c in self._modules.items()
-        }
+        optimizers = {}
+        for name, c in self._optimizers.items():
+            numbers = iter(range(len(c.parameters)))
+            optimizers[name] = [
+                [names.get(id(p), f"{name}.{number}") for p, number in zip(group["params"], numbers, strict=False)]
+                for group in c.local.param_groups
+            ]
+        modules = {name: list(c.named) for name, c in self._modules.items()}
         return Blueprint(modules, {name: c.volatile_names for name, c in self._modules.items()}, optimizers)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -101,14 +101,13 @@ class LayoutRecorder:
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
-            for place, parameter in module.module.named_parameters(remove_duplicate=False):
+            for place, parameter in module.named.items():
                 yield f"{name}.{place}", parameter
 
     def _describe(self) -> dict[str, Any]:
         standing, table = self._standing, _Table()
         widest = _widest([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
         default = self._default(widest)
-        assumed: set[int] = set()
         named: dict[str, list[Any]] = {}
         names: dict[int, str] = {}
         layouts: dict[int, dict[str, Any]] = {}
@@ -117,15 +116,13 @@ class LayoutRecorder:
             layout, shape, is_assumed = self._of_parameter(place, parameter, widest)
             layouts[id(parameter)] = layout or default
             if layout is not None:
-                number = table.number(layout)
-                named[place] = [number, list(shape)]
-                assumed |= {number} if is_assumed else set()
+                named[place] = [table.number(layout, is_assumed), list(shape)]
         for name, optimizer in self._optimizers.items():
-            for place, (layout, shape, is_assumed) in self._of_optimizer(name, optimizer, layouts, widest).items():
-                number = table.number(layout)
-                named[place] = [number, list(shape)]
-                assumed |= {number} if is_assumed else set()
-        standard = table.number(default)
+            for place, (layout, shape, is_assumed) in self._of_optimizer(
+                name, optimizer, layouts, default, widest
+            ).items():
+                named[place] = [table.number(layout, is_assumed), list(shape)]
+        standard = table.number(default, widest is not None)
         job = [[name, table.number(layout), list(shape)] for name, layout, shape in self._job]
         return {
             "version": RECORD_VERSION,
@@ -133,13 +130,14 @@ class LayoutRecorder:
             "world_size": standing.world_size,
             "layouts": table.layouts,
             "default": standard,
-            "assumed": sorted(assumed | ({standard} if widest is not None else set())),
+            "assumed": table.assumed,
             "tensors": named,
             "job": job,
             "parameters": {
                 name: [names.get(id(p), f"{name}.{i}") for i, p in enumerate(c.parameters)]
                 for name, c in self._optimizers.items()
             },
+            "modules": list(self._modules),
             "volatile": {name: c.volatile_names for name, c in self._modules.items() if c.volatile_names},
         }
 
@@ -165,11 +163,11 @@ class LayoutRecorder:
         name: str,
         optimizer: OptimizerComponent,
         layouts: Mapping[int, dict[str, Any]],
+        default: dict[str, Any],
         widest: DTensor | None,
     ) -> dict[str, tuple[dict[str, Any], tuple[int, ...], bool]]:
         """Of the tensors of its state that are not laid out as by default."""
         found: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {}
-        default = self._default(widest)
         for index, parameter in enumerate(optimizer.parameters):
             like = layouts.get(id(parameter), default)
             for key, value in optimizer.local.state.get(parameter, {}).items():
@@ -181,12 +179,13 @@ class LayoutRecorder:
                 elif isinstance(value, DTensor):
                     layout, is_assumed = _layout_of(place, value, widest)
                     found[place] = (layout, tuple(value.shape), is_assumed)
-                elif like is not default and value.shape == _local(parameter).shape and value.ndim:
-                    given = self._standing.given(names_of(parameter, self._named_parameters()), tuple(value.shape))
-                    if given is not None:
-                        found[place] = (*given, False)
-                elif like is not default and like["ranks"] != default["ranks"]:
-                    found[place] = (_repeated(_expand(like["ranks"])), tuple(value.shape), True)
+                elif like is not default and (widest is None or like["ranks"] != default["ranks"]):
+                    given = None
+                    if value.shape == _local(parameter).shape and value.ndim:
+                        given = self._standing.given(names_of(parameter, self._named_parameters()), tuple(value.shape))
+                    # Without: factored moments, step counters.
+                    repeated = (_repeated(_expand(like["ranks"])), tuple(value.shape), True)
+                    found[place] = repeated if given is None else (*given, False)
         return found
 
 
@@ -196,17 +195,19 @@ def names_of(parameter: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]])
 
 
 class _Table:
-    """Layouts, each once."""
+    """Layouts, each once; one that is only assumed apart from the same one that is known."""
 
     def __init__(self) -> None:
         self.layouts: list[dict[str, Any]] = []
-        self._numbers: dict[str, int] = {}
+        self.assumed: list[int] = []
+        self._numbers: dict[tuple[str, bool], int] = {}
 
-    def number(self, layout: dict[str, Any]) -> int:
-        key = repr(layout)
+    def number(self, layout: dict[str, Any], is_assumed: bool = False) -> int:
+        key = (repr(layout), is_assumed)
         if key not in self._numbers:
             self._numbers[key] = len(self.layouts)
             self.layouts.append(layout)
+            self.assumed += [self._numbers[key]] if is_assumed else []
         return self._numbers[key]
 
 

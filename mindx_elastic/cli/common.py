@@ -34,7 +34,10 @@ __all__ = [
 ]
 
 EXIT_GOOD, EXIT_BAD, EXIT_USAGE, EXIT_NOTHING = 0, 1, 2, 3
-EXIT_CODES_HELP = "0 good, 1 something is damaged, 2 wrong usage (no such path), 3 no checkpoint, or no run, found"
+EXIT_CODES_HELP = (
+    "0 good, 1 something is damaged or cannot be resumed, 2 wrong usage (no such path), "
+    "3 no checkpoint, or no run, found"
+)
 JSON_SCHEMA = 1
 """Value of ``schema`` in every ``--json`` document; raised when a key changes its meaning or goes away."""
 

@@ -125,14 +125,15 @@ def _plan(
     verify: bool,
 ) -> _Result:
     from mindx_elastic.cli.plan_inputs import find, gather_faults, make_plan, new_world, parse_mesh, plan_and_check
+    from mindx_elastic.plan.facts import KnownFaults
 
     sizes = None if mesh is None else parse_mesh(mesh)
     found = find(path, strategy, run)
     faults = gather_faults(*fault_options, max((fact.world_size for fact in found.facts), default=None))
     world = new_world(found, world_size, sizes)
     if verify:
-        return _Result(found, faults, *plan_and_check(found, world, faults.ranks, step))
-    return _Result(found, faults, make_plan(found, world, faults.ranks, step), None)
+        return _Result(found, faults, *plan_and_check(found, world, KnownFaults.of(faults.ranks, faults.created), step))
+    return _Result(found, faults, make_plan(found, world, KnownFaults.of(faults.ranks, faults.created), step), None)
 
 
 def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mindx_elastic.alarm.fault_report import (
 from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, Moment, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.layout import MAX_RANKS
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
@@ -72,11 +72,10 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
     from mindx_elastic.persist.catalog import scan
-    from mindx_elastic.resume.facts import facts_of, settle_assumptions
+    from mindx_elastic.resume.facts import facts_of
 
     catalog = scan(directory)
     facts, rejected = facts_of(catalog.entries)
-    facts = settle_assumptions(facts)
     rejected += [_too_large(fact) for fact in facts if fact.world_size > MAX_RANKS]
     facts = [fact for fact in facts if fact.world_size <= MAX_RANKS]
     if not facts:
@@ -306,7 +305,7 @@ class Checked:
 
 
 def make_plan(
-    found: Found, world: World, faults: Collection[int], step: int | None, rejected: Sequence[Rejected] = ()
+    found: Found, world: World, faults: KnownFaults, step: int | None, rejected: Sequence[Rejected] = ()
 ) -> ResumePlan | Refusal:
     """Call the planner; `rejected`: paths that have turned out to be damaged, in addition to those that `found` has."""
     damaged = {each.what for each in rejected}
@@ -331,7 +330,7 @@ def make_plan(
 def _plan_of_step(
     facts: Sequence[FileFact],
     step: int,
-    faults: Collection[int],
+    faults: KnownFaults,
     call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
     known: Sequence[Rejected],
 ) -> ResumePlan | Refusal:
@@ -346,7 +345,7 @@ def _plan_of_step(
         reasons = plan.reasons
         worlds.update(plan.other_worlds)
     reasons = reasons if moments else (_no_such_step(facts, step),)
-    return Refusal((*reasons, *known), bool(facts), tuple(sorted(worlds)), frozenset(faults))
+    return Refusal((*reasons, *known), bool(facts), tuple(sorted(worlds)), faults.ranks)
 
 
 def _no_such_step(facts: Sequence[FileFact], step: int) -> Rejected:
@@ -362,7 +361,7 @@ def _steps_lost(found: Found, plan: ResumePlan) -> int | None:
 
 
 def plan_and_check(
-    found: Found, world: World, faults: Collection[int], step: int | None
+    found: Found, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
     checked, good, damaged = Checked(), set[str](), list[Rejected]()

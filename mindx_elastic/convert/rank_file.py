@@ -82,8 +82,8 @@ def agree(one: TensorSpec | None, other: TensorSpec | None) -> bool:
 
 def _specs(path: Path, header: Header) -> dict[str, TensorSpec]:
     """Entry name -> what it is a part of; entries that the layout record does not speak of are left out."""
-    record = header.layout
-    if not record:
+    record = {**header.layout, "job": []}  # what other ranks hold is in their files
+    if not header.layout:
         return {}
     if record.get("version") != 2:
         raise MismatchError(

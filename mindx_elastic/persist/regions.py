@@ -77,7 +77,8 @@ class _Reader:
 
     def fill(self, place: torch.Tensor, offset: int) -> None:
         """All of `place` from consecutive bytes; through a buffer where its own memory is not consecutive."""
-        target = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype)
+        straight = place.is_contiguous() and place.reshape(-1).stride() == (1,)  # one element may have any strides
+        target = place if straight else torch.empty(place.shape, dtype=place.dtype)
         view = target.reshape(-1).view(torch.uint8).numpy().data if target.numel() else memoryview(b"")
         done = 0
         while done < len(view):

@@ -53,6 +53,15 @@ class Assignment:
             sizes = bytes_by_rank(target if self.resharded else source, source)
             self.shares = [replace(each, nbytes=sizes.get(each.rank, 0)) for each in self.shares]
 
+    @classmethod
+    def of_own_files(cls, source: Strategy, shares: Sequence[RankPlan]) -> Assignment:
+        """Each rank has its own file: nothing is left to decide."""
+        found = cls.__new__(cls)
+        sizes = bytes_by_rank(source, source)
+        found.shares = [replace(each, nbytes=sizes.get(each.rank, 0)) for each in shares]
+        found.inexact, found.lonely, found.resharded, found.problem = [], False, False, ""
+        return found
+
     def _same_parts(self) -> str:
         mates: dict[int, tuple[int, ...]] = {}
         needy: dict[tuple[int, ...], int] = {}
@@ -91,6 +100,7 @@ class Assignment:
         # DDP to DDP: every file is whole, and any of them will do.
         whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
         whole &= all(group.layout.size == old for group in self._source.classes)
+        whole &= all(group.layout.size == new for group in self._target.classes)  # and everybody wants the same
         for rank in range(new):
             problem = self._assemble(rank, whole=whole)
             if problem:
@@ -108,14 +118,26 @@ class Assignment:
             for layout, shard in self._needed(rank):
                 if not any(self._file(old, rank) for old in layout.holders[shard]):
                     return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
-        base = self._file(rank, rank)
-        # The old rank of the same number, else in turn, so that no file is everybody's.
-        for turn in range(len(self._order)):
-            base = base or self._file(self._order[(rank + turn) % len(self._order)], rank)
+        # The old rank of the same number, else in turn, so that no file is everybody's; of those that held the same
+        # tensors (options of an optimizer differ from pipeline stage to stage).
+        order = self._relatives(rank)
+        base = self._file(rank, rank) if rank in order else None
+        for turn in range(len(order)):
+            base = base or self._file(order[(rank + turn) % len(order)], rank)
             if base is not None:
                 self.shares.append(RankPlan(rank, base, assembled=not whole))
                 return ""
         return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
+
+    def _relatives(self, rank: int) -> Sequence[int]:
+        """The old ranks with a file that held something of what new rank `rank` holds; all, if nothing tells."""
+        groups = (group for group in self._target.classes if rank in group.layout)
+        name = next((group.tensors[0].name for group in groups if not is_marker(group.tensors[0])), "")
+        specs = self._source.by_name.get(name, ())
+        if not specs or len(specs[0].layout.ranks) == self._source.world_size:
+            return self._order
+        found = [old for old in self._order if any(old in spec.layout for spec in specs)]
+        return found or self._order
 
     def _file(self, old: int, reader: int) -> FileFact | None:
         return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
@@ -180,6 +202,9 @@ def differences(source: Strategy, target: Strategy) -> list[str]:
 def _ambiguous(source: Strategy, target: Strategy) -> str:
     """Tensors of one name on different ranks cannot be told apart once ranks move."""
     moved = source.world_size != target.world_size
+    for spec in source.tensors:
+        if spec.parameter in target.by_name and len(source.by_name[spec.name]) > 1:
+            return f"{spec.name} differs from rank to rank, and nothing says how it is spread"
     for name, wanted in target.by_name.items():
         specs = source.by_name.get(name, ())
         if is_marker(wanted[0]) or max(len(specs), len(wanted)) < 2 or not specs:

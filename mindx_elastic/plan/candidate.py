@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assignment import Assignment, differences
-from mindx_elastic.plan.facts import FileFact, Moment, ResumePlan, World, no_file, rank_list
+from mindx_elastic.plan.assumptions import differing_components, settle_assumptions
+from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
 from mindx_elastic.plan.strategy import LayoutClass, Strategy
-from mindx_elastic.plan.targets import target_of
+from mindx_elastic.plan.targets import same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
 
@@ -79,8 +80,43 @@ class Candidate:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
         if max(self._files) >= self.world_size or min(self._files) < 0:
             return f"a file of rank {max(self._files)} in a world of {self.world_size}"
+        own = self._own_files()
+        if own:
+            return ""
+        return self._judge_parts()
+
+    def _own_files(self) -> bool:
+        """The simplest plan: the same world, each rank has its own file, and wants nothing else than what is in it.
+
+        What the files only assume of each other does not matter then.
+        """
+        world = self._context.world
+        if world.size != self.world_size:
+            return False
+        shares = []
+        fitting: dict[int, bool] = {}
+        for rank in range(world.size):
+            file = next((fact for fact in self._files.get(rank, ()) if fact.seen_by(rank)), None)
+            if file is None:
+                return False
+            if world.strategy is not None:
+                if id(file.strategy) not in fitting:
+                    fitting[id(file.strategy)] = same_parts(file.strategy, world.strategy)
+                if not fitting[id(file.strategy)] and not same_parts(file.strategy, world.strategy, rank=rank):
+                    return False
+            shares.append(RankPlan(rank, file))
         try:
-            self._source = self._merge()
+            self._source = self._merge(settle_assumptions([f for facts in self._files.values() for f in facts]))
+        except UsageError:
+            return False  # said below
+        self._target = world.strategy or self._source
+        self._assignment = Assignment.of_own_files(self._source, shares)
+        return True
+
+    def _judge_parts(self) -> str:
+        facts = settle_assumptions([fact for facts in self._files.values() for fact in facts])
+        try:
+            self._source = self._merge(facts)
         except UsageError as error:
             return f"its files contradict each other: {error}"
         known = self._source.ranks
@@ -99,20 +135,29 @@ class Candidate:
             self.is_misfit = True
             more = f"; and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
             return f"it does not fit the program: {'; '.join(misfits[:_MOST])}{more}"
+        return self._assign(facts)
+
+    def _assign(self, facts: Sequence[FileFact]) -> str:
         own_states = self._context.own_states.get(self.moment, ())
         try:
             self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
         except UsageError as error:
             return str(error)
+        differing = differing_components(facts) if self._assignment.resharded else []
+        if differing and any(group.layout.splitting for group in self._source.classes):
+            return (
+                f"{', '.join(differing)} (of stateful=) differs from rank to rank, and nothing says how it is spread: "
+                "leave it out, or start the same number of ranks with the same layouts"
+            )
         return self._assignment.problem
 
     def _differences(self) -> list[str]:
         return differences(self._source, self._target) if self._context.world.strategy is not None else []
 
-    def _merge(self) -> Strategy:
+    def _merge(self, facts: Sequence[FileFact]) -> Strategy:
         """What the files say together, in the order of ranks."""
         recorded = self._context.recorded.get(self.moment)
-        told = [fact.strategy for facts in self._files.values() for fact in facts]
+        told = [fact.strategy for fact in facts]
         strategies = {id(each): each for each in ([recorded, *told] if recorded is not None else told)}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import xxhash
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.layout import MAX_RANKS, REPLICATE, Layout
@@ -56,8 +58,8 @@ class FileFact:
     """The new ranks that can read it; None: all."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
-    echo: str = ""
-    """Over what the file assumes others to hold, too; see `resume.facts`."""
+    echoes: Mapping[str, str] = field(default_factory=dict)
+    """Digests of what the file assumes others to hold, too, and of what may be its rank's alone; `plan.assumptions`."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
@@ -76,6 +78,13 @@ class KnownFaults:
     """Of the world before."""
     report: int = 0
     """A number for its content; 0: none. Ranks that began when it was there already are on sound devices again."""
+
+    @classmethod
+    def of(cls, ranks: Iterable[int], created: float | None) -> KnownFaults:
+        """`created`: the report's own time stamp, unix seconds."""
+        named = frozenset(ranks)
+        text = f"{sorted(named)} {created}"
+        return cls(named, xxhash.xxh3_64_intdigest(text.encode()) >> 1 if named else 0)
 
 
 @dataclass(frozen=True)

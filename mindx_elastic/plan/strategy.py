@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -34,6 +34,8 @@ class TensorSpec:
     """The safetensors type name ("F32"); empty: not known."""
     parameter: str = ""
     """Of an optimizer's tensor: the parameter's name."""
+    assumed: bool = field(default=False, compare=False)
+    """Nobody has said that other ranks hold the same: the digests of their files have to."""
 
     @property
     def is_shape_known(self) -> bool:
@@ -139,6 +141,7 @@ class Strategy:
                 "layout": numbers[spec.layout],
                 **({"dtype": spec.dtype} if spec.dtype else {}),
                 **({"parameter": spec.parameter} if spec.parameter else {}),
+                **({"assumed": True} if spec.assumed else {}),
             }
             for spec in self.tensors
         ]
@@ -157,6 +160,7 @@ class Strategy:
                     layouts[_index(each["layout"], len(layouts))],
                     _text(each.get("dtype", "")),
                     _text(each.get("parameter", "")),
+                    each.get("assumed", False) is True,
                 )
                 for each in content["tensors"]
             ]
@@ -192,7 +196,12 @@ def _merged(one: TensorSpec, other: TensorSpec) -> TensorSpec:
             f"contradictory descriptions of {one.name}: {one.dtype} {list(one.shape)} and {other.dtype} "
             f"{list(other.shape)}, both laid out as {one.layout}"
         )
-    return replace(one, dtype=one.dtype or other.dtype, parameter=one.parameter or other.parameter)
+    return replace(
+        one,
+        dtype=one.dtype or other.dtype,
+        parameter=one.parameter or other.parameter,
+        assumed=one.assumed or other.assumed,
+    )
 
 
 def _check_apart(name: str, specs: Iterable[TensorSpec]) -> None:
@@ -229,19 +238,20 @@ def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[
         parameters: Mapping[str, Any] = record.get("parameters", {})
         rank, world_size = _index(record["rank"], 1 << 31), _index(record["world_size"], 1 << 31)
         specs = []
+        assumed = {_index(number, len(layouts)) for number in record.get("assumed", ())}
         for place, (dtype, local) in tensors.items():
             name, parameter = global_name(place, parameters)
             if place in named:
                 number, shape = named[place]
                 layout, whole = layouts[_index(number, len(layouts))], _shape(shape)
             elif default is not None:
+                number, whole = default, local
                 layout = layouts[_index(default, len(layouts))]
-                whole = local
             else:
                 continue
             if rank not in layout or layout.local_shape(whole, layout.shard_of(rank)) != tuple(local):
                 raise UsageError(f"{place} has shape {list(local)}, which is not rank {rank}'s part of {list(whole)}")
-            specs.append(TensorSpec(name, whole, layout, dtype, parameter))
+            specs.append(TensorSpec(name, whole, layout, dtype, parameter, number in assumed))
         for name, number, shape in record.get("job", ()):
             specs.append(TensorSpec(_text(name), _shape(shape), layouts[_index(number, len(layouts))]))
         return Strategy(world_size, tuple(specs))

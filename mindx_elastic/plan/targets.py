@@ -105,8 +105,8 @@ def _with_factors(new: Layout, old: Layout) -> Layout:
     return replace(new, placements=tuple(placements))
 
 
-def same_parts(source: Strategy, target: Strategy) -> bool:
-    """Whether each rank of `target` holds what the same rank of `source` did.
+def same_parts(source: Strategy, target: Strategy, *, rank: int | None = None) -> bool:
+    """Whether each rank of `target`, or only `rank`, holds what the same rank of `source` did.
 
     Optimizers have no state before their first step, so only what `target` names is compared.
     """
@@ -114,7 +114,7 @@ def same_parts(source: Strategy, target: Strategy) -> bool:
         return True
     if source.world_size != target.world_size:
         return False
-    for spec in target.tensors:
+    for spec in target.tensors if rank is None else [s for s in target.tensors if rank in s.layout]:
         known = source.by_name.get(spec.name, ())
         if known and not any(
             each.shape == spec.shape and (each.layout == spec.layout or _equal_boxes(each, spec)) for each in known

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import xxhash
 
+from mindx_elastic.capture.layouts import RECORD_VERSION
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header
 from mindx_elastic.persist.places import shape_of_node, tensor_places
-from mindx_elastic.plan.facts import FileFact, Moment, Rejected, alone
+from mindx_elastic.plan.assumptions import OWN, echoes_of
+from mindx_elastic.plan.facts import FileFact, Rejected, alone
 from mindx_elastic.plan.layout import REPLICATE, Layout
-from mindx_elastic.plan.strategy import Strategy, TensorSpec, strategy_from_record
+from mindx_elastic.plan.strategy import Strategy, TensorSpec, global_name, strategy_from_record
 
 __all__ = [
     "Strategies",
     "facts_of",
     "pack_facts",
-    "settle_assumptions",
     "strategy_digest",
     "strategy_of",
     "unpack_facts",
@@ -68,18 +68,17 @@ def facts_of(
         if not info.resumable:
             continue
         try:
-            strategy, echo = strategy_of(header, strategies)
-        except UsageError as error:
-            rejected.append(Rejected(str(entry.path), str(error)))
-            continue
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            rejected.append(Rejected(str(entry.path), f"malformed layout record: {error!r:.200}"))
-            continue
-        facts.append(_fact(entry, info, strategies.one(strategy), echo))
+            strategy, echoes = strategy_of(header, strategies)
+        except (UsageError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+            # Its tensors are sound all the same: it serves its own rank, in the same world.
+            reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
+            rejected.append(Rejected(str(entry.path), reason))
+            strategy, echoes = alone(info.rank, info.world_size), {}
+        facts.append(_fact(entry, info, strategies.one(strategy), echoes))
     return facts, rejected
 
 
-def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echo: str) -> FileFact:
+def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes: dict[str, str]) -> FileFact:
     return FileFact(
         path=str(entry.path),
         rank=info.rank,
@@ -92,12 +91,12 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echo: s
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
         fault_report=info.coordinates.get("fault_report", 0),
-        echo=echo,
+        echoes=echoes,
     )
 
 
-def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, str]:
-    """What a file says of the layout of its tensors, and the digest of what it only assumes others to hold, too.
+def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, dict[str, str]]:
+    """What a file says of the layout of its tensors, and its echoes (see `plan.assumptions`).
 
     Raises UsageError for a record that contradicts itself or the file.
     """
@@ -106,60 +105,40 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
         place: node for place, node in tensor_places(header).items() if place.partition(".")[0] not in _NO_PART_OF_IT
     }
     shapes = {place: (header.entries[n["$tensor"]].dtype, shape_of_node(n, header)) for place, n in places.items()}
-    if record.get("version") == 2:
-        if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
-            raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
-        volatile = {f"{c}.{name}" for c, names in record.get("volatile", {}).items() for name in names}
-        kept = {place: shape for place, shape in shapes.items() if place not in volatile}
-        strategy = (strategies or Strategies()).of_record(record, kept)
-        return strategy, _echo(record, kept, places, header)
-    # Older files, and those that other programs made with our writer.
-    if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
-        layout = Layout((info.world_size,), (REPLICATE,))
-        specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
-        return Strategy(info.world_size, tuple(specs)), ""
-    return alone(info.rank, info.world_size), ""
+    if record.get("version") != RECORD_VERSION:
+        # Files that other programs made with our writer.
+        if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
+            layout = Layout((info.world_size,), (REPLICATE,))
+            specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
+            return Strategy(info.world_size, tuple(specs)), {}
+        return alone(info.rank, info.world_size), {}
+    if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
+        raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
+    volatile = {f"{component}.{name}" for component, names in record.get("volatile", {}).items() for name in names}
+    parameters = record.get("parameters", {})
+    described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
+    kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
+    strategy = (strategies or Strategies()).of_record(record, kept)
+    digests = {place: header.digests[node["$tensor"]] for place, node in places.items()}
+    assumed = {global_name(p, parameters)[0]: (shapes[p][1], digests[p]) for p in kept}
+    free = {p: (shapes[p], digests[p]) for p in places if p.partition(".")[0] not in described}
+    return strategy, {**echoes_of(strategy, info.rank, assumed), **_own_echoes(free)}
 
 
-def _echo(record: Mapping[str, Any], kept: Iterable[str], places: Mapping[str, Any], header: Header) -> str:
-    """Over the digests of tensors that are *assumed* to be replicas: equal in two files, the assumption holds there.
+def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
+    """Of components that are neither module nor optimizer: an average of weights (EMA) is as sharded as the weights.
 
-    Only of those that are whole in each file; parts are not compared.
+    Floating-point tensors only: generators and counters of a rank are its own, and can be begun anew.
     """
-    assumed = {n for n in record.get("assumed", ()) if set(record["layouts"][n]["placements"]) == {"R"}}
-    if not assumed:
-        return ""
-    named, default = record.get("tensors", {}), record.get("default")
-    digest = xxhash.xxh3_128()
-    for place in sorted(kept):
-        if (named[place][0] if place in named else default) in assumed:
-            digest.update(f"{place} {header.digests[places[place]['$tensor']]}\n".encode())
-    return digest.hexdigest()
+    found: dict[str, Any] = {}
+    for place, ((dtype, shape), digest) in sorted(tensors.items()):
+        if dtype.startswith(("F", "BF")) and shape:
+            line = f"{place} {shape} {digest}\n"
+            found.setdefault(f"{OWN}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
+    return {key: digest.hexdigest() for key, digest in found.items()}
 
 
-def settle_assumptions(facts: list[FileFact]) -> list[FileFact]:
-    """Where files of one step disagree on what they assumed to be replicas, each keeps that for itself.
-
-    Whole-tensor replicas only (`FileFact.echo`). The files' strategies are replaced by ones in which those tensors lie
-    on the file's own rank alone, so that nobody stands in for it.
-    """
-    voices: dict[tuple[Moment, int], set[str]] = {}
-    for fact in facts:
-        if fact.echo:
-            voices.setdefault((fact.moment, id(fact.strategy)), set()).add(fact.echo)
-    split = {key for key, echoes in voices.items() if len(echoes) > 1}
-    if not split:
-        return facts
-    return [replace(f, strategy=_own(f.strategy, f.rank)) if (f.moment, id(f.strategy)) in split else f for f in facts]
-
-
-def _own(strategy: Strategy, rank: int) -> Strategy:
-    lone = Layout((1,), (REPLICATE,), (rank,))
-    specs = (spec if spec.layout.splitting else replace(spec, layout=lone) for spec in strategy.tensors)
-    return Strategy(strategy.world_size, tuple(specs))
-
-
-_ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report", "echo")
+_ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report", "echoes")
 
 
 def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:

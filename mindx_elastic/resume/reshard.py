@@ -8,7 +8,7 @@ than is needed, and nothing larger than the rank's own part is ever in memory. W
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
 from mindx_elastic.plan.facts import FileFact, ResumePlan
-from mindx_elastic.plan.layout import Layout, local_places, overlap
+from mindx_elastic.plan.layout import REPLICATE, Layout, local_places, overlap
 from mindx_elastic.plan.strategy import TensorSpec, global_name
 
 __all__ = ["Parts", "assemble"]
@@ -89,6 +89,28 @@ class Parts:
             return [old.shard_of(rank)]
         return range(old.num_shards)
 
+    def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
+        """A file that has an optimizer's state of parameter `name`, and its tree; None: no file has any."""
+        base = self.file(self.plan.ranks[self.reader].file)
+        files = [base]
+        if base.state_node(component, name) is None:
+            likely = specs or self.plan.source.by_name.get(name, ())
+            files += [self._any_file(spec) for spec in likely[:1]]
+            if not specs:  # no tensors: whoever held the parameter may have it
+                files += self.others(base)
+        for file in files:
+            node = file.state_node(component, name)
+            if node is not None:
+                return file, node
+        return base, None
+
+    def others(self, base: _PartFile) -> Iterator[_PartFile]:
+        """One file of each other old rank that the reader can see."""
+        for rank, facts in self.plan.files.items():
+            seen = next((fact for fact in facts if fact.seen_by(self.reader)), None)
+            if seen is not None and rank != base.header.info.rank:
+                yield self.file(seen)
+
     def _any_file(self, spec: TensorSpec) -> _PartFile:
         for shard in range(spec.layout.num_shards):
             holders = self.plan.holders(spec.layout, shard, self.reader)
@@ -123,17 +145,13 @@ class _PartFile:
             raise CorruptCheckpointError(problem, path=self.path, tensor=entry.name)
         return read_box(self.fd, self.header, entry, box, out, self.path)
 
-    def state_of(self, component: str, parameter: str) -> dict[str, Any]:
-        """What an optimizer keeps of a parameter that is no tensor."""
-        tree = self.header.tree.get(component, {})
+    def state_node(self, component: str, parameter: str) -> Any:
+        """What the tree has of an optimizer's state of a parameter; None: nothing."""
         names = list(self.parameters.get(component, ()))
         if parameter not in names:
-            return {}
-        pairs = tree.get("state", {}).get("$map", [])
-        found: dict[str, Any] = next((value for key, value in pairs if key == names.index(parameter)), {})
-        kept = {key: value for key, value in found.items() if not (isinstance(value, dict) and "$tensor" in value)}
-        values: dict[str, Any] = unflatten(kept, {}, path=self.path)
-        return values
+            return None
+        pairs = self.header.tree.get(component, {}).get("state", {}).get("$map", [])
+        return next((value for key, value in pairs if key == names.index(parameter)), None)
 
 
 def _shift(
@@ -156,7 +174,7 @@ def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint) -> Checkpoint:
         state = _rest(base, made)
         for component, names in blueprint.parameters.items():
             own = {name: _parameter(parts, target.by_name, f"{component}.{name}", rank) for name in names}
-            state[component] = {**own, **_volatile(base, component, blueprint.volatile[component])}
+            state[component] = {**own, **_volatile(parts, base, component, blueprint.volatile[component])}
         for component, groups in blueprint.optimizers.items():
             state[component] = _optimizer(parts, base, component, groups, target.by_name, rank)
         return Checkpoint(base.header.info, state, {})
@@ -168,12 +186,16 @@ def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:
     return state
 
 
-def _volatile(base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
-    tree = base.header.tree.get(component, {})
-    found: dict[str, Any] = dict(tree.get("$odict", ())) if "$odict" in tree else tree
-    state: dict[str, Any] = read_some(
-        base.fd, base.header, {name: found[name] for name in names if name in found}, base.path
-    )
+def _volatile(parts: Parts, base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
+    """Buffers and extra state: the base's, and of other pipeline stages what it does not have."""
+    state: dict[str, Any] = {}
+    for file in (base, *(parts.others(base) if names else ())):
+        tree = file.header.tree.get(component, {})
+        found: dict[str, Any] = dict(tree.get("$odict", ())) if "$odict" in tree else tree
+        wanted = {name: found[name] for name in names if name in found and name not in state}
+        state.update(read_some(file.fd, file.header, wanted, file.path))
+        if len(state) == len(names):
+            break
     return state
 
 
@@ -221,40 +243,63 @@ def _optimizer(
     for spec in parts.plan.source.tensors:
         if spec.parameter and spec.name.startswith(prefix):
             by_parameter.setdefault(spec.parameter, []).append(spec)
-    state: dict[int, dict[str, Any]] = {}
+    state: dict[int, Any] = {}
+    sources: dict[str, _PartFile] = {}
     merged, index = [], 0
     for names, options in zip(groups, saved["param_groups"], strict=True):
         numbers = list(range(index, index + len(names)))
         index += len(names)
         merged.append({**options, "params": numbers})
         for number, name in zip(numbers, names, strict=True):
-            found = _state_of(parts, component, name, by_parameter.get(name, []), targets, rank)
-            if found:
+            target = next((spec for spec in targets.get(name, ()) if rank in spec.layout), None)
+            file, found = _state_of(parts, component, name, by_parameter.get(name, []), target, rank)
+            if found is not None:
                 state[number] = found
+                sources.setdefault(str(file.path), file)
+    for file in sources.values():
+        _check_options(component, base, file)
     return {**saved, "param_groups": merged, "state": state}
 
 
+def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:
+    """Parameters of several pipeline stages come together: their options must be the same."""
+    if other is base:
+        return
+    mine, theirs = (
+        [{k: v for k, v in group.items() if k != "params"} for group in file.header.tree[component]["param_groups"]]
+        for file in (base, other)
+    )
+    if mine != theirs:
+        raise MismatchError(
+            f"{component} had other options (learning rate, ...) on rank {base.header.info.rank} than on rank "
+            f"{other.header.info.rank}, and both have parameters of this rank; start as many ranks as before"
+        )
+
+
 def _state_of(
-    parts: Parts,
-    component: str,
-    name: str,
-    specs: Sequence[TensorSpec],
-    targets: Mapping[str, Sequence[TensorSpec]],
-    rank: int,
-) -> dict[str, Any]:
-    """An optimizer's state of one parameter."""
-    if not specs:
-        return {}
-    target = next((spec for spec in targets.get(name, ()) if rank in spec.layout), None)
-    found: dict[str, Any] = {}
-    for spec in specs:
-        key = spec.name.removeprefix(f"{component}.state.{name}.")
-        if key in found:
-            continue  # of another rank's replica under the same name
+    parts: Parts, component: str, name: str, specs: Sequence[TensorSpec], target: TensorSpec | None, rank: int
+) -> tuple[_PartFile, Any]:
+    """An optimizer's state of one parameter, as one of the files has it, with its tensors in the new layout."""
+    file, node = parts.any_state(component, name, specs)
+    if node is None:
+        return file, None
+    known = {spec.name: spec for spec in specs}
+    tensors: dict[str, torch.Tensor] = {}
+
+    def put_together(node: Any, where: str) -> Any:
+        if isinstance(node, list):
+            return [put_together(item, f"{where}.{number}") for number, item in enumerate(node)]
+        if not isinstance(node, dict):
+            return node
+        if "$tensor" not in node:
+            return {key: put_together(item, f"{where}.{key}") for key, item in node.items()}
+        spec = known.get(where)
+        if spec is None:
+            raise MismatchError(f"{where}: nothing says how it is spread over the ranks; start as many as before")
         like = target is not None and spec.shape == target.shape and spec.shape != ()
-        layout = target.layout if like and target is not None else Layout((1,), ("R",), (rank,))  # type: ignore[arg-type]
-        source = next((s for s in specs if s.name == spec.name and s.layout == layout), spec)
-        found[key] = parts.tensor(source, layout, rank)
-    holder = parts.plan.holders(specs[0].layout, 0, rank)
-    extra = parts.file(holder[0]).state_of(component, name) if holder else {}
-    return {**found, **extra}
+        whole = Layout((1,), (REPLICATE,), (rank,))
+        tensors[where] = parts.tensor(spec, target.layout if like and target is not None else whole, rank)
+        return {"$tensor": where, **({"grad": True} if node.get("grad") else {})}
+
+    tree = put_together(node, f"{component}.state.{name}")
+    return file, unflatten(tree, tensors, path=file.path)

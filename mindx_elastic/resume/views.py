@@ -16,7 +16,7 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.persist.catalog import KIND_ORDER
 from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
 from mindx_elastic.plan.strategy import Strategy
-from mindx_elastic.resume.facts import pack_facts, settle_assumptions, strategy_digest, unpack_facts
+from mindx_elastic.resume.facts import pack_facts, strategy_digest, unpack_facts
 from mindx_elastic.resume.memory_files import OwnState
 
 __all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "key_of", "share_sights"]
@@ -138,7 +138,7 @@ class Sights:
         found.sort(
             key=lambda fact: (fact.moment, fact.rank, fact.rank not in self._seen[key_of(fact)], *_preference(fact))
         )
-        return settle_assumptions(found)
+        return found
 
     def _fetchers(self, key: Key, fact: FileFact) -> set[int]:
         return {fact.rank} if self._places.get(key) and fact.rank < self.world_size else set()

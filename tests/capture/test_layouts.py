@@ -103,6 +103,7 @@ def test_a_plain_job_says_little() -> None:
         "tensors": {},
         "job": [],
         "parameters": {"optimizer": [f"model.{name}" for name in ("0.weight", "0.bias", "1.weight", "1.bias")]},
+        "modules": ["model"],
         "volatile": {"model": ["1.running_mean", "1.running_var", "1.num_batches_tracked"]},
     }
     assert one.markers() == {}
@@ -155,7 +156,7 @@ def test_without_ddp_each_rank_has_its_own() -> None:
     assert together.replica_groups() == [(0,), (1,)]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_zero_state_is_its_ranks_alone_and_marked(one_rank_group: None) -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -390,7 +391,8 @@ def test_a_record_of_another_rank_or_other_shapes_is_refused(join: Join) -> None
     record = one.record()
     with pytest.raises(UsageError, match=r"model\.w has shape \[3, 3\], which is not rank 1's part of \[8, 3\]"):
         strategy_from_record(record, {"model.w": ("F32", (3, 3))})
-    for wrong in ({"rank": 7}, {"layouts": []}, {"default": 99}, {"tensors": {"model.w": [0]}}, {"world_size": None}):
+    wrongs: list[dict[str, Any]] = [{"rank": 7}, {"layouts": []}, {"default": 99}, {"world_size": None}]
+    for wrong in (*wrongs, {"tensors": {"model.w": [0]}}):
         with pytest.raises(UsageError):
             strategy_from_record({**record, **wrong}, {"model.w": ("F32", (2, 3)), "model.x": ("F32", (1,))})
 

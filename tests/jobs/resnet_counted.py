@@ -1,4 +1,7 @@
-"""The ResNet example as it is, with a line for each update: ``TOOK rank step S epoch E: picture,...``."""
+"""The ResNet example as it is, with a line for each update: ``TOOK rank step S epoch E: picture,...``.
+
+``RANKS FLAG...``: so many ranks, see `tests.jobs.forked`; the flags are the example's.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.train import Callback, RunContext
+from tests.jobs.forked import run_ranks
 from tests.jobs.loop import say
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "resnet_cifar10"))
@@ -47,4 +51,4 @@ def make_callbacks(*args: Any) -> list[Callback]:
 if __name__ == "__main__":
     _load_data, _make_callbacks = train.load_data, train.make_callbacks
     train.__dict__.update(load_data=load_data, make_callbacks=make_callbacks)
-    sys.exit(train.main())
+    sys.exit(run_ranks(int(sys.argv[1]), lambda: train.main(sys.argv[2:])))

@@ -8,8 +8,7 @@ Lines: ``READY rank pid resumed_from``, ``LOSS step value``, ``SEEN epoch index,
 ``STATE step sha256``, from rank 0: over all weights and all of the optimizers' state, put together from all ranks by
 plain concatenation, at each ``--save-at``, after the hold, at a resume and at the end.
 
-Without torchrun (``--ranks``) the ranks are forked from one process that has imported torch: most of a short run is
-that import.
+``--ranks``: without torchrun, see `tests.jobs.forked`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -33,10 +31,11 @@ from torch.nn import functional as F  # noqa: N812 - torch's name for it
 from torch.utils.data import Dataset
 
 import mindx_elastic as mx
+from tests.jobs.forked import run_ranks
 from tests.jobs.loop import hold, say
 
 SAMPLES_PER_UPDATE = 12
-VOCABULARY, WIDTH, HEAD, HIDDEN, LENGTH = 31, 12, 6, 22, 8  # 31 and 22/2 rows: uneven shards
+VOCABULARY, WIDTH, HEAD, HIDDEN, LENGTH = 31, 12, 3, 22, 8  # 31 and 22/2 rows: uneven shards
 KINDS = ("2d", "hsdp", "fsdp", "ddp", "zero", "plain")
 _TENSOR_PARALLEL: Mapping[str, type[ParallelStyle]] = {
     **dict.fromkeys(("query", "key", "value", "up"), ColwiseParallel),
@@ -72,7 +71,8 @@ class Block(nn.Module):
         normed = self.norm(x)
         # Split by heads, as many as this rank has.
         parts = [each(normed).unflatten(-1, (-1, HEAD)).transpose(1, 2) for each in (self.query, self.key, self.value)]
-        attended = F.scaled_dot_product_attention(*parts, is_causal=True)
+        query, key, value = parts
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
         added: torch.Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
         return added
@@ -98,7 +98,8 @@ class Spread:
 
     def __init__(self, kind: str, world_size: int, tensor_parallel: int) -> None:
         torch.manual_seed(0)
-        self.bare = self.wrapped = Transformer()
+        self.bare = Transformer()
+        self.wrapped: nn.Module = self.bare
         self.data_rank, self.data_size, self.speaks = dist.get_rank(), world_size, True
         if kind == "2d":
             self._two_dimensional(world_size, tensor_parallel)
@@ -109,6 +110,7 @@ class Spread:
             self._shard(init_device_mesh("cpu", (world_size,)))
         elif kind in ("ddp", "zero"):
             self.wrapped = nn.parallel.DistributedDataParallel(self.bare)
+        self.owner = f"{self.data_rank}: " if kind == "plain" and world_size > 1 else ""  # each rank trains for itself
         self.optimizer = self._optimizer(kind)
 
     def _two_dimensional(self, world_size: int, tensor_parallel: int) -> None:
@@ -138,7 +140,7 @@ class Spread:
 
     def digest(self) -> str:
         """Collective. Over every tensor of the model and the optimizer, as a single process would have it."""
-        mine = {name: _described(tensor) for name, tensor in self._tensors()}
+        mine = {self.owner + name: _described(tensor) for name, tensor in self._tensors()}
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, mine)
         digest = hashlib.sha256()
@@ -276,31 +278,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(args: argparse.Namespace) -> None:
+def train(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     Trainer(args).run()
     dist.destroy_process_group()
-
-
-def fork(args: argparse.Namespace) -> int:
-    """A rank in each of `--ranks` child processes; the worst of their exit codes."""
-    import torch._dynamo  # noqa: F401 - what an optimizer's first step imports, once for all
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(args.ranks)}
-    for rank in range(args.ranks):
-        if os.fork() == 0:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            train(args)
-            return 0
-    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(args.ranks)]
-    return max(codes, key=abs)
+    return 0
 
 
 if __name__ == "__main__":
     arguments = parse()
-    if arguments.ranks:
-        sys.exit(fork(arguments))
-    train(arguments)
+    sys.exit(run_ranks(arguments.ranks, lambda: train(arguments)) if arguments.ranks else train(arguments))

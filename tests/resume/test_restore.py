@@ -292,7 +292,10 @@ def test_steps_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
 
 def test_another_world_size_is_said_clearly(tmp_path: Path) -> None:
     write_step(tmp_path, 9, world_size=4)
-    with pytest.raises(MismatchError, match=r"were written by 4 ranks and cannot be spread over the 2 of this job: .*start it with 4 ranks"):
+    with pytest.raises(
+        MismatchError,
+        match=r"were written by 4 ranks and cannot be spread over the 2 of this job: .*start it with 4 ranks",
+    ):
         steps_on(2, tmp_path)
 
 

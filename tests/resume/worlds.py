@@ -132,6 +132,7 @@ class Saved:
             "tensors": named,
             "job": [],
             "parameters": {"optimizer": [f"model.{name}" for name in order]},
+            "modules": ["model"],
             "volatile": {"model": ["running"]},
         }
 
