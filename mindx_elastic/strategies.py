@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import xxhash
+
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import Given, Standing
@@ -48,22 +50,33 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
 
     Raises UsageError when a layout does not fit the tensors that it is for.
     """
-    record = collector.layout()
-    shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
-    own = strategy_from_record(record, shapes)
-    markers = [TensorSpec(name, (), Layout.from_json(each)) for name, each in collector.layouts.markers().items()]
-    exchange.publish("strategy", _text_of(Strategy(ranks.world_size, (*own.tensors, *markers))))
-    texts = dict.fromkeys(exchange.collect("strategy", _START_TIMEOUT_S))
-    strategy = Strategy(ranks.world_size, tuple(spec for text in texts for spec in _parsed(text).tensors))
+    own, problem = None, ""
+    try:
+        own = _own_strategy(collector, ranks)
+    except Exception as error:  # told to the others, who would wait for it
+        problem, failure = f"{type(error).__name__}: {error}", error
+    text = "" if own is None else json.dumps(own.to_json(), sort_keys=True)
+    digest = xxhash.xxh3_128_hexdigest(text.encode())
+    exchange.publish("strategy", json.dumps([digest, problem]))
+    heads = [json.loads(each) for each in exchange.collect("strategy", _START_TIMEOUT_S)]
+    if problem:
+        raise failure
+    for rank, (_, text_of_other) in enumerate(heads):
+        if text_of_other:
+            raise UsageError(f"rank {rank} cannot say how its tensors are laid out: {text_of_other}")
+    digests = [each for each, _ in heads]
+    exchange.publish("strategy_text", text if digests.index(digest) == ranks.rank else "")
+    texts = [each for each in exchange.collect("strategy_text", _START_TIMEOUT_S) if each]
+    specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
+    strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.
     samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
     collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
     return Target(strategy, collector.layouts.blueprint())
 
 
-def _text_of(strategy: Strategy) -> str:
-    return json.dumps(strategy.to_json(), sort_keys=True)
-
-
-def _parsed(text: str) -> Strategy:
-    return Strategy.from_json(json.loads(text))
+def _own_strategy(collector: Collector, ranks: RankInfo) -> Strategy:
+    shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
+    own = strategy_from_record(collector.layout(), shapes)
+    markers = [TensorSpec(name, (), Layout.from_json(each)) for name, each in collector.layouts.markers().items()]
+    return Strategy(ranks.world_size, (*own.tensors, *markers))

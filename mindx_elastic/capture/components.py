@@ -237,7 +237,14 @@ class OptimizerComponent:
     @property
     def local(self) -> torch.optim.Optimizer:
         """The one that has this rank's state."""
-        found: torch.optim.Optimizer = vars(self.optimizer)["optim"] if self.is_spread else self.optimizer
+        if not self.is_spread:
+            return self.optimizer
+        found: torch.optim.Optimizer | None = vars(self.optimizer).get("optim")
+        if found is None:
+            raise UsageError(
+                f"{self.name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state of its own before the "
+                "first steps and cannot be guarded; make it with overlap_with_ddp=False"
+            )
         return found
 
     @property

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["RECORD_VERSION", "Blueprint", "LayoutRecorder", "Standing", "names_of"]
+__all__ = ["RECORD_VERSION", "Blueprint", "LayoutRecorder", "Standing"]
 
 RECORD_VERSION = 2
 
@@ -179,19 +179,22 @@ class LayoutRecorder:
                 elif isinstance(value, DTensor):
                     layout, is_assumed = _layout_of(place, value, widest)
                     found[place] = (layout, tuple(value.shape), is_assumed)
+                elif isinstance(parameter, DTensor) and value.shape == _local(parameter).shape and value.ndim:
+                    layout, is_assumed = _layout_of(place, parameter, widest)  # made as zeros_like(p.to_local())
+                    found[place] = (layout, tuple(parameter.shape), is_assumed)
                 elif like is not default and (widest is None or like["ranks"] != default["ranks"]):
                     given = None
                     if value.shape == _local(parameter).shape and value.ndim:
-                        given = self._standing.given(names_of(parameter, self._named_parameters()), tuple(value.shape))
+                        given = self._like(parameter, tuple(value.shape))
                     # Without: factored moments, step counters.
                     repeated = (_repeated(_expand(like["ranks"])), tuple(value.shape), True)
                     found[place] = repeated if given is None else (*given, False)
         return found
 
-
-def names_of(parameter: torch.Tensor, named: Iterable[tuple[str, torch.Tensor]]) -> str:
-    """The first place at which `parameter` stands."""
-    return next((place for place, each in named if each is parameter), "")
+    def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
+        place = next((place for place, each in self._named_parameters() if each is parameter), "")
+        return self._standing.given(place, shape)
 
 
 class _Table:

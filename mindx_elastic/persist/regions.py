@@ -1,7 +1,7 @@
 """Reads parts of a stored tensor: a box of its elements, and no more bytes than it takes.
 
-A box is runs of consecutive bytes, one for each index of the outer dimensions. Long runs are read one by one straight
-into a buffer; where they are short (a slice of columns) the rows around them are read in pieces and sliced.
+A box is runs of consecutive bytes, one for each index of the outer dimensions. Runs are read one by one; where they are
+short and close to each other (a slice of columns) the rows that they begin are read several at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["read_box"]
 
 _LONG_RUN_BYTES = 16 << 10  # a system call costs a few microseconds, as much as copying so many bytes
 _FEW = 4  # rows that are so many times a run are not read for its sake
-_PIECE_BYTES = 1 << 20  # of rows that are sliced: little memory beside the part itself
+_PIECE_BYTES = 1 << 20  # little memory beside the part itself
 _READ_BYTES = 8 << 20
 
 Box = Sequence[tuple[int, int]]
@@ -40,23 +40,17 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
     inner = _inner(shape, box)
     run = math.prod(stop - begin for begin, stop in box[inner:]) * item
     reader = _Reader(fd, entry, path)
-    row = math.prod(shape[1:]) * item
-    if run >= _LONG_RUN_BYTES or inner == 0 or row > _FEW * run:
-        strides = [math.prod(shape[i + 1 :]) * item for i in range(len(shape))]
-        for outer in product(*(range(begin, stop) for begin, stop in box[:inner])):
-            offset = sum(index * stride for index, stride in zip(outer, strides, strict=False))
-            offset += sum(begin * stride for (begin, _), stride in zip(box[inner:], strides[inner:], strict=True))
-            place = out[tuple(index - begin for index, (begin, _) in zip(outer, box, strict=False))]
-            reader.fill(place, start + offset)
-        return reader.num_bytes
-    columns = tuple(slice(begin, stop) for begin, stop in box[1:])
-    first, last = box[0]
-    size = max(1, _PIECE_BYTES // max(1, row))
-    buffer = torch.empty((min(size, last - first), *shape[1:]), dtype=entry.torch_dtype)
-    for begin in range(first, last, size):
-        rows = buffer[: min(size, last - begin)]
-        reader.fill(rows, start + begin * row)
-        out[begin - first : begin - first + len(rows)].copy_(rows[(slice(None), *columns)])
+    strides = [math.prod(shape[i + 1 :]) * item for i in range(len(shape))]
+    base = start + sum(begin * stride for (begin, _), stride in zip(box, strides, strict=True))
+    row = strides[inner - 1] if inner else 0  # from one run to the next
+    by_rows = inner > 0 and run < _LONG_RUN_BYTES and row <= _FEW * run
+    walked = inner - 1 if by_rows else inner
+    for outer in product(*(range(stop - begin) for begin, stop in box[:walked])):
+        offset = base + sum(index * stride for index, stride in zip(outer, strides, strict=False))
+        if by_rows:
+            reader.fill_rows(out[outer], offset, row)
+        else:
+            reader.fill(out[outer], offset)
     return reader.num_bytes
 
 
@@ -76,9 +70,30 @@ class _Reader:
         self.num_bytes = 0
 
     def fill(self, place: torch.Tensor, offset: int) -> None:
-        """All of `place` from consecutive bytes; through a buffer where its own memory is not consecutive."""
-        straight = place.is_contiguous() and place.reshape(-1).stride() == (1,)  # one element may have any strides
-        target = place if straight else torch.empty(place.shape, dtype=place.dtype)
+        """All of `place` from consecutive bytes; through a small buffer where its own memory is not consecutive."""
+        if place.is_contiguous() and place.reshape(-1).stride() == (1,):  # one element may have any strides
+            self._read(place, offset)
+            return
+        if place.ndim and place.nbytes > _PIECE_BYTES:
+            for index in range(place.shape[0]):
+                self.fill(place[index], offset + index * (place.nbytes // place.shape[0]))
+            return
+        self._read(buffer := torch.empty(place.shape, dtype=place.dtype), offset)
+        place.copy_(buffer)
+
+    def fill_rows(self, place: torch.Tensor, offset: int, row: int) -> None:
+        """Each of `place` from the begin of a row of `row` bytes: several rows are read at a time."""
+        num_rows, run = place.shape[0], place.nbytes // place.shape[0]
+        size = max(1, _PIECE_BYTES // row)
+        buffer = torch.empty(min(size, num_rows) * row, dtype=torch.uint8)
+        for first in range(0, num_rows, size):
+            rows = place[first : first + size]
+            num_bytes = (len(rows) - 1) * row + run  # the last row's rest may lie beyond the file's end
+            self._read(buffer[:num_bytes], offset + first * row)
+            runs = buffer.as_strided((len(rows), run), (row, 1)).contiguous()
+            rows.copy_(runs.view(-1).view(place.dtype).view(rows.shape))
+
+    def _read(self, target: torch.Tensor, offset: int) -> None:
         view = target.reshape(-1).view(torch.uint8).numpy().data if target.numel() else memoryview(b"")
         done = 0
         while done < len(view):
@@ -90,8 +105,6 @@ class _Reader:
                 raise self._error("is cut off; the file was truncated while it was read")
             done += count
         self.num_bytes += done
-        if target is not place:
-            place.copy_(target)
 
     def _error(self, problem: str) -> CorruptCheckpointError:
         name = self._entry.name

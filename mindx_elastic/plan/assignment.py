@@ -72,7 +72,7 @@ class Assignment:
                 self.shares.append(RankPlan(rank, own))
                 continue
             mates = mates or {r: group for group in self._source.replica_groups() for r in group}
-            group = mates[rank]
+            group = mates.get(rank, (rank,))
             healthy_first = sorted(group, key=lambda r: (r in self._faults, r))
             donors = [file for r in healthy_first if (file := self._file(r, rank)) is not None]
             if donors:
@@ -120,13 +120,14 @@ class Assignment:
                     return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
         # The old rank of the same number, else in turn, so that no file is everybody's; of those that held the same
         # tensors (options of an optimizer differ from pipeline stage to stage).
-        order = self._relatives(rank)
-        base = self._file(rank, rank) if rank in order else None
-        for turn in range(len(order)):
-            base = base or self._file(order[(rank + turn) % len(order)], rank)
-            if base is not None:
-                self.shares.append(RankPlan(rank, base, assembled=not whole))
-                return ""
+        relatives = self._relatives(rank)
+        base = self._file(rank, rank) if rank in relatives else None
+        for order in (relatives, self._order):
+            for turn in range(len(order)):
+                base = base or self._file(order[(rank + turn) % len(order)], rank)
+                if base is not None:
+                    self.shares.append(RankPlan(rank, base, assembled=not whole))
+                    return ""
         return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
 
     def _relatives(self, rank: int) -> Sequence[int]:

@@ -38,19 +38,33 @@ def echoes_of(strategy: Strategy, rank: int, tensors: Mapping[str, tuple[tuple[i
 
 
 def settle_assumptions(facts: Sequence[FileFact]) -> list[FileFact]:
-    """Where files of one step disagree on what they assumed to be replicas, each keeps that for itself: its strategy
+    """Where files of one step disagree on what they assumed to be replicas, each file of the run keeps that for itself:
+    its strategy then says that these tensors lie on its own rank alone, so that nobody stands in for it.
 
-    then says that these tensors lie on its own rank alone, so that nobody stands in for it.
+    facts: all that are known. One step of a run at which two ranks differ is enough. Where no two ranks of a run have
+    ever been seen to agree (one voice is none), nothing is believed either.
     """
-    voices: dict[tuple[Moment, str], set[str]] = {}
+    voices: dict[tuple[Moment, str], dict[str, set[int]]] = {}
     for fact in facts:
         for key, echo in fact.echoes.items():
-            voices.setdefault((fact.moment, key), set()).add(echo)
-    split: dict[Moment, set[str]] = {}
+            if not key.startswith(OWN):
+                voices.setdefault((fact.moment, key), {}).setdefault(echo, set()).add(fact.rank)
+    split: set[tuple[str, str]] = set()
+    confirmed: set[tuple[str, str]] = set()
     for (moment, key), echoes in voices.items():
-        if len(echoes) > 1 and not key.startswith(OWN):
-            split.setdefault(moment, set()).add(key.rpartition("|")[0])
-    return [replace(f, strategy=_lone(f.strategy, f.rank, split[f.moment])) if f.moment in split else f for f in facts]
+        kind = (moment[0], key.rpartition("|")[0])
+        if len(echoes) > 1:
+            split.add(kind)
+        elif any(len(ranks) > 1 for ranks in echoes.values()):
+            confirmed.add(kind)
+    return [_settled(fact, split, confirmed) for fact in facts]
+
+
+def _settled(fact: FileFact, split: set[tuple[str, str]], confirmed: set[tuple[str, str]]) -> FileFact:
+    run = fact.moment[0]
+    kinds = {key.rpartition("|")[0] for key in fact.echoes if not key.startswith(OWN)}
+    lone = {kind for kind in kinds if (run, kind) in split or (run, kind) not in confirmed}
+    return replace(fact, strategy=_lone(fact.strategy, fact.rank, lone)) if lone else fact
 
 
 def differing_components(facts: Iterable[FileFact]) -> list[str]:
@@ -67,7 +81,7 @@ def _lone(strategy: Strategy, rank: int, kinds: set[str]) -> Strategy:
     layout = Layout((1,), (REPLICATE,), (rank,))
     specs = []
     for spec in strategy.tensors:
-        if not spec.assumed or _kind(spec) not in kinds:
+        if not spec.assumed or _kind(spec) not in kinds or spec.layout.num_shards == spec.layout.size:
             specs.append(spec)
         elif rank in spec.layout:
             part = spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank))

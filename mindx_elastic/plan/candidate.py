@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assignment import Assignment, differences
-from mindx_elastic.plan.assumptions import differing_components, settle_assumptions
+from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
 from mindx_elastic.plan.strategy import LayoutClass, Strategy
 from mindx_elastic.plan.targets import same_parts, target_of
@@ -106,7 +106,7 @@ class Candidate:
                     return False
             shares.append(RankPlan(rank, file))
         try:
-            self._source = self._merge(settle_assumptions([f for facts in self._files.values() for f in facts]))
+            self._source = self._merge()
         except UsageError:
             return False  # said below
         self._target = world.strategy or self._source
@@ -114,9 +114,8 @@ class Candidate:
         return True
 
     def _judge_parts(self) -> str:
-        facts = settle_assumptions([fact for facts in self._files.values() for fact in facts])
         try:
-            self._source = self._merge(facts)
+            self._source = self._merge()
         except UsageError as error:
             return f"its files contradict each other: {error}"
         known = self._source.ranks
@@ -135,14 +134,15 @@ class Candidate:
             self.is_misfit = True
             more = f"; and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
             return f"it does not fit the program: {'; '.join(misfits[:_MOST])}{more}"
-        return self._assign(facts)
+        return self._assign()
 
-    def _assign(self, facts: Sequence[FileFact]) -> str:
+    def _assign(self) -> str:
         own_states = self._context.own_states.get(self.moment, ())
         try:
             self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
         except UsageError as error:
             return str(error)
+        facts = [fact for facts in self._files.values() for fact in facts]
         differing = differing_components(facts) if self._assignment.resharded else []
         if differing and any(group.layout.splitting for group in self._source.classes):
             return (
@@ -154,10 +154,10 @@ class Candidate:
     def _differences(self) -> list[str]:
         return differences(self._source, self._target) if self._context.world.strategy is not None else []
 
-    def _merge(self, facts: Sequence[FileFact]) -> Strategy:
+    def _merge(self) -> Strategy:
         """What the files say together, in the order of ranks."""
         recorded = self._context.recorded.get(self.moment)
-        told = [fact.strategy for fact in facts]
+        told = [fact.strategy for facts in self._files.values() for fact in facts]
         strategies = {id(each): each for each in ([recorded, *told] if recorded is not None else told)}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:

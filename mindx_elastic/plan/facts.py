@@ -56,6 +56,8 @@ class FileFact:
     step_in_epoch: int = 0
     visible_to: frozenset[int] | None = None
     """The new ranks that can read it; None: all."""
+    where: str = ""
+    """The disk (or the machine's memory) that it lies on: nodes may have different files of the same path."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     echoes: Mapping[str, str] = field(default_factory=dict)
@@ -178,8 +180,8 @@ class ResumePlan:
 
     def used_paths(self) -> set[str]:
         """The files that some rank may read; for huge worlds all of the step's, since readers are spread over them."""
-        used = {share.file.path for share in self.ranks}
         readers = [share.rank for share in self.ranks if share.assembled]
+        used = {share.file.path for share in self.ranks if share.assembled}
         num_shards = sum(group.layout.num_shards for group in self.source.classes)
         if len(readers) * num_shards > _MANY:
             return used | {fact.path for facts in self.files.values() for fact in facts[:1]}

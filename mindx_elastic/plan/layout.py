@@ -132,10 +132,11 @@ class Layout:
         ranks: Sequence[int] = self.ranks if isinstance(self.ranks, range) else tuple(self.ranks)
         if not ranks:
             ranks = range(size)
-        elif len(ranks) != size or len(set(ranks)) != size:
+        distinct = len(ranks) if isinstance(ranks, range) else len(set(ranks))
+        if len(ranks) != size or distinct != size:
             raise UsageError(f"mesh shape {shape} needs {size} different ranks, not {len(ranks)} ({str(ranks)[:80]})")
-        if min(ranks) < 0:
-            raise UsageError(f"rank {min(ranks)} in a mesh: ranks count from 0")
+        if (min(ranks[0], ranks[-1]) if isinstance(ranks, range) else min(ranks)) < 0:
+            raise UsageError("a negative rank in a mesh: ranks count from 0")
         ranks = _as_range(ranks)
         for name, value in (("mesh_shape", shape), ("placements", placements), ("ranks", ranks)):
             object.__setattr__(self, name, value)

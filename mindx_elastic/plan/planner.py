@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import (
     DYING_KINDS,
@@ -53,7 +54,7 @@ def plan_resume(
     another rank's file of a replica makes them whole. recorded: strategies known from elsewhere than the files.
     rejected: files that were sorted out before, for the record. only: the one step that may be taken.
     """
-    everything = list(files)
+    everything = settle_assumptions(list(files))
     known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
     usable, distrusted = _sort_out(everything, known)
     by_moment: dict[Moment, list[FileFact]] = {}
@@ -101,16 +102,18 @@ def order_of_moments(files: Iterable[FileFact]) -> list[Moment]:
 
 def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:
     """Files that may be used; and of each step the faulty ranks whose dying words are not believed."""
+    # The last attempt that did not know the report: its devices fell ill. Later ones began without them.
     last: dict[str, int] = {}
     for fact in files:
         run, attempt, _ = fact.moment
-        last[run] = max(attempt, last.get(run, attempt))
+        if faults.report == 0 or fact.fault_report != faults.report:
+            last[run] = max(attempt, last.get(run, attempt))
     usable: list[FileFact] = []
     distrusted: dict[Moment, set[int]] = {}
     for fact in files:
         run, attempt, _ = fact.moment
         known_then = faults.report != 0 and fact.fault_report == faults.report
-        if fact.rank in faults.ranks and fact.kind in DYING_KINDS and attempt == last[run] and not known_then:
+        if fact.rank in faults.ranks and fact.kind in DYING_KINDS and attempt == last.get(run) and not known_then:
             distrusted.setdefault(fact.moment, set()).add(fact.rank)
         else:
             usable.append(fact)

@@ -38,8 +38,13 @@ def remesh(source: Strategy, world_size: int, mesh: Mapping[str, int] | None = N
     """
     layouts: dict[Layout, Layout] = {}
     for group in source.classes:
-        layouts[group.layout] = _remesh_layout(group, source.world_size, world_size, mesh)
-    specs = (replace(spec, layout=layouts[spec.layout]) for spec in source.tensors)
+        try:
+            layouts[group.layout] = _remesh_layout(group, source.world_size, world_size, mesh)
+        except UsageError:
+            # ZeRO: an optimizer spreads its state anew by itself, whatever the number of ranks.
+            if not all(spec.parameter or is_marker(spec) for spec in group.tensors):
+                raise
+    specs = (replace(spec, layout=layouts[spec.layout]) for spec in source.tensors if spec.layout in layouts)
     return Strategy(world_size, tuple(specs))
 
 
@@ -116,11 +121,17 @@ def same_parts(source: Strategy, target: Strategy, *, rank: int | None = None) -
         return False
     for spec in target.tensors if rank is None else [s for s in target.tensors if rank in s.layout]:
         known = source.by_name.get(spec.name, ())
-        if known and not any(
-            each.shape == spec.shape and (each.layout == spec.layout or _equal_boxes(each, spec)) for each in known
-        ):
+        if known and not any(_same_part(each, spec, rank) for each in known):
             return False
     return True
+
+
+def _same_part(old: TensorSpec, new: TensorSpec, rank: int | None) -> bool:
+    if old.shape == new.shape and (old.layout == new.layout or _equal_boxes(old, new)):
+        return True
+    # What the rank has for itself alone (see `assumptions`) is what it has.
+    alone = rank is not None and tuple(old.layout.ranks) == (rank,)
+    return alone and old.shape == new.layout.local_shape(new.shape, new.layout.shard_of(rank or 0))
 
 
 def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:

@@ -138,7 +138,10 @@ def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) 
     return {key: digest.hexdigest() for key, digest in found.items()}
 
 
-_ROW = ("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report", "echoes")
+_ROW = (
+    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
+    *("where", "echoes"),
+)
 
 
 def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:

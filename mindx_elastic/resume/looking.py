@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import xxhash
@@ -56,7 +57,8 @@ def look(
             sight.unforeseen.add(info.moment)
     for found, kept in ((on_disk, sight.facts), (in_memory, sight.in_memory)):
         facts, rejected = facts_of(found, strategies)
-        kept += [fact for fact in facts if only in (None, fact.moment)]
+        where = digests[ranks.rank] if found is on_disk else os.uname().nodename
+        kept += [replace(fact, where=where) for fact in facts if only in (None, fact.moment)]
         sight.rejected += rejected
     if transport is not None:
         places = {key_of(fact): transport.locate(Path(fact.path), fact.rank) for fact in sight.facts}

@@ -9,8 +9,9 @@ from typing import Protocol
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.layouts import Blueprint
-from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError
+from mindx_elastic.errors import CheckpointError, MismatchError
 from mindx_elastic.events import logger
+from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.plan.facts import FileFact, ResumePlan
@@ -56,10 +57,21 @@ class PlanReader:
         """
         if any(share.assembled for share in plan.ranks) and self._agree(plan, self._verify_share(plan)):
             return None
-        checkpoint, bad, mismatch = self._read_own(plan, blueprint)
-        if self._agree(plan, bad, mismatch):
-            return None
-        return checkpoint
+        failure: Exception | None = None
+        checkpoint: Checkpoint | None = None
+        bad: dict[tuple[int, int], str] = {}
+        mismatch = ""
+        try:
+            checkpoint, bad, mismatch = self._read_own(plan, blueprint)
+        except Exception as error:  # no memory, a bug: nobody waits half an hour for this rank
+            failure, mismatch = error, f"{type(error).__name__}: {error}"
+        try:
+            again = self._agree(plan, bad, mismatch)
+        except MismatchError:
+            if failure is not None:
+                raise failure from None
+            raise
+        return None if again else checkpoint
 
     def _agree(self, plan: ResumePlan, bad: dict[tuple[int, int], str], mismatch: str = "") -> bool:
         """Tell the others what could not be read: (old rank, number among its files) -> problem. True: something."""
@@ -151,11 +163,21 @@ class PlanReader:
                 mine = bool(readers) and readers[turn % len(readers)] == self._rank
                 turn += 1
                 if mine and key_of(fact) not in self._verified:
-                    problems = verify_file(fact.path)
-                    if problems:
-                        bad[old, number] = self._put_aside(Path(fact.path), problems[0])
+                    problem = self._verify(Path(fact.path))
+                    if problem:
+                        bad[old, number] = problem
                     self._verified.add(key_of(fact))
         return bad
+
+    def _verify(self, path: Path) -> str:
+        try:
+            with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
+                problems = verify_file(path)
+        except CheckpointError as error:
+            problems = [str(error)]
+        except OSError as error:
+            return f"{path.name} cannot be read: {error}"
+        return self._put_aside(path, problems[0]) if problems else ""
 
     def _assemble(
         self, plan: ResumePlan, blueprint: Blueprint | None, place: tuple[int, int]
@@ -168,7 +190,7 @@ class PlanReader:
         except MismatchError as error:
             return None, {}, str(error)
         except (CheckpointError, OSError) as error:
-            path = error.path if isinstance(error, CorruptCheckpointError) else None
+            path = getattr(error, "path", None) or getattr(error, "filename", None)
             found = [
                 (old, number)
                 for old, facts in plan.files.items()

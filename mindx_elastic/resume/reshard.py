@@ -22,10 +22,12 @@ from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
 from mindx_elastic.plan.facts import FileFact, ResumePlan
-from mindx_elastic.plan.layout import REPLICATE, Layout, local_places, overlap
+from mindx_elastic.plan.layout import REPLICATE, Box, Layout, local_places, overlap
 from mindx_elastic.plan.strategy import TensorSpec, global_name
 
 __all__ = ["Parts", "assemble"]
+
+_MOST_OPEN = 64  # a process has 1024 descriptors by default, and a job may have more old ranks
 
 
 class Parts:
@@ -35,23 +37,34 @@ class Parts:
         self.plan, self.reader = plan, reader
         self.num_bytes = 0
         """Read so far."""
-        self._open: dict[str, _PartFile] = {}
-        self._stack = ExitStack()
+        self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
+        self._places: dict[tuple[int, tuple[int, ...]], list[list[tuple[Box, Box]]]] = {}
 
     def __enter__(self) -> Parts:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        for _file, stack in self._open.values():
+            stack.close()
 
     def file(self, fact: FileFact) -> _PartFile:
-        """Raises what `open_checkpoint` raises, and CorruptCheckpointError when it has become another's file."""
-        if fact.path not in self._open:
-            fd, header = self._stack.enter_context(open_checkpoint(fact.path))
-            if header.info.moment != fact.moment or header.info.rank != fact.rank:
-                raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
-            self._open[fact.path] = _PartFile(Path(fact.path), fd, header)
-        return self._open[fact.path]
+        """To be used at once: the next call may close it. Raises what `open_checkpoint` raises, and
+
+        CorruptCheckpointError when it has become another's file.
+        """
+        if fact.path in self._open:
+            self._open[fact.path] = self._open.pop(fact.path)  # the ones used last stay
+            return self._open[fact.path][0]
+        if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used again and again
+            oldest = next(path for path in self._open if path != self.plan.ranks[self.reader].file.path)
+            self._open.pop(oldest)[1].close()
+        stack = ExitStack()
+        fd, header = stack.enter_context(open_checkpoint(fact.path))
+        file = _PartFile(Path(fact.path), fd, header)
+        self._open[fact.path] = (file, stack)
+        if header.info.moment != fact.moment or header.info.rank != fact.rank:
+            raise CorruptCheckpointError(f"{fact.path} is of another step by now", path=fact.path)
+        return file
 
     def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
         """What `rank` holds of the tensor `spec` under `layout`. Raises MismatchError for holes."""
@@ -59,9 +72,10 @@ class Parts:
         shape = tuple(sum(stop - start for start, stop in each) for each in segments)
         out: torch.Tensor | None = None
         missing = math.prod(shape)
+        places = list(local_places(segments))
         for shard in self._shards(spec, layout, rank):
-            for whole, theirs in local_places(spec.layout.segments(spec.shape, shard)):
-                for wanted, place in local_places(segments):
+            for whole, theirs in self._places_of(spec.layout, spec.shape)[shard]:
+                for wanted, place in places:
                     common = overlap(whole, wanted) if spec.shape else ()
                     if common is None:
                         continue
@@ -79,6 +93,14 @@ class Parts:
         if missing:
             raise MismatchError(f"{missing} elements of {spec.name} lie in no file of step {self.plan.step}")
         return out
+
+    def _places_of(self, layout: Layout, shape: tuple[int, ...]) -> list[list[tuple[Box, Box]]]:
+        """Of each shard the boxes; the layers of a network have the same few shapes."""
+        key = (id(layout), shape)
+        if key not in self._places:
+            shards = range(layout.num_shards)
+            self._places[key] = [list(local_places(layout.segments(shape, shard))) for shard in shards]
+        return self._places[key]
 
     def _shards(self, spec: TensorSpec, layout: Layout, rank: int) -> Sequence[int]:
         """The shards of `spec` to look at, in order; only one where the rank held the same before."""

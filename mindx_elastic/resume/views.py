@@ -1,7 +1,7 @@
 """What all ranks of a start can see, put together: every rank comes to the same facts, and so to the same plan.
 
-Disks may be shared, or each node has its own, with the same path on each: a file is known by its path and by what its
-header says, and for each it is noted which ranks can read it. A copy of a rank's file on another node counts as
+Disks may be shared, or each node has its own, with the same path on each: a file is known by its path and the disk that
+it lies on, and for each it is noted which ranks can read it. A copy of a rank's file on another node counts as
 readable by that rank where a transport can fetch it.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "key_of", "share_sight
 
 START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
 
-Key = tuple[str, int, Moment, str, float, int]
+Key = tuple[str, str, int, Moment, str, float, int]
 Place = tuple[int, str]
 """Number of a directory and path in it, the same on every rank."""
 
@@ -70,8 +70,8 @@ class Sight:
 
 
 def key_of(fact: FileFact) -> Key:
-    """What a file is known by, on whichever machine it lies."""
-    return fact.path, fact.rank, fact.moment, fact.kind, fact.created, fact.nbytes
+    """What one file on one disk is known by."""
+    return fact.where, fact.path, fact.rank, fact.moment, fact.kind, fact.created, fact.nbytes
 
 
 class Sights:
@@ -155,14 +155,9 @@ class Sights:
     def forget(self, rank: int, fact: FileFact, problem: str) -> None:
         """`rank` was told to read a file and could not use it. Called on all ranks in the same order."""
         key = key_of(fact)
-        shared = len(self._seen[key]) == self.world_size
-        if shared:
+        if rank in self._seen[key]:  # all who have this disk before them see the same bytes
             self._seen[key].clear()
-        elif rank in self._seen[key]:
-            self._seen[key].discard(rank)
-            self._places.get(key, {}).pop(rank, None)
-        else:  # it was fetched
-            self._places.pop(key, None)
+        self._places.pop(key, None)  # where it was fetched, nobody knows on which side it was spoilt
         self._damage.append((fact.moment, f"rank {rank}: {problem}"))
 
     def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
