@@ -36,6 +36,7 @@ __all__ = [
     "GradientOrders",
     "Start",
     "ddp_modules",
+    "ignored_parameters",
     "is_replicated",
     "outermost_replicas",
     "replica_ranks",
@@ -247,9 +248,19 @@ def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
     return list(groups.pop())
 
 
+def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
+    """Places of parameters that DDP leaves alone (experts of a rank, for example)."""
+    found = set()
+    for place, module in ddp_modules(targets):
+        component, _, inner = place.partition(".")
+        for name in module.parameters_to_ignore:
+            found.add(f"{component}.{inner}.{name}" if inner else f"{component}.{name}")
+    return frozenset(found)
+
+
 def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int) -> bool:
     """Whether every rank holds the same, so that one rank's file can stand in for any other's."""
-    whole = len(replica_ranks(targets)) == world_size > 1
+    whole = len(replica_ranks(targets)) == world_size > 1 and not ignored_parameters(targets)
     return whole and not collector.is_sharded and not collector.is_spread
 
 

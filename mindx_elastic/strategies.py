@@ -4,45 +4,78 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import Given, Standing
+from mindx_elastic.capture.layouts import Standing
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, strategy_from_record
 from mindx_elastic.resume.restore import Target
-from mindx_elastic.resuming import replica_ranks
+from mindx_elastic.resuming import ignored_parameters, replica_ranks
 
-__all__ = ["standing_of", "target_of_all"]
+__all__ = ["ByHand", "standing_of", "target_of_all"]
 
 _START_TIMEOUT_S = 1800.0
 
 
 def standing_of(targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None) -> Standing:
     """Where this rank stands among the others. Raises UsageError for layouts that are none."""
-    return Standing(ranks.rank, ranks.world_size, replica_ranks(targets), _by_hand(layouts or {}, ranks))
+    return Standing(
+        ranks.rank,
+        ranks.world_size,
+        replica_ranks(targets),
+        ignored_parameters(targets),
+        ByHand(layouts or {}, ranks),
+    )
 
 
-def _by_hand(layouts: Mapping[str, Layout], ranks: RankInfo) -> Given:
-    for pattern, layout in layouts.items():
-        if not isinstance(layout, Layout) or not isinstance(pattern, str):
-            raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
-        if max(layout.ranks) >= ranks.world_size:
-            raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
+class ByHand:
+    """The layouts that the user has given: pattern -> `Layout`. The whole shapes of uneven ones are worked out when all
+    ranks have told their parts (`learn`); until then parts are taken to be equal."""
 
-    def given(place: str, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+    def __init__(self, layouts: Mapping[str, Layout], ranks: RankInfo) -> None:
+        """Raises UsageError for layouts that are none."""
+        self._layouts, self._rank = layouts, ranks.rank
+        self._whole: dict[str, tuple[int, ...]] = {}
         for pattern, layout in layouts.items():
-            if fnmatch.fnmatchcase(place, pattern) and ranks.rank in layout:
-                return layout.to_json(), layout.global_shape(shape)
-        return None
+            if not isinstance(layout, Layout) or not isinstance(pattern, str):
+                raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
+            if max(layout.ranks) >= ranks.world_size:
+                raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
 
-    return given
+    def __call__(self, place: str, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+        layout = self._layout_of(place, self._rank)
+        if layout is None:
+            return None
+        whole = self._whole.get(place)
+        return layout.to_json(), whole if whole is not None else layout.global_shape(shape)
+
+    def _layout_of(self, place: str, rank: int) -> Layout | None:
+        fitting = (layout for pattern, layout in self._layouts.items() if fnmatch.fnmatchcase(place, pattern))
+        return next((layout for layout in fitting if rank in layout), None)
+
+    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Of all `shapes` of this rank's parameters those that are described by hand."""
+        return {place: shape for place, shape in shapes.items() if self._layout_of(place, self._rank) is not None}
+
+    def learn(self, parts: Sequence[Mapping[str, Sequence[int]]]) -> None:
+        """`parts`: of every rank. The parts along a split dimension add up."""
+        for place, shape in parts[self._rank].items():
+            layout = self._layout_of(place, self._rank)
+            assert layout is not None
+            by_shard = {
+                layout.shard_of(rank): tuple(each[place])
+                for rank, each in enumerate(parts)
+                if place in each and rank in layout
+            }
+            if len(by_shard) == layout.num_shards:
+                self._whole[place] = layout.whole_shape(tuple(shape), by_shard)
 
 
 def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> Target:
@@ -50,8 +83,15 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
 
     Raises UsageError when a layout does not fit the tensors that it is for.
     """
+    given, parts = collector.layouts.standing.given, {}
+    if isinstance(given, ByHand):
+        parts = given.parts(collector.layouts.shapes())
+    exchange.publish("by_hand", json.dumps(parts))
+    told = [json.loads(text) for text in exchange.collect("by_hand", _START_TIMEOUT_S)]
     own, problem = None, ""
     try:
+        if isinstance(given, ByHand):
+            given.learn(told)
         own = _own_strategy(collector, ranks)
     except Exception as error:  # told to the others, who would wait for it
         problem, failure = f"{type(error).__name__}: {error}", error

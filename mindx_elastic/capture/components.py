@@ -13,7 +13,7 @@ A component is asked three things: `copy` its volatile part at a boundary (train
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from operator import is_
 from typing import Any, Protocol, runtime_checkable
 
@@ -266,11 +266,23 @@ class OptimizerComponent:
     def state(self) -> dict[str, Any]:
         state = dict(map_tensors(self.local.state_dict(), local_part))
         state["class"] = type(self.optimizer).__name__
+        if sharded := self._sharded_places():
+            state["sharded"] = sharded
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
         ]
         return state
+
+    def _sharded_places(self) -> list[str]:
+        """``3.exp_avg``: of its state the DTensors laid out like their parameter; they come back as such."""
+        found: list[str] = []
+        for index, parameter in enumerate(self.parameters):
+            if isinstance(parameter, DTensor):
+                for place, value in _tensors_in(self.local.state.get(parameter, {}), str(index)):
+                    if isinstance(value, DTensor) and value.shape == parameter.shape:
+                        found.append(place)
+        return found
 
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
@@ -296,18 +308,15 @@ class OptimizerComponent:
         self.copy()
 
     def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Moments of a sharded parameter are sharded like it; scalars (``step``) are not."""
-        parameters = self.parameters
-        indices = [i for group in state["param_groups"] for i in group["params"]]
-        if not any(isinstance(p, DTensor) for p in parameters):
+        """What had been DTensors are DTensors again."""
+        places = set(state.pop("sharded", ()))
+        if not places:
             return state
+        indices = [i for group in state["param_groups"] for i in group["params"]]
         laid_out = dict(state["state"])
-        for index, parameter in zip(indices, parameters, strict=True):
-            shape = local_part(parameter).shape
-            laid_out[index] = {
-                key: with_layout_of(parameter, value) if torch.is_tensor(value) and value.shape == shape else value
-                for key, value in laid_out.get(index, {}).items()
-            }
+        for index, parameter in zip(indices, self.parameters, strict=True):
+            if index in laid_out:
+                laid_out[index] = _laid_out(laid_out[index], str(index), places, parameter)
         return {**state, "state": laid_out}
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
@@ -323,6 +332,27 @@ class OptimizerComponent:
             for key, value in saved.items():
                 if key in loaded:
                     loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors_in(item, f"{place}.{number}")
+
+
+def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        return with_layout_of(like, value) if place in places else value
+    if type(value) is dict:
+        return {key: _laid_out(item, f"{place}.{key}", places, like) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_laid_out(item, f"{place}.{n}", places, like) for n, item in enumerate(value))
+    return value
 
 
 def _with_dtypes_of(saved: Any, loaded: Any) -> Any:

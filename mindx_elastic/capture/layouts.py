@@ -36,6 +36,8 @@ class Standing:
     world_size: int = 1
     replicas: Sequence[int] = ()
     """The ranks that DDP keeps equal to this one, itself included."""
+    alone: frozenset[str] = frozenset()
+    """Places of parameters that DDP has been told to ignore: each rank has its own."""
     given: Given = lambda place, shape: None
 
 
@@ -55,7 +57,7 @@ class LayoutRecorder:
     """Makes the record of one rank. Not thread-safe; whoever holds the update gate calls `record`."""
 
     def __init__(self, components: Mapping[str, Component], standing: Standing) -> None:
-        self._standing = standing
+        self.standing = standing
         self._modules = {n: c for n, c in components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in components.items() if isinstance(c, OptimizerComponent)}
         self._job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]] = ()
@@ -96,7 +98,7 @@ class LayoutRecorder:
     def markers(self) -> dict[str, dict[str, Any]]:
         """Layouts of state that is no parameter's and that only this rank has: optimizers that are spread (ZeRO)."""
         return {
-            f"@{name}.state": _repeated([self._standing.rank]) for name, c in self._optimizers.items() if c.is_spread
+            f"@{name}.state": _repeated([self.standing.rank]) for name, c in self._optimizers.items() if c.is_spread
         }
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
@@ -105,7 +107,7 @@ class LayoutRecorder:
                 yield f"{name}.{place}", parameter
 
     def _describe(self) -> dict[str, Any]:
-        standing, table = self._standing, _Table()
+        standing, table = self.standing, _Table()
         widest = _widest([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
         default = self._default(widest)
         named: dict[str, list[Any]] = {}
@@ -144,15 +146,17 @@ class LayoutRecorder:
     def _default(self, widest: DTensor | None) -> dict[str, Any]:
         if widest is not None:
             return _repeated(_ranks_of(widest))
-        return _repeated(list(self._standing.replicas) or [self._standing.rank])
+        return _repeated(list(self.standing.replicas) or [self.standing.rank])
 
     def _of_parameter(
         self, place: str, parameter: torch.Tensor, widest: DTensor | None
     ) -> tuple[dict[str, Any] | None, tuple[int, ...], bool]:
         """Layout (None: the default), shape of the whole, and whether it is only assumed."""
-        given = self._standing.given(place, tuple(_local(parameter).shape))
+        given = self.standing.given(place, tuple(_local(parameter).shape))
         if given is not None:
             return *given, False
+        if place in self.standing.alone:
+            return _repeated([self.standing.rank]), tuple(parameter.shape), False
         if isinstance(parameter, DTensor):
             layout, is_assumed = _layout_of(place, parameter, widest)
             return layout, tuple(parameter.shape), is_assumed
@@ -175,7 +179,7 @@ class LayoutRecorder:
                     continue
                 place = f"{name}.state.{index}.{key}"
                 if optimizer.is_spread:
-                    found[place] = (_repeated([self._standing.rank]), tuple(value.shape), False)
+                    found[place] = (_repeated([self.standing.rank]), tuple(value.shape), False)
                 elif isinstance(value, DTensor):
                     layout, is_assumed = _layout_of(place, value, widest)
                     found[place] = (layout, tuple(value.shape), is_assumed)
@@ -194,7 +198,7 @@ class LayoutRecorder:
     def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
         place = next((place for place, each in self._named_parameters() if each is parameter), "")
-        return self._standing.given(place, shape)
+        return self.standing.given(place, shape)
 
 
 class _Table:

@@ -10,7 +10,7 @@ from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
 from mindx_elastic.plan.strategy import LayoutClass, Strategy
-from mindx_elastic.plan.targets import same_parts, target_of
+from mindx_elastic.plan.targets import same_part, target_of
 
 __all__ = ["Candidate", "Context"]
 
@@ -93,24 +93,36 @@ class Candidate:
         world = self._context.world
         if world.size != self.world_size:
             return False
-        shares = []
-        fitting: dict[int, bool] = {}
-        for rank in range(world.size):
-            file = next((fact for fact in self._files.get(rank, ()) if fact.seen_by(rank)), None)
-            if file is None:
-                return False
-            if world.strategy is not None:
-                if id(file.strategy) not in fitting:
-                    fitting[id(file.strategy)] = same_parts(file.strategy, world.strategy)
-                if not fitting[id(file.strategy)] and not same_parts(file.strategy, world.strategy, rank=rank):
-                    return False
-            shares.append(RankPlan(rank, file))
         try:
             self._source = self._merge()
         except UsageError:
             return False  # said below
+        shares = []
+        fitting: dict[tuple[int, int], bool] = {}
+        for rank in range(world.size):
+            file = next((fact for fact in self._files.get(rank, ()) if fact.seen_by(rank)), None)
+            if file is None or not self._fits(file.strategy, rank, fitting):
+                return False
+            shares.append(RankPlan(rank, file))
         self._target = world.strategy or self._source
         self._assignment = Assignment.of_own_files(self._source, shares)
+        return True
+
+    def _fits(self, own: Strategy, rank: int, known: dict[tuple[int, int], bool]) -> bool:
+        """Whether all that `rank` wants is in its own file, in the same parts. What no file has is for `load` to say.
+
+        known: earlier answers, by strategy and layout of the new world.
+        """
+        target = self._context.world.strategy
+        for number, group in enumerate(target.classes if target is not None else ()):
+            key = (id(own), number)
+            if rank in group.layout and key not in known:
+                known[key] = all(
+                    same_part(own, spec, rank) if spec.name in own.by_name else spec.name not in self._source.by_name
+                    for spec in group.tensors
+                )
+            if rank in group.layout and not known[key]:
+                return False
         return True
 
     def _judge_parts(self) -> str:

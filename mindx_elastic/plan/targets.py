@@ -11,7 +11,7 @@ from mindx_elastic.plan.facts import World, rank_list
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.strategy import LayoutClass, Strategy, TensorSpec
 
-__all__ = ["MARKER", "bytes_by_rank", "is_marker", "remesh", "same_parts", "target_of"]
+__all__ = ["MARKER", "bytes_by_rank", "is_marker", "remesh", "same_part", "same_parts", "target_of"]
 
 MARKER = "@"
 """Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
@@ -110,8 +110,8 @@ def _with_factors(new: Layout, old: Layout) -> Layout:
     return replace(new, placements=tuple(placements))
 
 
-def same_parts(source: Strategy, target: Strategy, *, rank: int | None = None) -> bool:
-    """Whether each rank of `target`, or only `rank`, holds what the same rank of `source` did.
+def same_parts(source: Strategy, target: Strategy) -> bool:
+    """Whether each rank of `target` holds what the same rank of `source` did.
 
     Optimizers have no state before their first step, so only what `target` names is compared.
     """
@@ -119,19 +119,28 @@ def same_parts(source: Strategy, target: Strategy, *, rank: int | None = None) -
         return True
     if source.world_size != target.world_size:
         return False
-    for spec in target.tensors if rank is None else [s for s in target.tensors if rank in s.layout]:
-        known = source.by_name.get(spec.name, ())
-        if known and not any(_same_part(each, spec, rank) for each in known):
-            return False
-    return True
+    return all(
+        any(_alike(each, spec) for each in source.by_name[spec.name])
+        for spec in target.tensors
+        if spec.name in source.by_name
+    )
 
 
-def _same_part(old: TensorSpec, new: TensorSpec, rank: int | None) -> bool:
-    if old.shape == new.shape and (old.layout == new.layout or _equal_boxes(old, new)):
-        return True
-    # What the rank has for itself alone (see `assumptions`) is what it has.
-    alone = rank is not None and tuple(old.layout.ranks) == (rank,)
-    return alone and old.shape == new.layout.local_shape(new.shape, new.layout.shard_of(rank or 0))
+def same_part(own: Strategy, spec: TensorSpec, rank: int) -> bool:
+    """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other."""
+    return any(
+        _alike(each, spec)
+        # What the rank has for itself alone (see `assumptions`) is what it has.
+        or (
+            tuple(each.layout.ranks) == (rank,)
+            and each.shape == spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank))
+        )
+        for each in own.by_name[spec.name]
+    )
+
+
+def _alike(old: TensorSpec, new: TensorSpec) -> bool:
+    return old.shape == new.shape and (old.layout == new.layout or _equal_boxes(old, new))
 
 
 def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:

@@ -167,6 +167,12 @@ class _PartFile:
             raise CorruptCheckpointError(problem, path=self.path, tensor=entry.name)
         return read_box(self.fd, self.header, entry, box, out, self.path)
 
+    def sharded_keys(self, component: str, parameter: str) -> list[str]:
+        """What in the state of a parameter was a DTensor."""
+        number = f"{list(self.parameters[component]).index(parameter)}."
+        places = self.header.tree[component].get("sharded", [])
+        return [place.removeprefix(number) for place in places if place.startswith(number)]
+
     def state_node(self, component: str, parameter: str) -> Any:
         """What the tree has of an optimizer's state of a parameter; None: nothing."""
         names = list(self.parameters.get(component, ()))
@@ -267,6 +273,7 @@ def _optimizer(
             by_parameter.setdefault(spec.parameter, []).append(spec)
     state: dict[int, Any] = {}
     sources: dict[str, _PartFile] = {}
+    sharded: list[str] = []
     merged, index = [], 0
     for names, options in zip(groups, saved["param_groups"], strict=True):
         numbers = list(range(index, index + len(names)))
@@ -277,10 +284,11 @@ def _optimizer(
             file, found = _state_of(parts, component, name, by_parameter.get(name, []), target, rank)
             if found is not None:
                 state[number] = found
+                sharded += [f"{number}.{key}" for key in file.sharded_keys(component, name)]
                 sources.setdefault(str(file.path), file)
     for file in sources.values():
         _check_options(component, base, file)
-    return {**saved, "param_groups": merged, "state": state}
+    return {**saved, "param_groups": merged, "state": state, "sharded": sharded}
 
 
 def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World, alone
+from mindx_elastic.plan.assumptions import echoes_of
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, alone
 from mindx_elastic.plan.layout import Layout, parse_placement
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, replicated
@@ -554,11 +556,12 @@ def test_pipeline_stages_keep_their_number() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 4), (2, 1), (4, 8)])
-def test_zero_1_state_on_another_world_has_to_be_told(old: int, new: int) -> None:
+def test_zero_1_state_on_another_world_is_spread_anew(old: int, new: int) -> None:
     specs = [tensor("w", (8,), layout_of((old,), "R"))]
     specs += [tensor(f"optimizer.{r}", (2,), layout_of((1,), "R", ranks=(r,)), "w") for r in range(old)]
     strategy = Strategy(old, tuple(specs))
-    assert refusal_of(files(range(old), strategy=strategy), new).other_worlds == (old,)
+    untold = plan_of(files(range(old), strategy=strategy), World(new))
+    assert [spec.name for spec in untold.world.strategy.tensors] == ["w"]  # type: ignore[union-attr]
     told = Strategy(new, tuple(tensor(s.name, s.shape, layout_of((new,), "R"), s.parameter) for s in specs))
     plan = plan_of(files(range(old), strategy=strategy), World(new, told))
     assert all(each.assembled for each in plan.ranks)
@@ -667,3 +670,51 @@ def test_the_order_of_the_files_changes_nothing_in_a_refusal() -> None:
     expected = refusal_of(facts)
     for seed in range(20):
         assert refusal_of(random.Random(seed).sample(facts, len(facts))) == expected
+
+
+# --- what a report is believed to say, and what files assume ---
+
+
+def test_a_report_that_the_last_attempt_knew_at_its_start_is_done() -> None:
+    faults = KnownFaults.of({1}, 5.0)
+    known = [replace(fact, kind="breakpoint", fault_report=faults.report) for fact in files(range(4))]
+    assert [share.donor for share in plan_of(known, World(4), faults=faults).ranks] == [None] * 4
+    fresh = [replace(fact, fault_report=0) for fact in known]
+    assert plan_of(fresh, World(4), faults=faults).ranks[1].donor is not None
+
+
+def test_a_distrusted_save_stays_distrusted_in_later_attempts() -> None:
+    faults = KnownFaults.of({3}, 5.0)
+    spoilt = [replace(fact, kind="breakpoint") for fact in files(range(4), step=95, strategy=FSDP)]
+    sound = [replace(fact, kind="periodic") for fact in files(range(4), step=90, strategy=FSDP)]
+    later = files([0], step=92, attempt=1, strategy=FSDP)
+    later = [replace(fact, kind="breakpoint", fault_report=faults.report) for fact in later]
+    assert plan_of([*spoilt, *sound, *later], World(4), faults=faults).step == 90
+
+
+def test_another_time_stamp_is_another_report() -> None:
+    assert KnownFaults.of({3}, 5.0).report != KnownFaults.of({3}, 6.0).report
+    assert KnownFaults.of((), 5.0).report == 0
+
+
+def assuming(*echoes: str) -> list[FileFact]:
+    """Files of ranks that assume to hold the same `model.norm`; what differs in their echoes is not the same."""
+    spec = replace(tensor("model.norm", (4,), layout_of((4,), "R")), assumed=True)
+    strategy = Strategy(4, (spec,))
+    found = []
+    for rank, echo in enumerate(echoes):
+        if echo:
+            tensors = {"model.norm": ((4,), echo)}
+            found.append(replace(files([rank], strategy=strategy)[0], echoes=echoes_of(strategy, rank, tensors)))
+    return found
+
+
+def test_assumed_replicas_stand_in_where_their_files_agree() -> None:
+    assert [share.file.rank for share in plan_of(assuming("a", "a", "", "a"), World(4)).ranks] == [0, 1, 0, 3]
+
+
+@pytest.mark.parametrize("echoes", [("a", "b", "", "a"), ("a", "", "", "")])
+def test_nobody_stands_in_where_they_differ_or_only_one_speaks(echoes: tuple[str, ...]) -> None:
+    assert "no file of it" in str(refusal_of(assuming(*echoes), 4))
+    whole = assuming(*(echo or "a" for echo in echoes))
+    assert plan_of(whole, World(4)).exact, "each has its own file"
