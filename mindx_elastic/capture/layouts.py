@@ -186,14 +186,22 @@ class LayoutRecorder:
                 elif isinstance(parameter, DTensor) and value.shape == _local(parameter).shape and value.ndim:
                     layout, is_assumed = _layout_of(place, parameter, widest)  # made as zeros_like(p.to_local())
                     found[place] = (layout, tuple(parameter.shape), is_assumed)
+                elif like is not default and _follows_split(
+                    tuple(value.shape), parameter, self._whole_shape(parameter)
+                ):
+                    found[place] = (_repeated([self.standing.rank]), tuple(value.shape), False)
                 elif like is not default and (widest is None or like["ranks"] != default["ranks"]):
-                    given = None
-                    if value.shape == _local(parameter).shape and value.ndim:
-                        given = self._like(parameter, tuple(value.shape))
-                    # Without: factored moments, step counters.
+                    # As the parameter; or step counters and the like, of which digests will tell.
+                    given = self._like(parameter, tuple(value.shape)) if value.shape == parameter.shape else None
                     repeated = (_repeated(_expand(like["ranks"])), tuple(value.shape), True)
                     found[place] = repeated if given is None else (*given, False)
         return found
+
+    def _whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        if isinstance(parameter, DTensor):
+            return tuple(parameter.shape)
+        given = self._like(parameter, tuple(parameter.shape))
+        return tuple(parameter.shape) if given is None else given[1]
 
     def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
@@ -216,6 +224,15 @@ class _Table:
             self.layouts.append(layout)
             self.assumed += [self._numbers[key]] if is_assumed else []
         return self._numbers[key]
+
+
+def _follows_split(shape: tuple[int, ...], parameter: torch.Tensor, whole: tuple[int, ...]) -> bool:
+    """Whether a state of another shape than its parameter has a dimension of the length of the rank's part, as the row
+    sums of a split matrix have (Adafactor). It is no replica then, even where its values happen to be equal."""
+    if shape == tuple(_local(parameter).shape):
+        return False
+    parts = {mine for mine, all_of_it in zip(_local(parameter).shape, whole, strict=True) if mine != all_of_it}
+    return any(n in parts for n in shape)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
