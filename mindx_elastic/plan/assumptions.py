@@ -18,6 +18,7 @@ import xxhash
 from mindx_elastic.plan.facts import FileFact, Moment
 from mindx_elastic.plan.layout import REPLICATE, Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.targets import MARKER
 
 __all__ = ["OWN", "differing_components", "echoes_of", "settle_assumptions"]
 
@@ -78,12 +79,22 @@ def differing_components(facts: Iterable[FileFact]) -> list[str]:
 
 
 def _lone(strategy: Strategy, rank: int, kinds: set[str]) -> Strategy:
+    """`strategy` with what belongs to `kinds` on `rank` alone; and a marker for every other rank that has its own."""
     layout = Layout((1,), (REPLICATE,), (rank,))
-    specs = []
+    specs: list[TensorSpec] = []
+    told: set[str] = set()
     for spec in strategy.tensors:
-        if not spec.assumed or _kind(spec) not in kinds or spec.layout.num_shards == spec.layout.size:
-            specs.append(spec)
-        elif rank in spec.layout:
+        kind = _kind(spec)
+        if not spec.assumed or kind not in kinds or spec.layout.num_shards == spec.layout.size:
+            specs.append(spec)  # the last: no rank stands in for another anyway
+            continue
+        if kind not in told:
+            told.add(kind)
+            specs += [
+                TensorSpec(f"{MARKER}{spec.name}", (), Layout((1,), (REPLICATE,), (each,)))
+                for each in spec.layout.ranks
+            ]
+        if rank in spec.layout:
             part = spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank))
             specs.append(replace(spec, shape=part, layout=layout))
     return Strategy(strategy.world_size, tuple(specs))

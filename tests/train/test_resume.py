@@ -463,7 +463,11 @@ class TestOnRequestExit:
             train([OnRequestExit(directory="out"), At(5, sigterm)], network=Odd())
         assert leaving.value.code == 143
         assert "could not be exported" in caplog.text
-        assert sorted(p.name for p in Path("out").iterdir()) == ["Net_train.safetensors", "events.jsonl"]
+        assert sorted(p.name for p in Path("out").iterdir()) == [
+            "Net_train.safetensors",
+            "events.jsonl",
+            "strategy.proto",
+        ]
 
     def test_no_time_left_means_no_export(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
