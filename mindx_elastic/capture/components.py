@@ -265,7 +265,7 @@ class OptimizerComponent:
 
     def state(self) -> dict[str, Any]:
         state = dict(map_tensors(self.local.state_dict(), local_part))
-        state["class"] = type(self.optimizer).__name__
+        state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
         state["param_groups"] = [
@@ -286,7 +286,7 @@ class OptimizerComponent:
 
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        there, here = state.pop("class", None), type(self.optimizer).__name__
+        there, here = state.pop("class", None), type(self.local).__name__
         if there not in (None, here):
             raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
         ours = [len(group["params"]) for group in self.local.param_groups]

@@ -281,10 +281,11 @@ def _optimizer(
         merged.append({**options, "params": numbers})
         for number, name in zip(numbers, names, strict=True):
             target = next((spec for spec in targets.get(name, ()) if rank in spec.layout), None)
-            file, found = _state_of(parts, component, name, by_parameter.get(name, []), target, rank)
+            file, found, alike = _state_of(parts, component, name, by_parameter.get(name, []), target, rank)
             if found is not None:
                 state[number] = found
-                sharded += [f"{number}.{key}" for key in file.sharded_keys(component, name)]
+                was_whole = not any(spec.layout.splitting for spec in parts.plan.source.by_name.get(name, ()))
+                sharded += [f"{number}.{key}" for key in (alike if was_whole else file.sharded_keys(component, name))]
                 sources.setdefault(str(file.path), file)
     for file in sources.values():
         _check_options(component, base, file)
@@ -308,11 +309,13 @@ def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:
 
 def _state_of(
     parts: Parts, component: str, name: str, specs: Sequence[TensorSpec], target: TensorSpec | None, rank: int
-) -> tuple[_PartFile, Any]:
-    """An optimizer's state of one parameter, as one of the files has it, with its tensors in the new layout."""
+) -> tuple[_PartFile, Any, list[str]]:
+    """An optimizer's state of one parameter, as one of the files has it, with its tensors in the new layout; and which
+    of them are laid out like the parameter."""
     file, node = parts.any_state(component, name, specs)
     if node is None:
-        return file, None
+        return file, None, []
+    alike: list[str] = []
     known = {spec.name: spec for spec in specs}
     tensors: dict[str, torch.Tensor] = {}
 
@@ -327,9 +330,10 @@ def _state_of(
         if spec is None:
             raise MismatchError(f"{where}: nothing says how it is spread over the ranks; start as many as before")
         like = target is not None and spec.shape == target.shape and spec.shape != ()
+        alike.extend([where.removeprefix(f"{component}.state.{name}.")] if like else [])
         whole = Layout((1,), (REPLICATE,), (rank,))
         tensors[where] = parts.tensor(spec, target.layout if like and target is not None else whole, rank)
         return {"$tensor": where, **({"grad": True} if node.get("grad") else {})}
 
     tree = put_together(node, f"{component}.state.{name}")
-    return file, unflatten(tree, tensors, path=file.path)
+    return file, unflatten(tree, tensors, path=file.path), alike

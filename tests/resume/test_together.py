@@ -1,0 +1,147 @@
+"""What all ranks of a start do together: nobody waits for a rank that cannot go on."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.layouts import Standing
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.persist.catalog import CatalogEntry, read_entry
+from mindx_elastic.persist.format import open_checkpoint
+from mindx_elastic.plan.layout import Layout, parse_placement
+from mindx_elastic.resume import looking, reading
+from mindx_elastic.resume.reading import PlanReader
+from mindx_elastic.resume.reshard import assemble
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.strategies import ByHand, target_of_all
+from tests.checkpoint_files import flip_bit_in_data, write_step
+from tests.resume.shared_store import on_all_ranks
+from tests.resume.worlds import Saved, target_of
+
+
+def rows(world_size: int) -> Layout:
+    return Layout((world_size,), (parse_placement("S(0)"),))
+
+
+def start(root: Path, world_size: int) -> list[Resumed | Exception | None]:
+    wanted = {"w": ((12, 3), rows(world_size))}
+    return on_all_ranks(
+        world_size,
+        lambda rank, exchange: find_and_read(
+            [root],
+            RankInfo(rank=rank, world_size=world_size),
+            exchange,
+            resume="auto",
+            target=target_of(world_size, wanted, rank=rank),
+        ),
+    )
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    Saved(4, {"w": (torch.arange(36.0).reshape(12, 3), rows(4))}).write(tmp_path)
+    return tmp_path
+
+
+def test_an_error_that_nobody_foresaw_ends_the_start_of_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = assemble
+
+    def without_memory(plan: Any, rank: int, blueprint: Any) -> Any:
+        if rank == 1:
+            raise MemoryError("no room for w")
+        return real(plan, rank, blueprint)
+
+    monkeypatch.setattr(reading, "assemble", without_memory)
+    found = start(saved, 2)
+    assert isinstance(found[1], MemoryError)
+    assert isinstance(found[0], MismatchError) and "rank 1: MemoryError: no room for w" in str(found[0])
+
+
+def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = open_checkpoint
+    failed: list[Path] = []
+
+    def stale(path: Any) -> Any:
+        if "rank_3" in str(path) and not failed:
+            failed.append(path)
+            raise OSError(errno.ESTALE, "Stale file handle", str(path))
+        return real(path)
+
+    monkeypatch.setattr(reading, "open_checkpoint", stale)
+    start(saved, 2)
+    assert failed and not (saved / "quarantine").exists()
+    assert len(list(saved.glob("rank_*/*.safetensors"))) == 4
+
+
+def test_a_damaged_file_is_found_by_whoever_verifies_it_and_by_nobody_twice(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Saved(4, {"w": (torch.arange(36.0).reshape(12, 3), rows(4))}).write(saved, 5)
+    flip_bit_in_data(saved / "rank_2" / "w-1_7.safetensors")
+    rounds: list[int] = []
+    real = PlanReader.read
+
+    def counted(self: PlanReader, *arguments: Any) -> Any:
+        rounds.append(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(PlanReader, "read", counted)
+    found = start(saved, 3)
+    assert [one.checkpoint.info.step for one in found if isinstance(one, Resumed)] == [5, 5, 5]
+    assert len(rounds) == 3 * 2
+
+
+def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_step(tmp_path, 7, world_size=4)
+    read: list[Path] = []
+
+    def counted(path: Path) -> CatalogEntry | None:
+        read.append(path)
+        return read_entry(path)
+
+    monkeypatch.setattr(looking, "read_entry", counted)
+    found = on_all_ranks(
+        4, lambda rank, exchange: find_and_read([tmp_path], RankInfo(rank=rank, world_size=4), exchange, resume="auto")
+    )
+    assert all(isinstance(one, Resumed) for one in found)
+    assert sorted(map(str, read)) == sorted(map(str, tmp_path.glob("rank_*/*.safetensors")))
+
+
+# --- layouts by hand ---
+
+
+class Part(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(shape))
+
+
+def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
+    def describe(rank: int, exchange: Any) -> Any:
+        ranks = RankInfo(rank=rank, world_size=len(shapes))
+        collector = Collector({"model": Part(shapes[rank])})
+        collector.stand(Standing(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks)))
+        return target_of_all(collector, ranks, exchange).strategy
+
+    return on_all_ranks(len(shapes), describe)
+
+
+def test_uneven_parts_by_hand_add_up() -> None:
+    for strategy in targets(rows(4), [(3, 2), (3, 2), (3, 2), (1, 2)]):
+        (spec,) = strategy.tensors
+        assert spec.shape == (10, 2)
+
+
+def test_parts_that_the_layout_does_not_make_are_refused_on_all_ranks() -> None:
+    for error in targets(rows(4), [(4, 2), (2, 2), (3, 2), (1, 2)]):
+        assert isinstance(error, UsageError) and "uneven parts are cut as torch.chunk does" in str(error)
