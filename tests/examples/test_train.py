@@ -157,6 +157,7 @@ def run_to_the_end(environment: dict[str, str], folder: Path, *flags: str) -> di
 
 
 @pytest.mark.slow
+@pytest.mark.drill
 def test_stopped_by_signal_and_by_flag_file_and_resumed_with_equal_weights(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

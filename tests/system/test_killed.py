@@ -77,7 +77,7 @@ def drilled(*values: object) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "victim"), [(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), drilled(4, 0), drilled(4, 2)]
+    ("ranks", "victim"), [drilled(2, 0), drilled(2, 1), drilled(3, 0), (3, 1), drilled(4, 0), drilled(4, 2)]
 )
 def test_a_killed_rank_costs_no_step_and_no_bit(place: Place, reference: Reference, ranks: int, victim: int) -> None:
     with place.start("--kill", f"forward:8:{victim}", "--say-passed", ranks=ranks) as job:
@@ -124,7 +124,7 @@ def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim:
 # --- everybody at once: only shared memory is left ---
 
 
-@pytest.mark.parametrize("ranks", [1, 2, drilled(4)])
+@pytest.mark.parametrize("ranks", [drilled(1), 2, drilled(4)])
 def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Reference, ranks: int) -> None:
     with place.start(*LONG, ranks=ranks, every=1) as job:
         job.wait_for(r"PASSED \d 9", count=ranks)
@@ -138,6 +138,7 @@ def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Refer
     assert resumed.hashes() == reference(ranks, *LONG).hashes(), f"{job.report()}\n{resumed.report()}"
 
 
+@pytest.mark.drill
 def test_all_killed_with_measured_snapshots(place: Place, reference: Reference) -> None:
     args = ("--epochs", 20, "--say-passed")
     with place.start(*args, ranks=2, every="auto") as job:
@@ -197,7 +198,7 @@ def test_killed_in_the_middle_of_a_copy(place: Place, reference: Reference, stag
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("headed")])
+@pytest.mark.parametrize("stage", [drilled("wiped"), drilled("copying"), drilled("headed")])
 def test_killed_again_in_the_first_copy_after_the_resume(place: Place, reference: Reference, stage: str) -> None:
     """What the job goes on from is the last to be overwritten."""
     for count in (4, 1, 1):

@@ -40,9 +40,9 @@ def assert_same_end(reference: Job, resumed: Job) -> None:
 @pytest.mark.parametrize(
     ("ranks", "args"),
     [
-        (1, ("--num-workers", 2)),
-        (1, ("--plain-loader",)),
-        (1, ("--gan",)),
+        pytest.param(1, ("--num-workers", 2), marks=pytest.mark.drill),
+        pytest.param(1, ("--plain-loader",), marks=pytest.mark.drill),
+        pytest.param(1, ("--gan",), marks=pytest.mark.drill),
         pytest.param(3, ("--grad-accum", 2), marks=pytest.mark.drill),
         (2, ("--rank0-only", "--save-steps", 2, "--async-save")),
     ],
@@ -61,6 +61,7 @@ def test_sigterm(tmp_path: Path, reference: Reference, ranks: int, args: tuple[o
     assert_same_end(reference(ranks, *args), run_job("train_model.py", tmp_path, *args, ranks=ranks))
 
 
+@pytest.mark.drill
 def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: Reference) -> None:
     with start_job("train_model.py", tmp_path, "--hold-in-eval", 1, ranks=2) as job:
         job.wait_for("HOLD", count=2)
@@ -72,7 +73,7 @@ def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: 
     assert_same_end(reference(2), resumed)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, asynchronous: bool) -> None:
     args = ("--save-steps", 4, *(["--async-save"] if asynchronous else []))
     with start_job("train_model.py", tmp_path, *args, env={"MODEL_SLOW_PERIODIC": "1"}) as job:
@@ -96,6 +97,7 @@ def test_an_exception_in_a_callback_keeps_the_step(
     assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
 
 
+@pytest.mark.drill
 def test_periodic_saves_alone_resume_after_a_kill(tmp_path: Path, reference: Reference) -> None:
     args = ("--save-steps", 3)
     with start_job("train_model.py", tmp_path, "--hold-at", 7, *args, ranks=2) as job:

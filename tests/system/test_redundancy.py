@@ -115,7 +115,7 @@ def test_without_copies_the_loss_of_a_node_is_refused(tmp_path: Path) -> None:
     with start_nodes(tmp_path, redundancy=1) as jobs:
         for job in jobs:
             job.expect(1)
-            job.wait_for(r"NoUsableCheckpointError.*none can be resumed from.*rank 1 cannot see any file of it")
+            job.wait_for(r"NoUsableCheckpointError.*none can be resumed from.*no usable file of rank 1, which held it")
 
 
 @pytest.mark.drill

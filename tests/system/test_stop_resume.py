@@ -39,10 +39,10 @@ def resume(directory: Path, ranks: int, *args: object) -> Job:
 @pytest.mark.parametrize(
     ("ranks", "target", "args"),
     [
-        (1, "first", ()),
+        pytest.param(1, "first", (), marks=pytest.mark.drill),
         (1, "first", ("--num-workers", 2)),
-        (1, "first", ("--accumulate", 3)),
-        (2, "first", ("--num-workers", 2)),
+        pytest.param(1, "first", ("--accumulate", 3), marks=pytest.mark.drill),
+        pytest.param(2, "first", ("--num-workers", 2), marks=pytest.mark.drill),
         (2, "last", ()),
         pytest.param(3, "last", ("--num-workers", 1), marks=pytest.mark.drill),
         pytest.param(4, "all", (), marks=pytest.mark.drill),
@@ -89,7 +89,7 @@ def test_stop_at_the_last_boundary_of_an_epoch(tmp_path: Path, reference: Refere
     assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_a_signal_in_the_very_last_step_is_not_lost(tmp_path: Path, reference: Reference, ranks: int) -> None:
     last = 3 * SIZE // 5 // ranks
     with start_job("loop.py", tmp_path, "--hold-at", last, ranks=ranks) as job:
@@ -102,7 +102,7 @@ def test_a_signal_in_the_very_last_step_is_not_lost(tmp_path: Path, reference: R
     assert not resumed.seen(), "nothing is trained twice"
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.drill)])
 def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Reference, ranks: int) -> None:
     with start_job("loop.py", tmp_path, "--hold-in-eval", 1, ranks=ranks) as job:
         job.wait_for("HOLD", count=ranks)
@@ -112,6 +112,7 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
     assert_resumed_equal(reference(ranks), job, resume(tmp_path, ranks))
 
 
+@pytest.mark.drill
 def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> None:
     seen: dict[int, list[int]] = {}
     for attempt in range(3):
@@ -153,7 +154,7 @@ def test_a_signal_at_once_after_a_resume_does_not_write_the_step_again(tmp_path:
     assert_resumed_equal(reference(1), job, resume(tmp_path, 1))
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.drill), 2])
 def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None:
     flag = tmp_path / "graceful_exit.json"
     flag.write_text('{"GracefulExit": 0}')

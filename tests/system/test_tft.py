@@ -43,7 +43,10 @@ def resume(directory: Path, ranks: int, step: int) -> Job:
     return job
 
 
-@pytest.mark.parametrize(("ranks", "fail_rank"), [(1, 0), (2, 1), pytest.param(3, 0, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    ("ranks", "fail_rank"),
+    [(1, 0), pytest.param(2, 1, marks=pytest.mark.drill), pytest.param(3, 0, marks=pytest.mark.drill)],
+)
 def test_an_exception(tmp_path: Path, reference: Reference, ranks: int, fail_rank: int) -> None:
     args = ("--tft", "--fail-at", 5, "--fail-rank", fail_rank)
     job = run_job("train_model.py", tmp_path, *args, ranks=ranks, env=TFT, code=1)
