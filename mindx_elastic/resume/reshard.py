@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ class Parts:
 
     def file(self, fact: FileFact) -> _PartFile:
         """To be used at once: the next call may close it. Raises what `open_checkpoint` raises, and
-
-        CorruptCheckpointError when it has become another's file.
-        """
+        CorruptCheckpointError when it has become another's file."""
         if fact.path in self._open:
             self._open[fact.path] = self._open.pop(fact.path)  # the ones used last stay
             return self._open[fact.path][0]
@@ -112,22 +111,22 @@ class Parts:
         return range(old.num_shards)
 
     def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
-        """A file that has an optimizer's state of parameter `name`, and its tree; None: no file has any."""
+        """A file whose optimizer has parameter `name`, and its tree of the state; None: it had no state (yet)."""
+        for file in self._likely_files(specs or self.plan.source.by_name.get(name, ())):
+            if name in file.parameters.get(component, ()):
+                return file, file.state_node(component, name)
+        return self.file(self.plan.ranks[self.reader].file), None
+
+    def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
+        """Each to be used before the next is asked for. Those further behind are opened only when they are needed."""
         base = self.file(self.plan.ranks[self.reader].file)
-        files = [base]
-        if base.state_node(component, name) is None:
-            likely = specs or self.plan.source.by_name.get(name, ())
-            files += [self._any_file(spec) for spec in likely[:1]]
-            if not specs:  # no tensors: whoever held the parameter may have it
-                files += self.others(base)
-        for file in files:
-            node = file.state_node(component, name)
-            if node is not None:
-                return file, node
-        return base, None
+        yield base
+        for spec in specs[:1]:
+            yield self._any_file(spec)
+        yield from self.others(base)
 
     def others(self, base: _PartFile) -> Iterator[_PartFile]:
-        """One file of each other old rank that the reader can see."""
+        """One file of each other old rank that the reader can see; each to be used before the next is asked for."""
         for rank, facts in self.plan.files.items():
             seen = next((fact for fact in facts if fact.seen_by(self.reader)), None)
             if seen is not None and rank != base.header.info.rank:
@@ -217,7 +216,7 @@ def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:
 def _volatile(parts: Parts, base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
     """Buffers and extra state: the base's, and of other pipeline stages what it does not have."""
     state: dict[str, Any] = {}
-    for file in (base, *(parts.others(base) if names else ())):
+    for file in chain([base], parts.others(base)):
         tree = file.header.tree.get(component, {})
         found: dict[str, Any] = dict(tree.get("$odict", ())) if "$odict" in tree else tree
         wanted = {name: found[name] for name in names if name in found and name not in state}
