@@ -715,6 +715,6 @@ def test_assumed_replicas_stand_in_where_their_files_agree() -> None:
 
 @pytest.mark.parametrize("echoes", [("a", "b", "", "a"), ("a", "", "", "")])
 def test_nobody_stands_in_where_they_differ_or_only_one_speaks(echoes: tuple[str, ...]) -> None:
-    assert "no file of it" in str(refusal_of(assuming(*echoes), 4))
+    assert "model.norm: no usable file of rank 2, which held it" in str(refusal_of(assuming(*echoes), 4))
     whole = assuming(*(echo or "a" for echo in echoes))
     assert plan_of(whole, World(4)).exact, "each has its own file"
