@@ -43,6 +43,7 @@ class Assignment:
             if spec.parameter and spec.name not in target.by_name:
                 self._states.setdefault(spec.parameter, []).append(spec)
         self._sees_all: dict[frozenset[int], bool] = {}
+        self._kin: dict[str, list[int]] = {}
         self.shares: list[RankPlan] = []
         """One for each new rank."""
         self.inexact: list[str] = []
@@ -137,8 +138,9 @@ class Assignment:
         specs = self._source.by_name.get(name, ())
         if not specs or len(specs[0].layout.ranks) == self._source.world_size:
             return self._order
-        found = [old for old in self._order if any(old in spec.layout for spec in specs)]
-        return found or self._order
+        if name not in self._kin:  # the same for all ranks of a pipeline stage
+            self._kin[name] = [old for old in self._order if any(old in spec.layout for spec in specs)]
+        return self._kin[name] or self._order
 
     def _file(self, old: int, reader: int) -> FileFact | None:
         return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
