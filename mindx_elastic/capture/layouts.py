@@ -63,6 +63,8 @@ class LayoutRecorder:
         self._job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]] = ()
         self._record: dict[str, Any] = {}
         self._num_described = -1
+        self._place_of: dict[int, str] = {}
+        """Of parameters, by id."""
 
     def record(self) -> dict[str, Any]:
         """The record as of now; worked out anew only when an optimizer has got state for more parameters."""
@@ -119,6 +121,7 @@ class LayoutRecorder:
             layouts[id(parameter)] = layout or default
             if layout is not None:
                 named[place] = [table.number(layout, is_assumed), list(shape)]
+        self._place_of = names
         for name, optimizer in self._optimizers.items():
             for place, (layout, shape, is_assumed) in self._of_optimizer(
                 name, optimizer, layouts, default, widest
@@ -205,8 +208,7 @@ class LayoutRecorder:
 
     def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
-        place = next((place for place, each in self._named_parameters() if each is parameter), "")
-        return self.standing.given(place, shape)
+        return self.standing.given(self._place_of.get(id(parameter), ""), shape)
 
 
 class _Table:
