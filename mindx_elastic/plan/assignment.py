@@ -95,7 +95,7 @@ class Assignment:
         problem = _ambiguous(self._source, self._target)
         if problem:
             return problem
-        unknown = next((spec for spec in self._source.tensors if not spec.is_shape_known), None)
+        unknown = next((t for t in self._source.tensors if t.layout.splitting and not t.is_shape_known), None)
         if unknown is not None:
             return f"the shape of {unknown.name} is not known, so nobody knows where its parts lie"
         # DDP to DDP: every file is whole, and any of them will do.

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.layout import MAX_MESH_DIMS, MAX_RANKS, REPLICATE, Layout, Placement
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 
 __all__ = [
     "MAX_TENSOR_DIMS",
@@ -30,8 +30,6 @@ __all__ = [
     "stage_size_of",
     "with_shapes",
 ]
-
-MAX_TENSOR_DIMS = 64
 
 Orders = list[list[int]]
 """For each dimension of a tensor the mesh dimensions that split it, in the order in which they do."""
@@ -55,6 +53,18 @@ class Fields:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.dev_matrix)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether ``tensor_map`` has one entry for each dimension of the tensor."""
+        return len(self.tensor_map) > 1
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions of the tensor."""
+        if not self.is_nested:
+            return len(self.tensor_map[0])
+        return 1 if len(self.tensor_map) == 2 and not self.tensor_map[1] else len(self.tensor_map)
 
 
 # --- from MindSpore ---
@@ -200,7 +210,8 @@ def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
     orders = split_orders(layout)
     if orders is None or not _stands_alone(layout, stage_size):
         return None
-    orders += [[] for _ in range(len(spec.shape) - len(orders))]
+    # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
+    orders += [[] for _ in range((spec.num_dims or len(spec.shape)) - len(orders))]
     found = next((fields for fields in _candidates(layout.mesh_shape, orders) if _says(fields, layout, orders)), None)
     if found is None or not spec.shape:
         return found

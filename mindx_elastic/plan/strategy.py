@@ -15,9 +15,19 @@ from typing import Any
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.layout import MAX_RANKS, Layout
 
-__all__ = ["LayoutClass", "Strategy", "TensorSpec", "global_name", "merge_specs", "replicated", "strategy_from_record"]
+__all__ = [
+    "MAX_TENSOR_DIMS",
+    "LayoutClass",
+    "Strategy",
+    "TensorSpec",
+    "global_name",
+    "merge_specs",
+    "replicated",
+    "strategy_from_record",
+]
 
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
+MAX_TENSOR_DIMS = 64
 _MAX_TENSORS = 10_000_000
 
 
@@ -36,11 +46,19 @@ class TensorSpec:
     """Of an optimizer's tensor: the parameter's name."""
     assumed: bool = field(default=False, compare=False)
     """Nobody has said that other ranks hold the same: the digests of their files have to."""
+    num_dims: int | None = None
+    """How many dimensions it has, where only that is known and not its shape, which is ``()`` then; else None."""
+
+    def __post_init__(self) -> None:
+        if self.num_dims is not None and (self.shape or not self.num_dims):
+            if len(self.shape) != self.num_dims:
+                raise UsageError(f"{self.name} has {self.num_dims} dimensions, but the shape {list(self.shape)}")
+            object.__setattr__(self, "num_dims", None)  # the shape says it
 
     @property
     def is_shape_known(self) -> bool:
         """False: a strategy file that does not tell shapes (MindSpore's) says only how it is split."""
-        return bool(self.shape) or not self.layout.splitting
+        return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
 
     @property
     def item_bytes(self) -> int:
@@ -142,6 +160,7 @@ class Strategy:
                 **({"dtype": spec.dtype} if spec.dtype else {}),
                 **({"parameter": spec.parameter} if spec.parameter else {}),
                 **({"assumed": True} if spec.assumed else {}),
+                **({} if spec.num_dims is None else {"num_dims": spec.num_dims}),
             }
             for spec in self.tensors
         ]
@@ -161,6 +180,7 @@ class Strategy:
                     _text(each.get("dtype", "")),
                     _text(each.get("parameter", "")),
                     each.get("assumed", False) is True,
+                    None if each.get("num_dims") is None else _index(each["num_dims"], MAX_TENSOR_DIMS + 1),
                 )
                 for each in content["tensors"]
             ]
@@ -188,9 +208,9 @@ def merge_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 def _merged(one: TensorSpec, other: TensorSpec) -> TensorSpec:
     if not one.is_shape_known:
-        one = replace(one, shape=other.shape)
+        one = _with_shape_of(one, other)
     elif not other.is_shape_known:
-        other = replace(other, shape=one.shape)
+        other = _with_shape_of(other, one)
     if one.shape != other.shape or (one.dtype and other.dtype and one.dtype != other.dtype):
         raise UsageError(
             f"contradictory descriptions of {one.name}: {one.dtype} {list(one.shape)} and {other.dtype} "
@@ -202,6 +222,16 @@ def _merged(one: TensorSpec, other: TensorSpec) -> TensorSpec:
         parameter=one.parameter or other.parameter,
         assumed=one.assumed or other.assumed,
     )
+
+
+def _with_shape_of(spec: TensorSpec, other: TensorSpec) -> TensorSpec:
+    """`spec`, whose shape is not known, with what `other` knows of it. Raises UsageError."""
+    if other.is_shape_known:
+        return replace(spec, shape=other.shape)
+    known = {dims for dims in (spec.num_dims, other.num_dims) if dims is not None}
+    if len(known) > 1:
+        raise UsageError(f"contradictory descriptions of {spec.name}: {spec.num_dims} and {other.num_dims} dimensions")
+    return replace(spec, num_dims=next(iter(known), None))
 
 
 def _check_apart(name: str, specs: Iterable[TensorSpec]) -> None:
@@ -285,7 +315,7 @@ def _index(value: Any, end: int) -> int:
 def _shape(value: Any) -> tuple[int, ...]:
     if (
         not isinstance(value, (list, tuple))
-        or len(value) > 64
+        or len(value) > MAX_TENSOR_DIMS
         or not all(type(n) is int and 0 <= n < 1 << 62 for n in value)
     ):
         raise UsageError(f"{value!r:.80} where a shape should be")

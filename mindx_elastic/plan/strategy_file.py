@@ -22,7 +22,6 @@ from typing import Any
 from mindx_elastic.errors import StrPath, UsageError
 from mindx_elastic.plan.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
 from mindx_elastic.plan.mindspore import (
-    MAX_TENSOR_DIMS,
     Fields,
     fields_of,
     layout_of,
@@ -31,7 +30,7 @@ from mindx_elastic.plan.mindspore import (
     with_shapes,
 )
 from mindx_elastic.plan.small_files import messages, parse_message, read_bounded, write_whole
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 
 __all__ = ["Content", "load_strategy", "read_strategy", "save_strategy", "with_shapes"]
 
@@ -72,7 +71,8 @@ def save_strategy(path: StrPath, strategy: Strategy, *, stage: int | None = None
     items, others = [], []
     for spec in strategy.tensors:
         fields = fields_of(spec, size) if "-" not in spec.name else None  # that sign is MindSpore's own
-        if fields is None or spec.layout.ranks[0] // size not in stages:
+        # Scalars: MindSpore writes none, and its `get_parameter_redundancy` fails on an empty map.
+        if fields is None or not fields.num_dims or spec.layout.ranks[0] // size not in stages:
             others.append(spec)
         else:
             prefix = f"{spec.layout.ranks[0] // size}-" if len(stages) > 1 else ""
@@ -92,7 +92,7 @@ def _to_json(strategy: Strategy, items: _Items, stages: Sequence[int]) -> bytes:
         "parallel_layout_item": {
             name: {
                 "dev_matrix": fields.dev_matrix,
-                "tensor_map": fields.tensor_map[0] if len(fields.tensor_map) == 1 else fields.tensor_map,
+                "tensor_map": fields.tensor_map[0],
                 "tensor_shape": spec.shape,
                 "field": fields.field,
                 "opt_weight_shard_step": fields.opt_weight_shard_step,
@@ -104,6 +104,7 @@ def _to_json(strategy: Strategy, items: _Items, stages: Sequence[int]) -> bytes:
                 ),
             }
             for name, fields, spec in items
+            if not fields.is_nested  # MindSpore's reader of JSON would refuse the whole file
         },
     }
     return json.dumps({**strategy.to_json(), **theirs}).encode()
@@ -136,6 +137,8 @@ def _fill_exact(exact: Any, spec: TensorSpec) -> None:
     exact.mesh_shape.extend(spec.layout.mesh_shape)
     exact.placement.extend(map(str, spec.layout.placements))
     exact.mesh_dim_name.extend(spec.layout.mesh_dim_names)
+    if spec.num_dims is not None:
+        exact.num_dims = spec.num_dims
     runs: list[int] = []
     if isinstance(spec.layout.ranks, range):
         runs = [spec.layout.ranks[0], spec.layout.size]
@@ -286,18 +289,27 @@ class _Builder:
                     raise UsageError(
                         f"tensor_shape {list(shape)} with param_split_shape {fields.param_split_shape!r:.80}"
                     )
+            whole = shape or told
+            spec = TensorSpec(name, whole, layout, num_dims=None if whole else fields.num_dims)
         except UsageError as error:
             raise UsageError(f"{param_name!r:.200}: {error}") from None
         if not name:
             raise UsageError("a tensor without a name")
         self.sizes.setdefault(fields.num_ranks, param_name)
-        self.specs.append(TensorSpec(name, shape or told, layout))
+        self.specs.append(spec)
 
     def add_exact(self, param_name: str, fields: Fields | None, exact: Any) -> None:
         """A tensor of ours; `fields`: what the file says of it in MindSpore's words."""
         name = exact.name
         try:
-            spec = TensorSpec(name, tuple(exact.shape), self._exact_layout(exact), exact.dtype, exact.parameter)
+            texts = (name, exact.dtype, exact.parameter, *exact.placement, *exact.mesh_dim_name)
+            if not all(isinstance(text, str) for text in texts):  # protobuf gives proto2's bad strings as bytes
+                raise UsageError("a name that is not UTF-8")
+            num_dims = exact.num_dims if exact.HasField("num_dims") else None
+            if num_dims is not None and num_dims > MAX_TENSOR_DIMS:
+                raise UsageError(f"{num_dims} dimensions")
+            layout = self._exact_layout(exact)
+            spec = TensorSpec(name, tuple(exact.shape), layout, exact.dtype, exact.parameter, num_dims=num_dims)
             if len(spec.shape) > MAX_TENSOR_DIMS or max(spec.shape, default=0) >= 1 << 62:
                 raise UsageError(f"shape {list(spec.shape)!r:.80}")
             if spec.shape:

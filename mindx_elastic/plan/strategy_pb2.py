@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.DescriptorPool().AddSerializedFile(b'\n!mindx_elastic/plan/strategy.proto\x12\x11mindspore.straspb\"\x1f\n\x10ParallelStrategy\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"b\n\x11ParallelStrategys\x12\r\n\x05stage\x18\x01 \x02(\r\x12>\n\x11parallel_strategy\x18\x02 \x03(\x0b\x32#.mindspore.straspb.ParallelStrategy\"k\n\x14ParallelStrategyItem\x12\x11\n\tnode_name\x18\x01 \x02(\t\x12@\n\x12parallel_strategys\x18\x02 \x02(\x0b\x32$.mindspore.straspb.ParallelStrategys\"\x18\n\tDevMatrix\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"\x18\n\tTensorMap\x12\x0b\n\x03\x64im\x18\x01 \x03(\x05\"\x1e\n\x0fParamSplitShape\x12\x0b\n\x03\x64im\x18\x01 \x03(\x03\"\x1c\n\rIndicesOffset\x12\x0b\n\x03\x64im\x18\x01 \x03(\x03\"\xeb\x02\n\x0fParallelLayouts\x12\x30\n\ndev_matrix\x18\x01 \x03(\x0b\x32\x1c.mindspore.straspb.DevMatrix\x12\x30\n\ntensor_map\x18\x02 \x03(\x0b\x32\x1c.mindspore.straspb.TensorMap\x12=\n\x11param_split_shape\x18\x03 \x03(\x0b\x32\".mindspore.straspb.ParamSplitShape\x12\x38\n\x0eindices_offset\x18\x04 \x03(\x0b\x32 .mindspore.straspb.IndicesOffset\x12\r\n\x05\x66ield\x18\x05 \x02(\x05\x12\x1d\n\x15opt_weight_shard_step\x18\x06 \x02(\x05\x12\x1d\n\x15opt_weight_shard_size\x18\x07 \x02(\x05\x12.\n\x05\x65xact\x18\xe8\x07 \x01(\x0b\x32\x1e.mindspore.straspb.ExactTensor\"f\n\x12ParallelLayoutItem\x12\x12\n\nparam_name\x18\x01 \x02(\t\x12<\n\x10parallel_layouts\x18\x02 \x02(\x0b\x32\".mindspore.straspb.ParallelLayouts\"\x86\x02\n\x13ParallelStrategyMap\x12\x15\n\rcurrent_stage\x18\x01 \x02(\r\x12G\n\x16parallel_strategy_item\x18\x02 \x03(\x0b\x32\'.mindspore.straspb.ParallelStrategyItem\x12\x43\n\x14parallel_layout_item\x18\x03 \x03(\x0b\x32%.mindspore.straspb.ParallelLayoutItem\x12\x13\n\nworld_size\x18\xe8\x07 \x01(\r\x12\x35\n\x0cother_tensor\x18\xe9\x07 \x03(\x0b\x32\x1e.mindspore.straspb.ExactTensor\"\xa8\x01\n\x0b\x45xactTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x05shape\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tparameter\x18\x04 \x01(\t\x12\x16\n\nmesh_shape\x18\x05 \x03(\rB\x02\x10\x01\x12\x11\n\tplacement\x18\x06 \x03(\t\x12\x14\n\x08rank_run\x18\x07 \x03(\rB\x02\x10\x01\x12\x15\n\rmesh_dim_name\x18\x08 \x03(\t\"!\n\x12ParallelGroupRanks\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"l\n\x11ParallelGroupItem\x12\x12\n\ngroup_name\x18\x01 \x02(\t\x12\x43\n\x14parallel_group_ranks\x18\x02 \x02(\x0b\x32%.mindspore.straspb.ParallelGroupRanks\"\x9c\x01\n\x10ParallelGroupMap\x12\x41\n\x13parallel_group_item\x18\x01 \x03(\x0b\x32$.mindspore.straspb.ParallelGroupItem\x12\x45\n\x16\x63kpt_restore_rank_list\x18\x02 \x01(\x0b\x32%.mindspore.straspb.ParallelGroupRanks')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!mindx_elastic/plan/strategy.proto\x12\x15mindx_elastic.straspb\"\x1f\n\x10ParallelStrategy\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"f\n\x11ParallelStrategys\x12\r\n\x05stage\x18\x01 \x02(\r\x12\x42\n\x11parallel_strategy\x18\x02 \x03(\x0b\x32\'.mindx_elastic.straspb.ParallelStrategy\"o\n\x14ParallelStrategyItem\x12\x11\n\tnode_name\x18\x01 \x02(\t\x12\x44\n\x12parallel_strategys\x18\x02 \x02(\x0b\x32(.mindx_elastic.straspb.ParallelStrategys\"\x18\n\tDevMatrix\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"\x18\n\tTensorMap\x12\x0b\n\x03\x64im\x18\x01 \x03(\x05\"\x1e\n\x0fParamSplitShape\x12\x0b\n\x03\x64im\x18\x01 \x03(\x03\"\x1c\n\rIndicesOffset\x12\x0b\n\x03\x64im\x18\x01 \x03(\x03\"\xff\x02\n\x0fParallelLayouts\x12\x34\n\ndev_matrix\x18\x01 \x03(\x0b\x32 .mindx_elastic.straspb.DevMatrix\x12\x34\n\ntensor_map\x18\x02 \x03(\x0b\x32 .mindx_elastic.straspb.TensorMap\x12\x41\n\x11param_split_shape\x18\x03 \x03(\x0b\x32&.mindx_elastic.straspb.ParamSplitShape\x12<\n\x0eindices_offset\x18\x04 \x03(\x0b\x32$.mindx_elastic.straspb.IndicesOffset\x12\r\n\x05\x66ield\x18\x05 \x02(\x05\x12\x1d\n\x15opt_weight_shard_step\x18\x06 \x02(\x05\x12\x1d\n\x15opt_weight_shard_size\x18\x07 \x02(\x05\x12\x32\n\x05\x65xact\x18\xe8\x07 \x01(\x0b\x32\".mindx_elastic.straspb.ExactTensor\"j\n\x12ParallelLayoutItem\x12\x12\n\nparam_name\x18\x01 \x02(\t\x12@\n\x10parallel_layouts\x18\x02 \x02(\x0b\x32&.mindx_elastic.straspb.ParallelLayouts\"\x92\x02\n\x13ParallelStrategyMap\x12\x15\n\rcurrent_stage\x18\x01 \x02(\r\x12K\n\x16parallel_strategy_item\x18\x02 \x03(\x0b\x32+.mindx_elastic.straspb.ParallelStrategyItem\x12G\n\x14parallel_layout_item\x18\x03 \x03(\x0b\x32).mindx_elastic.straspb.ParallelLayoutItem\x12\x13\n\nworld_size\x18\xe8\x07 \x01(\r\x12\x39\n\x0cother_tensor\x18\xe9\x07 \x03(\x0b\x32\".mindx_elastic.straspb.ExactTensor\"\xba\x01\n\x0b\x45xactTensor\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\x05shape\x18\x02 \x03(\x04\x42\x02\x10\x01\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\x11\n\tparameter\x18\x04 \x01(\t\x12\x16\n\nmesh_shape\x18\x05 \x03(\rB\x02\x10\x01\x12\x11\n\tplacement\x18\x06 \x03(\t\x12\x14\n\x08rank_run\x18\x07 \x03(\rB\x02\x10\x01\x12\x15\n\rmesh_dim_name\x18\x08 \x03(\t\x12\x10\n\x08num_dims\x18\t \x01(\r\"!\n\x12ParallelGroupRanks\x12\x0b\n\x03\x64im\x18\x01 \x03(\r\"p\n\x11ParallelGroupItem\x12\x12\n\ngroup_name\x18\x01 \x02(\t\x12G\n\x14parallel_group_ranks\x18\x02 \x02(\x0b\x32).mindx_elastic.straspb.ParallelGroupRanks\"\xa4\x01\n\x10ParallelGroupMap\x12\x45\n\x13parallel_group_item\x18\x01 \x03(\x0b\x32(.mindx_elastic.straspb.ParallelGroupItem\x12I\n\x16\x63kpt_restore_rank_list\x18\x02 \x01(\x0b\x32).mindx_elastic.straspb.ParallelGroupRanks')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -27,32 +27,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_EXACTTENSOR'].fields_by_name['mesh_shape']._serialized_options = b'\020\001'
   _globals['_EXACTTENSOR'].fields_by_name['rank_run']._loaded_options = None
   _globals['_EXACTTENSOR'].fields_by_name['rank_run']._serialized_options = b'\020\001'
-  _globals['_PARALLELSTRATEGY']._serialized_start=56
-  _globals['_PARALLELSTRATEGY']._serialized_end=87
-  _globals['_PARALLELSTRATEGYS']._serialized_start=89
-  _globals['_PARALLELSTRATEGYS']._serialized_end=187
-  _globals['_PARALLELSTRATEGYITEM']._serialized_start=189
-  _globals['_PARALLELSTRATEGYITEM']._serialized_end=296
-  _globals['_DEVMATRIX']._serialized_start=298
-  _globals['_DEVMATRIX']._serialized_end=322
-  _globals['_TENSORMAP']._serialized_start=324
-  _globals['_TENSORMAP']._serialized_end=348
-  _globals['_PARAMSPLITSHAPE']._serialized_start=350
-  _globals['_PARAMSPLITSHAPE']._serialized_end=380
-  _globals['_INDICESOFFSET']._serialized_start=382
-  _globals['_INDICESOFFSET']._serialized_end=410
-  _globals['_PARALLELLAYOUTS']._serialized_start=413
-  _globals['_PARALLELLAYOUTS']._serialized_end=776
-  _globals['_PARALLELLAYOUTITEM']._serialized_start=778
-  _globals['_PARALLELLAYOUTITEM']._serialized_end=880
-  _globals['_PARALLELSTRATEGYMAP']._serialized_start=883
-  _globals['_PARALLELSTRATEGYMAP']._serialized_end=1145
-  _globals['_EXACTTENSOR']._serialized_start=1148
-  _globals['_EXACTTENSOR']._serialized_end=1316
-  _globals['_PARALLELGROUPRANKS']._serialized_start=1318
-  _globals['_PARALLELGROUPRANKS']._serialized_end=1351
-  _globals['_PARALLELGROUPITEM']._serialized_start=1353
-  _globals['_PARALLELGROUPITEM']._serialized_end=1461
-  _globals['_PARALLELGROUPMAP']._serialized_start=1464
-  _globals['_PARALLELGROUPMAP']._serialized_end=1620
+  _globals['_PARALLELSTRATEGY']._serialized_start=60
+  _globals['_PARALLELSTRATEGY']._serialized_end=91
+  _globals['_PARALLELSTRATEGYS']._serialized_start=93
+  _globals['_PARALLELSTRATEGYS']._serialized_end=195
+  _globals['_PARALLELSTRATEGYITEM']._serialized_start=197
+  _globals['_PARALLELSTRATEGYITEM']._serialized_end=308
+  _globals['_DEVMATRIX']._serialized_start=310
+  _globals['_DEVMATRIX']._serialized_end=334
+  _globals['_TENSORMAP']._serialized_start=336
+  _globals['_TENSORMAP']._serialized_end=360
+  _globals['_PARAMSPLITSHAPE']._serialized_start=362
+  _globals['_PARAMSPLITSHAPE']._serialized_end=392
+  _globals['_INDICESOFFSET']._serialized_start=394
+  _globals['_INDICESOFFSET']._serialized_end=422
+  _globals['_PARALLELLAYOUTS']._serialized_start=425
+  _globals['_PARALLELLAYOUTS']._serialized_end=808
+  _globals['_PARALLELLAYOUTITEM']._serialized_start=810
+  _globals['_PARALLELLAYOUTITEM']._serialized_end=916
+  _globals['_PARALLELSTRATEGYMAP']._serialized_start=919
+  _globals['_PARALLELSTRATEGYMAP']._serialized_end=1193
+  _globals['_EXACTTENSOR']._serialized_start=1196
+  _globals['_EXACTTENSOR']._serialized_end=1382
+  _globals['_PARALLELGROUPRANKS']._serialized_start=1384
+  _globals['_PARALLELGROUPRANKS']._serialized_end=1417
+  _globals['_PARALLELGROUPITEM']._serialized_start=1419
+  _globals['_PARALLELGROUPITEM']._serialized_end=1531
+  _globals['_PARALLELGROUPMAP']._serialized_start=1534
+  _globals['_PARALLELGROUPMAP']._serialized_end=1698
 # @@protoc_insertion_point(module_scope)

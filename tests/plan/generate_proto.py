@@ -15,8 +15,6 @@ __all__ = ["PROTOS", "ROOT", "find_protoc", "generate"]
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "mindx_elastic").rglob("*.proto"))
-_OWN_POOL = ("mindx_elastic/plan/strategy.proto",)
-"""Not in the process's common pool: a program may use MindSpore's messages, of the same names, beside ours."""
 
 
 def find_protoc() -> Path:
@@ -28,13 +26,7 @@ def generate(proto: str, folder: Path) -> Path:
     """Write the Python code of `proto` (relative to `ROOT`) to the same place under `folder`, and return its path."""
     command = [str(find_protoc()), f"--proto_path={ROOT}", f"--python_out={folder}", str(ROOT / proto)]
     subprocess.run(command, check=True, timeout=60)
-    path = folder / proto.replace(".proto", "_pb2.py")
-    if proto in _OWN_POOL:
-        text = path.read_text(encoding="utf-8")
-        assert text.count("_descriptor_pool.Default()") == 1
-        text = text.replace("_descriptor_pool.Default()", "_descriptor_pool.DescriptorPool()")
-        path.write_text(text, encoding="utf-8")
-    return path
+    return folder / proto.replace(".proto", "_pb2.py")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from mindx_elastic.plan.group_info import (
     write_group_info_file,
 )
 from mindx_elastic.plan.layout import Layout
-from mindx_elastic.plan.small_files import messages
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.strategy_file import save_strategy
 from tests import checkpoint_files
@@ -124,7 +123,6 @@ def test_arguments_are_checked_as_documented(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="the restore ranks"):
             save_group_info(tmp_path / "x", {}, ranks)
     assert not os.listdir(tmp_path)
-    assert messages().ParallelGroupMap.DESCRIPTOR.file.package == "mindspore.straspb"
 
 
 # --- a stand-in ---

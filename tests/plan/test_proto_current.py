@@ -1,8 +1,11 @@
-"""The generated code that is checked in is what ``make proto`` makes, and stands beside MindSpore's own messages."""
+"""The generated code that is checked in is what ``make proto`` makes, and goes with MindSpore's own in one process."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,18 +35,36 @@ def test_every_supported_protobuf_runs_it(proto: str) -> None:
     )  # code that has it refuses older runtimes, and those 2 majors on
 
 
-def test_messages_of_the_same_names_may_be_in_the_process() -> None:
-    from google.protobuf import descriptor_pb2, descriptor_pool
-
-    ours = messages().DESCRIPTOR
-    assert ours.package == "mindspore.straspb"
-    theirs = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package=ours.package)
-    theirs.message_type.add(name="ParallelStrategyMap")
-    pool = descriptor_pool.Default()
-    pool.Add(theirs)
-    found = pool.FindMessageTypeByName("mindspore.straspb.ParallelStrategyMap")
-    assert not found.fields
-    assert messages().ParallelStrategyMap.DESCRIPTOR.fields
+@pytest.mark.parametrize("runtime", ["python", "upb"])
+@pytest.mark.parametrize("first", ["ours", "theirs"])
+def test_mindspores_messages_may_be_in_the_process(runtime: str, first: str) -> None:
+    """``import mindspore`` switches protobuf to its pure-Python runtime, which has one pool of names for all."""
+    code = f"""
+import importlib
+from google.protobuf import descriptor_pb2, descriptor_pool
+from google.protobuf.internal import api_implementation
+assert api_implementation.Type() == {runtime!r}, api_implementation.Type()
+def theirs():
+    file = descriptor_pb2.FileDescriptorProto(name="node_strategy.proto", package="mindspore.straspb", syntax="proto2")
+    for name in ("ParallelStrategyMap", "ParallelStrategy", "ParallelLayouts", "ParallelGroupMap", "DevMatrix"):
+        file.message_type.add(name=name).field.add(name="theirs", number=1, label=1, type=13)
+    descriptor_pool.Default().AddSerializedFile(file.SerializeToString())
+    found = descriptor_pool.Default().FindMessageTypeByName("mindspore.straspb.ParallelStrategyMap")
+    assert [field.name for field in found.fields] == ["theirs"]
+def ours():
+    importlib.import_module("mindx_elastic.plan.resume_plan_pb2")
+    found = importlib.import_module("mindx_elastic.plan.strategy_pb2").ParallelStrategyMap.FromString(b"\\x08\\x01")
+    assert found.current_stage == 1
+order = [ours, theirs]
+for each in order if {first!r} == "ours" else reversed(order):
+    each()
+print("both")
+"""
+    env = {**os.environ, "PROTOCOL_BUFFERS_PYTHON_IMPLEMENTATION": runtime}
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=False, env=env, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "both\n", done.stderr
 
 
 def test_fields_of_mindspore_have_its_numbers_types_and_labels() -> None:

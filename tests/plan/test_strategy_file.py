@@ -18,7 +18,8 @@ from mindx_elastic.plan import small_files, strategy_file
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.small_files import messages
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.strategy_file import load_strategy, read_strategy, save_strategy
+from mindx_elastic.plan.strategy_file import load_strategy, read_strategy, save_strategy, with_shapes
+from mindx_elastic.plan.transform import merge_strategies
 from tests.plan.wire import bytes_field, group_info, layout_item, number_field, strategy_item, strategy_map, varint
 
 both_forms = pytest.mark.parametrize("name", ["s.pb", "s.ckpt", "s.json"])
@@ -78,12 +79,13 @@ def test_mindspore_finds_its_own_fields_in_ours(tmp_path: Path) -> None:
     content.ParseFromString(save_strategy(tmp_path / "s.ckpt", pipeline()).read_bytes())
     assert [item.parallel_strategys.stage for item in content.parallel_strategy_item] == [0, 1]
     found = {item.param_name: item.parallel_layouts for item in content.parallel_layout_item}
-    # Others lie on ranks, or in parts, that its fields cannot say; a name with its separator would stop its parser.
-    assert sorted(found) == ["0-embed", "0-optimizer.state.embed.exp_avg", "1-head", "1-scale", "1-uneven"]
+    # Others lie on ranks, or in parts, that its fields cannot say; a name with its separator would stop its parser, and
+    # a scalar its search for redundant parameters.
+    assert sorted(found) == ["0-embed", "0-optimizer.state.embed.exp_avg", "1-head", "1-uneven"]
     head = found["1-head"]
     assert (list(head.dev_matrix[0].dim), list(head.tensor_map[0].dim)) == ([2, 2], [1, 0])
     average = found["0-optimizer.state.embed.exp_avg"]
-    assert sorted(spec.name for spec in content.other_tensor) == ["everywhere", "permuted", "weight-norm"]
+    assert sorted(spec.name for spec in content.other_tensor) == ["everywhere", "permuted", "scale", "weight-norm"]
     assert list(average.tensor_map[0].dim) == [0, -1]
     assert (average.opt_weight_shard_step, average.opt_weight_shard_size) == (2, 2)
     assert list(found["1-uneven"].param_split_shape[0].dim) == [4, 3]
@@ -106,6 +108,72 @@ def test_our_json_is_mindspores_json_too(tmp_path: Path) -> None:
     found = load_strategy(tmp_path / "theirs.json")
     assert found.by_name["embed"][0].shape == (12, 4)
     assert found.by_name["embed"][0].layout == stage_layout(0)
+
+
+def mindspores(path: Path, *items: tuple[str, list[int]], stage: int = 0) -> Path:
+    """A strategy file as MindSpore writes it: parameters with their tensor maps on a mesh of 2 x 2."""
+    path.write_bytes(strategy_map(*(layout_item(name, [2, 2], tensor_map) for name, tensor_map in items), stage=stage))
+    return path
+
+
+@both_forms
+def test_foreign_tensor_maps_keep_an_entry_for_each_dimension(name: str, tmp_path: Path) -> None:
+    given: dict[str, list[int]] = {"w": [1, -1], "v": [-1, -1, -1], "b": [-1], "k": [-1, 0, -1]}
+    path = mindspores(tmp_path / "theirs.ckpt", *given.items())
+    for turn in range(2):  # ours from theirs, and ours from ours
+        path = save_strategy(tmp_path / f"{turn}-{name}", load_strategy(path))
+        if name.endswith(".json"):
+            found = {
+                key: item["tensor_map"] for key, item in json.loads(path.read_bytes())["parallel_layout_item"].items()
+            }
+        else:
+            content = messages().ParallelStrategyMap.FromString(path.read_bytes())
+            found = {i.param_name: list(i.parallel_layouts.tensor_map[0].dim) for i in content.parallel_layout_item}
+        assert found == given
+
+
+def test_merged_stages_keep_an_entry_for_each_dimension(tmp_path: Path) -> None:
+    for stage in range(2):
+        mindspores(tmp_path / f"rank_{stage}.ckpt", (f"layer{stage}.w", [1, -1]), stage=stage)
+    merge_strategies(tmp_path, tmp_path / "merged" / "all.ckpt")
+    content = messages().ParallelStrategyMap.FromString((tmp_path / "merged" / "all.ckpt").read_bytes())
+    maps = {item.param_name: list(item.parallel_layouts.tensor_map[0].dim) for item in content.parallel_layout_item}
+    assert maps == {"0-layer0.w": [1, -1], "1-layer1.w": [1, -1]}
+
+
+def test_shapes_that_contradict_a_foreign_tensor_map_are_refused(tmp_path: Path) -> None:
+    theirs = load_strategy(mindspores(tmp_path / "theirs.ckpt", ("w", [1, -1])))
+    assert not theirs.tensors[0].is_shape_known
+    assert with_shapes(theirs, {"w": (2, 6)}).tensors[0].shape == (4, 6)
+    with pytest.raises(UsageError, match="w has 2 dimensions, but the shape \\[4\\]"):
+        with_shapes(theirs, {"w": (2,)})
+
+
+def test_json_leaves_out_what_mindspores_reader_refuses(tmp_path: Path) -> None:
+    nested = TensorSpec("nested", (8, 4), Layout((2, 2), ("S(0)", "S(0)"), range(4)))  # type: ignore[arg-type]
+    two = TensorSpec("two", (8, 4), Layout((2, 2), ("_S(0,2)", "S(0)"), range(4)))  # type: ignore[arg-type]
+    both = TensorSpec("both", (8, 4), Layout((2, 2, 2), ("S(0)", "S(0)", "S(1)"), range(8)))  # type: ignore[arg-type]
+    scalar = TensorSpec("scalar", (), Layout((2, 2), ("R", "R"), range(4)))  # type: ignore[arg-type]
+    for world, specs in ((4, (nested, two, scalar)), (8, (both,))):
+        strategy = Strategy(world, specs)
+        path = save_strategy(tmp_path / f"{world}.json", strategy)
+        items = json.loads(path.read_bytes())["parallel_layout_item"]
+        assert all(item["tensor_map"] and isinstance(item["tensor_map"][0], int) for item in items.values())
+        assert "scalar" not in items
+        assert facts(load_strategy(path)) == facts(strategy)
+
+
+@pytest.mark.parametrize("field", ["name", "dtype", "parameter"])
+def test_texts_that_are_no_utf8_are_refused(field: str, tmp_path: Path) -> None:
+    spec = TensorSpec("NAME", (3,), Layout((2,), ("R",)), "DTYP", "PARA")  # type: ignore[arg-type]
+    layout = Layout((2,), ("S(0)",), (1, 0))  # type: ignore[arg-type]  # such ranks only our own fields can say
+    for each in (spec, TensorSpec("NAME", (3,), layout, "DTYP", "PARA")):
+        path = save_strategy(tmp_path / "s.pb", Strategy(2, (each,)))
+        data = path.read_bytes()
+        assert field[:4].upper().encode() in data
+        path.write_bytes(data.replace(field[:4].upper().encode(), b"\xff\xfe\x80\xc0"))
+        with pytest.raises(UsageError, match=r"s\.pb"):
+            load_strategy(path)
 
 
 @st.composite
