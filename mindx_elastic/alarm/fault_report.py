@@ -66,6 +66,10 @@ def parse_faults(text: str, source: str = "text", *, world_size: int | None = No
 
 def parse_rank_list(text: str, *, world_size: int | None = None) -> frozenset[int]:
     """``"1,3"``, ``"0-7"``, ``"0-3, 6"``; empty for no rank. Raises UsageError for anything else."""
+    # Looked at by character: `str.strip` takes separators like \x1c for space.
+    strange = next((c for c in text if c not in "0123456789,- "), None)
+    if strange is not None:
+        raise UsageError(f'rank list {text!r:.80}: {strange!r} does not belong there; give "1,3" or "0-7"')
     ranks: set[int] = set()
     listed = 0
     for part in text.split(",") if text.strip() else []:

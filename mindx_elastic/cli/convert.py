@@ -56,7 +56,8 @@ def convert_command(
     step: Annotated[
         int | None,
         typer.Option(
-            help="Which step of a mindx directory, else the newest complete one; from others to mindx: its number."
+            help="Which step of a mindx directory, or of rank_*/ folders with several files; else the newest that all "
+            "ranks have. From others to mindx: the file's number."
         ),
     ] = None,
     epoch: Annotated[int | None, typer.Option(help="To mindx: the epoch that the file gets.")] = None,
@@ -73,7 +74,7 @@ def convert_command(
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
     torch      a file of torch.save, read with weights_only=True: nothing in it is run
-    mindspore  plain safetensors: name -> tensor; or a folder of rank_*/ files and --strategy
+    mindspore  plain safetensors: name -> tensor; or a folder of rank_*/ files and --strategy; no .ckpt
     mindx      a checkpoint directory or file of this package; sharded ones are put together
 
     The model alone is converted, its names as they are, unless --all is given (torch, dcp and mindx). To mindx: a

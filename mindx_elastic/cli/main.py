@@ -23,6 +23,8 @@ from mindx_elastic.cli.verify import verify_command
 
 __all__ = ["app", "main"]
 
+_DEPENDENCIES = ("google.protobuf", "numpy", "safetensors", "torch", "xxhash", "yaml")
+
 app = typer.Typer(
     name="mindx-elastic",
     no_args_is_help=True,
@@ -83,6 +85,13 @@ def main() -> None:
         app()
     except MindxError as error:
         typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        raise SystemExit(EXIT_USAGE) from None
+    except ModuleNotFoundError as error:
+        if error.name not in _DEPENDENCIES:
+            raise
+        what = f"{error.name}, which this Python ({sys.executable}) does not have: pip install {error.name}"
+        text = f"{' '.join(sys.argv[1:2])} needs {what}"
+        typer.echo(f"mindx-elastic: error: {printable(text)}", err=True)
         raise SystemExit(EXIT_USAGE) from None
 
 

@@ -46,7 +46,7 @@ class Request:
     everything: bool = False
     """Keep the optimizer and the rest."""
     step: int | None = None
-    """Which step of ours; to ours: the number that the file gets."""
+    """Which step of ours, or of several in MindSpore's rank folders; to ours also the number that the file gets."""
     epoch: int | None = None
     strategy: Path | None = None
     """How ``rank_*/`` files of MindSpore are laid out."""
@@ -95,8 +95,8 @@ def convert(request: Request) -> Result:
         )
     if target != "mindx" and request.epoch is not None:
         raise UsageError("--epoch is for --to mindx: only such files have an epoch")
-    if kind != "mindx" and target != "mindx" and request.step is not None:
-        raise UsageError("--step is for checkpoints of this package, as source or destination")
+    if kind not in ("mindx", "mindspore") and target != "mindx" and request.step is not None:
+        raise UsageError("--step is for checkpoints of this package, as source or destination, and rank folders")
     if request.strategy is not None and kind != "mindspore":
         raise UsageError(f"--strategy is for rank folders of MindSpore; {request.source} is {kind}")
     check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
@@ -141,7 +141,7 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
     if path.is_dir() and any(rank_of_folder(folder) is not None for folder in path.iterdir()):
         if request.strategy is None:
             raise UsageError(f"{path} has rank folders: say with --strategy FILE how their tensors are laid out")
-        tensors, notes = mindspore_file.read_shards(path, _load_strategy(request.strategy), scratch)
+        tensors, notes = mindspore_file.read_shards(path, _load_strategy(request.strategy), scratch, request.step)
         return _Content({MODEL: tensors}, None, notes)
     if request.strategy is not None:
         raise UsageError(f"{path} has no rank_*/ folders that --strategy could speak of")
@@ -181,7 +181,7 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
             result.notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         result.num_tensors, result.nbytes = num_tensors(tensors)
         with new_file(path, force=request.force) as temp:
-            mindspore_file.write_plain(temp, tensors)
+            result.notes += mindspore_file.write_plain(temp, tensors)
         return
     if target == "mindx":
         with new_file(path, force=request.force) as temp:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from mindx_elastic.convert.dcp import METADATA
 from mindx_elastic.convert.mapped import open_regular
+from mindx_elastic.convert.mindspore_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder, scan
@@ -31,6 +32,8 @@ def find_kind(path: Path) -> str:
         return "mindx" if b'"mindx.' in start else "mindspore"
     if not start:
         raise CorruptCheckpointError(f"{path}: is empty", path=path)
+    if is_mindspore_ckpt(path):
+        return "mindspore"  # whose reader names the way out
     raise CorruptCheckpointError(
         f"{path}: neither a torch.save file nor a safetensors file, or its beginning is damaged", path=path
     )

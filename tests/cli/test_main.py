@@ -149,3 +149,24 @@ def test_a_folder_that_cannot_be_listed_is_2(
     monkeypatch.setattr(os, "listdir", refuse)
     result = run("inspect", tmp_path)
     assert result.exit_code == 2 and f"{tmp_path} cannot be looked at: Permission denied" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["plan"], ["inspect"], ["verify"], ["convert", "x.pt"], ["run", "train.py"]])
+def test_without_torch_one_line_says_so(command: list[str], tmp_path: Path) -> None:
+    code = """
+import sys
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name="torch")
+sys.meta_path.insert(0, NoTorch())
+from mindx_elastic.cli.main import main
+main()
+"""
+    name, *more = command
+    arguments = [sys.executable, "-c", code, name, *([] if name == "run" else [str(tmp_path)]), *more]
+    done = subprocess.run(arguments, check=False, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    assert done.returncode == 2, done
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"mindx-elastic: error: {name} needs torch, which this Python (")
+    assert line.endswith("does not have: pip install torch")

@@ -24,6 +24,7 @@ from mindx_elastic.errors import (
 )
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.plan.strategy_file import save_strategy
 from tests.checkpoint_files import append_garbage, claim_huge_header, cut_off_end, leave_empty, overwrite_header
 from tests.convert.samples import part
 
@@ -108,8 +109,76 @@ def test_contradictions_are_named(tmp_path: Path) -> None:
     two = Strategy(4, (*STRATEGY.tensors, TensorSpec("gone", (3, 4), SPLIT)))
     assert read_shards(tmp_path / "ms", two, scratch)[1] == ["in the strategy and in no file: gone"]
     save_file({"w": WEIGHT}, tmp_path / "ms" / "rank_0" / "other.safetensors")
-    with pytest.raises(UsageError, match="rank_0 holds 2 safetensors files"):
+    with pytest.raises(UsageError, match=r"rank_0 holds 2 safetensors files and .*net_1-10.safetensors does not say"):
         read_shards(tmp_path / "ms", STRATEGY, scratch)
+    (tmp_path / "ms" / "rank_0" / "other.safetensors").rename(tmp_path / "ms" / "rank_0" / "net_1-1_10.safetensors")
+    (tmp_path / "ms" / "rank_0" / "net_1-10.safetensors").rename(tmp_path / "ms" / "rank_0" / "net-1_10.safetensors")
+    with pytest.raises(UsageError, match="are both of epoch 1, step 10"):
+        read_shards(tmp_path / "ms", STRATEGY, scratch)
+
+
+def write_moments(root: Path, *moments: str) -> None:
+    """Each rank's files of these moments; "step" tells which it is."""
+    for rank in SPLIT.ranks:
+        (root / f"rank_{rank}").mkdir(parents=True, exist_ok=True)
+        for number, moment in enumerate(moments):
+            tensors = {"w": part(WEIGHT, SPLIT, rank).contiguous(), "step": torch.tensor(number)}
+            save_file(tensors, root / f"rank_{rank}" / f"net_rank{rank}-{moment}.safetensors")
+
+
+def test_of_several_moments_the_newest_of_all_ranks_is_taken(tmp_path: Path) -> None:
+    root, scratch = tmp_path / "ms", Scratch(tmp_path)
+    write_moments(root, "1_100", "2_100", "9_5", "10_2", "10_30")
+    found, notes = read_shards(root, STRATEGY, scratch)
+    assert torch.equal(found["w"], WEIGHT) and found["step"] == 4  # by number and not by letter
+    assert notes == ["of 5 moments that all ranks have, 10_30 was taken"]
+    assert read_shards(root, STRATEGY, scratch, 2)[0]["step"] == 3
+    with pytest.raises(UsageError, match=r"step 100 is in 2 epochs \(1_100, 2_100\)"):
+        read_shards(root, STRATEGY, scratch, 100)
+    with pytest.raises(UsageError, match=r"with step 7 of which .*: 1_100, 2_100, 9_5, 10_2, 10_30"):
+        read_shards(root, STRATEGY, scratch, 7)
+    (root / "rank_2" / "net_rank2-10_30.safetensors").unlink()
+    found, notes = read_shards(root, STRATEGY, scratch)
+    assert found["step"] == 3
+    assert notes[1] == "10_30 is newer, but rank 2 has no file of it"
+
+
+def test_a_step_of_rank_folders_can_be_named_in_a_conversion(tmp_path: Path) -> None:
+    write_moments(tmp_path / "ms", "1_100", "1_200")
+    strategy = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)
+    request = Request(source=tmp_path / "ms", destination=tmp_path / "m.pt", strategy=strategy, step=100)
+    assert convert(request).notes == ["of 2 moments that all ranks have, 1_100 was taken"]
+    assert torch.load(tmp_path / "m.pt", weights_only=True)["step"] == 0
+
+
+def test_ckpt_files_of_mindspore_are_told_from_damage(tmp_path: Path) -> None:
+    ckpt = b"\n1\n\x06weight\x12'\x08\x02\x08\x03\x12\x07Float3" + bytes(64)  # as MindSpore 2.10 begins one
+    (tmp_path / "ms" / "rank_0").mkdir(parents=True)
+    strategy = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)
+    for name in ("net-1_5.ckpt", "ms/rank_0/net-1_5.ckpt"):
+        (tmp_path / name).write_bytes(ckpt)
+    for source, kind, options in [
+        (tmp_path / "net-1_5.ckpt", "mindspore", {}),
+        (tmp_path / "net-1_5.ckpt", None, {}),
+        (tmp_path / "ms", "mindspore", {"strategy": strategy}),
+        (tmp_path / "ms" / "rank_0", "mindspore", {}),
+    ]:
+        with pytest.raises(UsageError, match=r"net-1_5.ckpt is a MindSpore .ckpt .*save it as safetensors"):
+            convert(Request(source=source, source_kind=kind, destination=tmp_path / "m.pt", **options))
+    (tmp_path / "net-1_5.ckpt").write_bytes(b"something else")
+    with pytest.raises(CorruptCheckpointError, match="no sound safetensors file"):
+        convert(Request(source=tmp_path / "net-1_5.ckpt", source_kind="mindspore", destination=tmp_path / "m.pt"))
+
+
+def test_complex_tensors_go_both_ways(tmp_path: Path) -> None:
+    value = torch.tensor([[1 + 2j, 3 - 4j]], dtype=torch.complex64)
+    save_file({"c": value}, tmp_path / "theirs.safetensors")
+    assert torch.equal(read_plain(tmp_path / "theirs.safetensors")["c"], value)
+    notes = write_plain(tmp_path / "ours.safetensors", {"c": value, "turned": value.t().conj(), "x": torch.ones(2)})
+    assert notes == ["c and others: complex, stored as C64, which older readers refuse"]
+    found = load_file(tmp_path / "ours.safetensors")
+    assert torch.equal(found["c"], value) and torch.equal(found["turned"], value.t().conj())
+    assert torch.equal(found["x"], torch.ones(2))
 
 
 def test_one_name_in_two_stages(tmp_path: Path) -> None:
@@ -143,7 +212,7 @@ def test_nested_and_other_values(tmp_path: Path) -> None:
         convert(Request(source=tmp_path / "m.pt", destination=made, destination_kind="mindspore", force=True))
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex64), torch.eye(2).to_sparse()])
+@pytest.mark.parametrize("tensor", [torch.ones(2, dtype=torch.complex128), torch.eye(2).to_sparse()])
 def test_types_that_such_a_file_cannot_hold(tmp_path: Path, tensor: torch.Tensor) -> None:
     with pytest.raises(UnsupportedStateError, match=r"^x: a plain safetensors file cannot hold"):
         write_plain(tmp_path / "x", {"x": tensor})
