@@ -6,7 +6,8 @@
 #   eval "$(bash ma_pre_start.sh [FOLDER])"    the same as source
 #
 # Installs the newest mindx_elastic wheel of FOLDER (default: the folder of this script), checks that it imports, and
-# exports what a job needs. A wheel that is already installed is left alone. Needs no root and never installs torch.
+# exports what a job needs. A wheel that is already installed is left alone; where FOLDER holds none, an installed
+# package is used as it is. Needs no root and never installs torch.
 # Where Python's own folder cannot be written to, it installs for this user only (pip's --user), and where that is not
 # possible either, into a folder of its own that it puts on PYTHONPATH. Messages go to standard error. A failure gives a
 # non-zero status (sourced: returned, the shell lives on) and one ERROR line that says what to do.
@@ -91,19 +92,27 @@ choose_python() {
     [ -n "$python" ] || fail "no python3 and no python on PATH; set PYTHON to the interpreter of the job"
     case "$python" in /*) ;; */*) python=$PWD/$python ;; esac
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 10))') ||
-        fail "$python is Python ${version:-(it does not run)}; 3.10 or newer is needed, set PYTHON to one"
-    "$python" -m pip --version >/dev/null 2>&1 ||
-        fail "$python has no pip; install it ($python -m ensurepip --user, or your system's python3-pip)"
+        fail "$python is Python $(tail -n 1 <<<"${version:-(it does not run)}"); 3.10 or newer is needed, set PYTHON to one"
+}
+
+# Only where something is to be installed, or a version to be compared, is pip needed.
+fail_without_pip() {
+    if "$python" -c 'import ensurepip' >/dev/null 2>&1; then
+        fail "$python has no pip; give it one: $python -m ensurepip"
+    fi
+    fail "$python has no pip and cannot make one; install your system's package for it (Debian: python3-pip), or set " \
+        "PYTHON to an interpreter that has pip"
 }
 
 # Looks, changes nothing, and leaves what it found in the file "$work/facts" as shell assignments:
-#   wheel version       the newest wheel, by PEP 440
+#   wheel version       the newest wheel, by PEP 440; no wheel: that of the installed package
 #   state               current (what is installed is what the wheel holds) or absent
 #   mode where          site, user or target; the folder that the package is, or will be, imported from
 #   missing             requirements of the wheel that are not met (an array)
 probe() {
-    "$python" - "$folder" "$work/facts" <<'PY' || exit 1
-import hashlib, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
+    local status=0
+    "$python" - "$folder" "$work/facts" <<'PY' || status=$?
+import hashlib, importlib.util, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
 from email.parser import Parser
 from importlib import metadata
 
@@ -111,8 +120,11 @@ try:
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion, Version
 except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
-    from pip._vendor.packaging.version import InvalidVersion, Version
+    try:
+        from pip._vendor.packaging.requirements import Requirement
+        from pip._vendor.packaging.version import InvalidVersion, Version
+    except ImportError:
+        sys.exit(3)
 
 folder, facts = sys.argv[1:]
 
@@ -143,7 +155,7 @@ def newest_wheel():
         except InvalidVersion:
             say(f"skipping '{name}': not a name that our wheels have")
     if not found:
-        fail(f"no mindx_elastic-<version>-py3-none-any.whl in '{folder}'; put the wheel there, or give its folder")
+        return None
     if len(found) > 1:
         say(f"{len(found)} wheels in '{folder}', taking the newest version: {max(found)[1]}")
     (version, *_), name = max(found)
@@ -201,17 +213,23 @@ def writable(path):
         return False
 
 
+def checked(place):
+    if os.pathsep in place:
+        fail(f"'{place}' has a '{os.pathsep}' in it, which PYTHONPATH cannot hold; set MINDX_INSTALL_DIR to another folder")
+    return place
+
+
 def own_folder(version, digest):
     name = os.path.join(f"py{sys.version_info[0]}.{sys.version_info[1]}", f"{version}-{digest[:12]}")
     if os.environ.get("MINDX_INSTALL_DIR"):
         chosen = os.path.abspath(os.environ["MINDX_INSTALL_DIR"])
         if not writable(chosen):
             fail(f"MINDX_INSTALL_DIR='{chosen}' cannot be written to")
-        return os.path.join(chosen, name)
+        return checked(os.path.join(chosen, name))
     roots = [os.path.join(os.path.expanduser("~"), ".local", "share", "mindx_elastic"), os.path.join(folder, ".installed")]
     for root in roots:
         if os.path.isabs(root) and writable(root):
-            return os.path.join(root, name)
+            return checked(os.path.join(root, name))
     fail(f"nowhere to install: neither Python's own folder nor {' nor '.join(roots)} can be written to; set MINDX_INSTALL_DIR")
 
 
@@ -255,14 +273,37 @@ def installed_from(wheel, paths):
     return None
 
 
-wheel, version = newest_wheel()
-meta, digest = read_metadata(wheel, version)
-missing = list(unmet(meta))
-chosen = os.environ.get("MINDX_INSTALL_DIR")
-where = None if chosen or missing else installed_from(wheel, sys.path)
-if where is not None:
-    state, mode = "current", "site"
+def installed():
+    """Metadata and folder of the package that is installed already, from whatever source. Ends the script without."""
+    try:
+        spec = importlib.util.find_spec("mindx_elastic")
+        meta = metadata.metadata("mindx_elastic")
+    except metadata.PackageNotFoundError:
+        spec = None
+    if spec is None or not spec.origin:
+        fail(f"no mindx_elastic-<version>-py3-none-any.whl in '{folder}'; put the wheel there, or give its folder")
+    missing = list(unmet(meta))
+    if missing:
+        fail(
+            f"mindx_elastic {meta['Version']} is installed, but not what it needs ({', '.join(missing)}), and "
+            f"'{folder}' holds no wheel; install that, or put the wheel there"
+        )
+    say(f"no wheel in '{folder}'; using the mindx_elastic that is installed")
+    return meta, os.path.dirname(os.path.dirname(os.path.realpath(spec.origin)))
+
+
+newest = newest_wheel()
+if newest is None:
+    meta, where = installed()
+    wheel, version, missing, chosen, state, mode = "", meta["Version"], [], None, "current", "site"
 else:
+    wheel, version = newest
+    meta, digest = read_metadata(wheel, version)
+    missing = list(unmet(meta))
+    chosen = os.environ.get("MINDX_INSTALL_DIR")
+    where = None if chosen or missing else installed_from(wheel, sys.path)
+    state, mode = "current", "site"
+if where is None:
     mode, where, note = choose_place(version, digest)
     state = "absent"
     if mode == "target" and os.path.isdir(where):
@@ -276,6 +317,11 @@ with open(facts, "w", encoding="utf-8") as file:
         print(f"{key}={shlex.quote(value)}", file=file)
     print(f"missing=({' '.join(map(shlex.quote, missing))})", file=file)
 PY
+    case $status in
+        0) ;;
+        3) fail_without_pip ;;
+        *) exit 1 ;;
+    esac
     # shellcheck source=/dev/null
     . "$work/facts"
 }
@@ -289,20 +335,25 @@ run_pip() {
 
 # The requirements first: if one cannot be had, an older mindx_elastic goes on working. --force-reinstall, because a
 # rebuilt wheel often has the version of the installed one, and pip would keep that.
+#
+# The wheel is named from the folder it is copied to: pip takes what follows a ";" in a path for a condition.
 install_wheel() {
-    local place
+    local place copy
+    "$python" -m pip --version >/dev/null 2>&1 || fail_without_pip
+    copy=./$(basename -- "$wheel")
+    cp -- "$wheel" "$copy" || fail "cannot copy '$wheel' to '$work'"
     case "$mode" in
         site | user)
             if [ "$mode" = user ]; then place=--user; else place=--no-user; fi
             [ ${#missing[@]} -eq 0 ] || run_pip "$place" "${missing[@]}"
-            run_pip "$place" --no-deps --force-reinstall "$wheel"
+            run_pip "$place" --no-deps --force-reinstall "$copy"
             ;;
         target)
             # Built aside and renamed: the folder is there whole or not at all. Its name has the wheel's digest in it.
             unfinished=$where.unfinished.$$
             mkdir -p -- "$unfinished" || fail "cannot make '$unfinished'"
             [ ${#missing[@]} -eq 0 ] || run_pip --target "$unfinished" "${missing[@]}"
-            run_pip --target "$unfinished" --no-deps "$wheel"
+            run_pip --target "$unfinished" --no-deps "$copy"
             rm -rf -- "$where"
             mv -- "$unfinished" "$where" || fail "cannot rename '$unfinished' to '$where'"
             ;;
@@ -376,6 +427,9 @@ main() {
         esac
         [ $# -le 1 ] || fail "one folder at most, $# arguments given (quote a name that has spaces); see --help"
     fi
+    # Only the finished export lines go to standard output, which the caller evaluates; what Python prints when it starts
+    # (a sitecustomize), or pip, or anything else, goes where messages go.
+    exec 3>&1 1>&2
     choose_folder "$@"
     choose_python
     unfinished=''
@@ -392,9 +446,12 @@ main() {
         how=installed
         install_wheel
     fi
-    check_import || fail "$(basename -- "$wheel") is installed but cannot be used by $python; the reason is above"
+    check_import || fail "mindx_elastic $version is installed but cannot be used by $python; the reason is above"
     say "mindx_elastic $version $how in '$where' for $python"
-    print_exports
+    print_exports >&3
+    # shellcheck disable=SC2016
+    [ -n "${_MINDX_SOURCED:-}" ] ||
+        say 'nothing is set in the calling shell by this: source the script, or write eval "$(bash ma_pre_start.sh)"'
 }
 
 main "$@"

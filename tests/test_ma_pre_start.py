@@ -283,7 +283,75 @@ def test_a_python_that_will_not_do(machine: Machine) -> None:
     assert_fails(machine.execute(PYTHON=str(old)), "is Python 3.9; 3.10 or newer is needed")
     assert_fails(machine.execute(PYTHON="no-such-python"), "PYTHON='no-such-python' is not a program")
     (machine.environment.site_packages / "links.pth").unlink()
-    assert_fails(machine.execute(), "has no pip")
+    assert_fails(machine.execute(), f"has no pip; give it one: {machine.environment.python} -m ensurepip")
+    (machine.environment.site_packages / "ensurepip.py").write_text("raise ImportError")  # Debian leaves it out
+    (machine.environment.site_packages / "ensurepip.pth").write_text(
+        "import sys; sys.path.insert(0, sys.path.pop())"  # in front of the standard library
+    )
+    assert_fails(machine.execute(), "has no pip and cannot make one", "python3-pip")
+
+
+def test_the_remedy_without_pip_is_one(machine: Machine) -> None:
+    write_wheel(machine.job, "0.1.0")
+    (machine.environment.site_packages / "links.pth").unlink()
+    failed = machine.execute()
+    assert_fails(failed, "has no pip; give it one: ")
+    remedy = failed.stderr.strip().rpartition("give it one: ")[2]
+    assert machine.bash(remedy.replace(str(machine.environment.python), '"$PYTHON"')).returncode == 0
+    assert machine.execute().returncode == 0
+    assert machine.version() == "0.1.0"
+
+
+def test_an_installed_package_needs_no_wheel(machine: Machine) -> None:
+    wheel = write_wheel(machine.job, "0.1.0")
+    first = machine.execute()
+    wheel.unlink()
+    second = machine.execute()
+    assert second.returncode == 0 and second.stdout == first.stdout
+    assert "no wheel in" in second.stderr and "was installed already" in second.stderr
+    (machine.environment.site_packages / "links.pth").unlink()
+    without_pip = machine.execute()
+    assert_fails(without_pip, "has no pip")
+
+
+def test_an_installed_package_without_what_it_needs_is_named(machine: Machine) -> None:
+    wheel = write_wheel(machine.job, "0.1.0")
+    assert machine.execute().returncode == 0
+    wheel.unlink()
+    (record,) = machine.environment.site_packages.glob("mindx_elastic-*/METADATA")
+    record.write_text(record.read_text().replace("Version: 0.1.0", "Version: 0.1.0\nRequires-Dist: absent>=2"))
+    assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed, but not what it needs (absent>=2)")
+
+
+def test_what_python_prints_at_its_start_is_not_evaluated(machine: Machine) -> None:
+    write_wheel(machine.job, "0.1.0")
+    (machine.environment.site_packages / "sitecustomize.py").write_text(
+        'print("touch \\"$HOME/evaluated\\"; export PWNED=1")\n'
+    )
+    for program in ('source "$S"', 'eval "$(bash "$S")"'):
+        done = machine.bash(f'{program}; echo "status $?"; env | grep -c PWNED; type -t mindx-elastic')
+        assert done.stdout == "status 0\n0\nfile\n", done.stderr
+    assert not (machine.environment.home / "evaluated").exists()
+    assert "export PWNED=1" in done.stderr  # the line was printed, and went where messages go
+    assert "PWNED" not in machine.execute().stdout
+
+
+@pytest.mark.parametrize("name", ["a;b", "a; python_version<'3' [c]#d%20@e"])
+def test_folders_with_characters_that_pip_takes_for_its_own(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    machine = Machine(tmp_path / name)
+    write_wheel(machine.job, "0.1.0")
+    chosen = str(machine.place / "x;y")
+    for more in ({}, {"MINDX_INSTALL_DIR": chosen}):
+        done = machine.bash('source "$S" && "$PYTHON" -c "import mindx_elastic as m; print(m.__version__)"', **more)
+        assert done.stdout == "0.1.0\n", done.stderr
+    assert_fails(machine.execute(MINDX_INSTALL_DIR=f"{chosen}:z"), "which PYTHONPATH cannot hold")
+
+
+def test_without_source_it_says_that_nothing_is_set(machine: Machine) -> None:
+    write_wheel(machine.job, "0.1.0")
+    assert "nothing is set in the calling shell by this: source the script" in machine.execute().stderr
+    assert "nothing is set" not in machine.bash('source "$S"').stderr
 
 
 # --- sourced ---
