@@ -30,6 +30,9 @@ from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = ["Saver"]
 
+_BASE = ("base_attempt", "base_step")
+"""Coordinates of a header: the step that the file's attempt went on from."""
+
 
 class Saver:
     """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
@@ -173,14 +176,20 @@ class Saver:
         if policy is None:
             return
         position = self.collector.position
-        info = replace(
-            self._info(position, kind=policy.kind, reason=original.reason, append_info=()), attempt=original.attempt
-        )
+        info = self._info(position, kind=policy.kind, reason=original.reason, append_info=())
+        base = {name: value for name, value in original.coordinates.items() if name in _BASE}
+        own = {name: value for name, value in info.coordinates.items() if name not in _BASE}
+        info = replace(info, attempt=original.attempt, coordinates=own | base)
         try:
             path = self._path(policy, position)
             self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
         except (OSError, UnsupportedStateError) as error:
             self._report(error, info)
+
+    def began_from(self, base: CheckpointInfo) -> None:
+        """The attempt went on from `base`: every file of it says so, and a start that would not be exact at the first
+        steps of this attempt finds the way back (`plan.planner.steps_before`)."""
+        self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
 
     def _foreseen(self) -> dict[str, int]:
         """Whether forecasts of this boundary are worth anything: on this rank it came out as foreseen, or not."""

@@ -59,6 +59,8 @@ def start_job(
         faults=faults,
         on_found=around.announce,
     )
+    if start.resumed is not None:
+        saver.began_from(start.resumed.checkpoint.info)
     write_start_files(directories[0], target.strategy, start.plan, ranks, exchange)
     return start
 
