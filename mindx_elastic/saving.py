@@ -23,6 +23,7 @@ from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
+from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
@@ -60,6 +61,8 @@ class Saver:
         """About the size of a save: parameters and the two moments of Adam."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
+        self.first_save: FirstSave | None = None
+        """While it is known that this rank has never saved in this run, and one day somebody may have to know."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -247,14 +250,24 @@ class Saver:
         def write() -> SaveResult:
             for target in (path, *also):
                 target.parent.mkdir(parents=True, exist_ok=True)
-            return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also)
+            return write_checkpoint(
+                path,
+                state,
+                info,
+                layout=self.collector.layout(),
+                also=also,
+                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+            )
 
         try:
-            return write()
+            result = write()
         except OSError as error:  # a SaveError is one
             if error.errno != errno.ENOENT:
                 raise
-            return write()  # another rank has renamed a tree that it took for finished
+            result = write()  # another rank has renamed a tree that it took for finished
+        if self.first_save is not None:
+            self.first_save.after_publish()
+        return result
 
     def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
         """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.

@@ -15,6 +15,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.errors import MindxError
 from mindx_elastic.events import logger
+from mindx_elastic.persist.first_save import FirstSave, find_notes
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.plan.strategy import Strategy
 from mindx_elastic.resuming import Start, start_or_resume
@@ -61,8 +62,41 @@ def start_job(
     )
     if start.resumed is not None:
         saver.began_from(start.resumed.checkpoint.info)
+    _keep_first_save(directories[0], start, saver, exchange)
     write_start_files(directories[0], target.strategy, start.plan, ranks, exchange)
     return start
+
+
+def _keep_first_save(directory: Path, start: Start, saver: Saver, exchange: Exchange) -> None:
+    """Note that this rank has never saved in this run, where that is so (see `persist.first_save`).
+
+    Main thread, all ranks together. A run that goes on from files has had a whole step. One that goes on from memory
+    alone has not, as far as disks are concerned, as long as each rank is where its note is: after a move, or in
+    another world, notes would say what nobody keeps true.
+    """
+    ranks, plan = saver.ranks, start.plan
+    first_save = FirstSave(saver.folder(directory), start.run_id)
+    if plan is None:
+        if ranks.world_size > 1 and not saver.replicated:  # else one file is a whole step
+            try:
+                first_save.begin(ranks.rank, ranks.world_size)
+                saver.first_save = first_save
+            except OSError as error:
+                logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
+        return
+    in_memory = all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts)
+    if in_memory and plan.source.world_size == ranks.world_size > 1 and not saver.replicated:
+        note = first_save.note()
+        exchange.publish("first_save", "1" if note is not None and note.holds else "")
+        if all(exchange.collect("first_save", _START_TIMEOUT_S)):
+            saver.first_save = first_save
+            return
+    for note in list(find_notes(directory)):
+        if note.run_id == start.run_id:
+            try:
+                FirstSave(note.path.parent, note.run_id).withdraw()
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", note.path, error)
 
 
 def faults_at_start(ranks: RankInfo, exchange: Exchange) -> KnownFaults:

@@ -26,6 +26,7 @@ from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
@@ -367,8 +368,13 @@ def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
         os.fsync(fd)
         if info is not None:
             keep_older(target, info)
+        if info is not None:
+            first_save = FirstSave(target.parent, info.run_id)
+            first_save.before_publish(temp)
         publish(temp, target)
         fsync_dir(target.parent)
+        if info is not None:
+            first_save.after_publish()
     finally:
         temp.unlink(missing_ok=True)
         os.close(fd)

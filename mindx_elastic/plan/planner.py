@@ -29,7 +29,7 @@ from mindx_elastic.plan.facts import (
 )
 from mindx_elastic.plan.strategy import Strategy
 
-__all__ = ["bases_of", "order_of_moments", "plan_resume", "steps_before"]
+__all__ = ["bases_of", "never_whole", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
 """Steps: an exact step at most so much older goes before one that is not. A rank that was killed is at most one behind.
@@ -127,6 +127,42 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
             attempt = base[1]
             found.append((run, attempt, step))
     return found[1:]
+
+
+def never_whole(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
+    """Whether it is proved of all `files` that no step of their runs was ever whole, so that nothing was lost.
+
+    never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
+    a whole step if some part of it was held by such ranks alone. What files only assume of each other counts as held
+    by all of them here: somebody may have believed it then.
+    """
+    runs: dict[str, dict[Moment, list[FileFact]]] = {}
+    for fact in files:
+        runs.setdefault(fact.moment[0], {}).setdefault(fact.moment, []).append(fact)
+    return bool(runs) and all(
+        _needs(facts, never_saved.get(run, ())) for run, moments in runs.items() for facts in moments.values()
+    )
+
+
+def _needs(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
+    """Whether a step like that of `facts` has parts that only ranks of `never_saved` held."""
+    sizes = {fact.world_size for fact in facts}
+    world_size = sizes.pop()
+    silent = {rank for rank, size in never_saved if size == world_size} - {fact.rank for fact in facts}
+    if sizes or not silent:
+        return False
+    strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())
+    if any(strategy.world_size != world_size for strategy in strategies):
+        return False
+    told = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
+    if not silent <= told:
+        return True  # nothing is known of what that rank held: it needs its own file
+    return any(
+        silent.issuperset(holders) and not group.is_empty(shard)
+        for strategy in strategies
+        for group in strategy.classes
+        for shard, holders in enumerate(group.layout.holders)
+    )
 
 
 def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:

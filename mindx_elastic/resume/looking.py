@@ -74,7 +74,8 @@ def _list(directories: Sequence[Path], sight: Sight) -> tuple[dict[Path, Path], 
     files: dict[Path, Path] = {}
     unlisted: list[CatalogEntry] = []
     for directory in directories:
-        sight.anything |= bool(quarantined(directory))
+        sight.other |= bool(quarantined(directory))
+        sight.anything |= sight.other
         for found in find_files(directory) if directory.is_dir() else ():
             if isinstance(found, Path):
                 files.setdefault(found, directory)
@@ -100,7 +101,9 @@ def _digest(files: dict[Path, Path]) -> str:
 def _is_usable(entry: CatalogEntry, directory: Path | None, sight: Sight) -> bool:
     """Whether the header is good; notes what is bad, and puts it in quarantine where a checkpoint of ours should be."""
     # Somebody else's file under a name of its own (pretrained weights) is none of our business.
-    sight.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
+    ours = entry.info is not None or entry.looks_ours or not entry.foreign
+    sight.anything |= ours
+    sight.other |= ours and (entry.info is None or not entry.info.resumable)
     if entry.info is not None:
         return True
     if entry.foreign and not entry.looks_ours:

@@ -13,7 +13,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import echoes_of
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, alone
 from mindx_elastic.plan.layout import Layout, parse_placement
-from mindx_elastic.plan.planner import bases_of, order_of_moments, plan_resume, steps_before
+from mindx_elastic.plan.planner import bases_of, never_whole, order_of_moments, plan_resume, steps_before
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.plan.targets import remesh
 
@@ -505,6 +505,48 @@ def test_the_steps_before_follow_the_attempts_down() -> None:
 def test_a_step_just_before_that_is_laid_out_otherwise_is_not_exact() -> None:
     world = World(4, DDP)
     assert plan_of([*files([0, 1, 2], 10, DDP), *files(range(4), 9, FSDP)], world).step == 10
+
+
+# --- never whole ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved", "silent", "proved"),
+    [
+        (FSDP, [0, 1, 2], [3], True),
+        (FSDP, [0], [1, 2], True),  # rank 3's disk may be lost: with ranks 1 and 2 silent it makes no difference
+        (FSDP, [0], [], False),
+        (HSDP, [0, 1], [2], False),  # rank 0 holds the same
+        (HSDP, [1], [2], False),  # rank 0 held the same, and its disk may be lost
+        (HSDP, [1, 3], [0, 2], True),
+        (DDP, [0], [1, 2, 3], False),
+        (STAGES, [0], [2], False),
+        (STAGES, [0, 1], [2, 3], True),
+        (alone(0, 4), [0], [3], True),
+    ],
+)
+def test_a_run_had_no_whole_step_if_nobody_who_held_some_part_ever_saved(
+    strategy: Strategy, saved: list[int], silent: list[int], proved: bool
+) -> None:
+    facts = files(saved, 4, strategy)
+    assert never_whole(facts, {RUN: {(rank, 4) for rank in silent}}) is proved
+    assert not never_whole(facts, {RUN: {(rank, 3) for rank in silent}}), "notes of another world"
+    assert not never_whole(facts, {"other": {(rank, 4) for rank in silent}}), "of another run"
+
+
+def test_every_run_and_every_step_has_to_be_proved() -> None:
+    facts = [*files([0], 4, FSDP), *files([0, 1], 5, FSDP), *files([2], 9, FSDP, run="b")]
+    assert never_whole(facts, {RUN: {(3, 4)}, "b": {(0, 4)}})
+    assert not never_whole(facts, {RUN: {(3, 4)}})
+    assert not never_whole(facts, {RUN: {(1, 4)}, "b": {(0, 4)}}), "rank 1 has saved since"
+    assert not never_whole([], {RUN: {(3, 4)}})
+
+
+def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
+    """Rank 0's file says that the norms are replicas; whoever saw two equal files may have gone on from them."""
+    facts = assuming("one")
+    assert len(facts) == 1
+    assert not never_whole(facts, {RUN: {(3, 4)}})
 
 
 # --- disks that are not shared ---
