@@ -87,8 +87,7 @@ def _keep_first_save(directory: Path, start: Start, saver: Saver, exchange: Exch
     in_memory = all(fact.kind == "snapshot" for facts in plan.files.values() for fact in facts)
     if in_memory and plan.source.world_size == ranks.world_size > 1 and not saver.replicated:
         note = first_save.note()
-        exchange.publish("first_save", "1" if note is not None and note.holds else "")
-        if all(exchange.collect("first_save", _START_TIMEOUT_S)):
+        if all(exchange.gather("first_save", "1" if note is not None and note.holds else "", _START_TIMEOUT_S)):
             saver.first_save = first_save
             return
     for note in list(find_notes(directory)):
@@ -105,8 +104,8 @@ def faults_at_start(ranks: RankInfo, exchange: Exchange) -> KnownFaults:
     Main thread, all ranks together: the mounts of two nodes may be a moment apart.
     """
     own = _read_faults(ranks)
-    exchange.publish("faults", json.dumps([sorted(own.ranks), own.created]))
-    found = [json.loads(text) for text in exchange.collect("faults", _START_TIMEOUT_S)]
+    text = json.dumps([sorted(own.ranks), own.created])
+    found = [json.loads(each) for each in exchange.gather("faults", text, _START_TIMEOUT_S)]
     created = [stamp for named, stamp in found if named and stamp is not None]
     return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
 
@@ -153,8 +152,7 @@ def _remove_old_plan(directory: Path) -> None:
 
 def _write_group_info(strategy: Strategy, ranks: RankInfo, exchange: Exchange) -> None:
     wanted = os.environ.get("GROUP_INFO_FILE", "").strip()
-    exchange.publish("group_info", os.path.abspath(wanted) if wanted else "")
-    places = exchange.collect("group_info", _START_TIMEOUT_S)
+    places = exchange.gather("group_info", os.path.abspath(wanted) if wanted else "", _START_TIMEOUT_S)
     if not wanted:
         return
     path = Path(wanted)

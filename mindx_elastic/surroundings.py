@@ -10,7 +10,8 @@ from pathlib import Path
 from torch import nn
 
 from mindx_elastic.agent_link import AgentLink
-from mindx_elastic.agreement.connect import open_exchange, store_host
+from mindx_elastic.agreement.connect import store_host
+from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
@@ -40,11 +41,11 @@ class Surroundings:
         saver: Saver,
         snapshot_every: int | str | None,
         redundancy: int | None,
+        exchange: Exchange,
     ) -> None:
         """Raises UsageError for settings that cannot be. All ranks together."""
         ranks = self._ranks = saver.ranks
-        self.exchange = open_exchange(ranks)
-        stack.callback(self.exchange.close)
+        self.exchange = exchange
         agent = AgentInfo.from_env()
         self.link = None if agent is None else AgentLink(agent, ranks)
         if self.link is not None:
@@ -64,8 +65,8 @@ class Surroundings:
 
     def _agree_on_interval(self) -> None:
         """A measured snapshot interval outlives a restart where every rank still knows the same."""
-        self.exchange.publish("interval", str(0 if self.memory is None else self.memory.interval))
-        found = {int(text) for text in self.exchange.collect("interval", _START_TIMEOUT_S)}
+        own = str(0 if self.memory is None else self.memory.interval)
+        found = {int(text) for text in self.exchange.gather("interval", own, _START_TIMEOUT_S)}
         if self.memory is None:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
         elif len(found) == 1:

@@ -39,8 +39,7 @@ def look(
     """Main thread, all ranks together. `only`: files of other steps count for nothing but the number of attempts."""
     sight = Sight(attempt=ranks.attempt)
     files, unlisted = _list(directories, sight)
-    exchange.publish("listing", _digest(files))
-    digests = exchange.collect("listing", START_TIMEOUT_S)
+    digests = exchange.gather("listing", _digest(files), START_TIMEOUT_S)
     sight.group = tuple(rank for rank, digest in enumerate(digests) if digest == digests[ranks.rank])
     strategies = Strategies()
     mine = [*files][sight.group.index(ranks.rank) :: len(sight.group)]

@@ -87,8 +87,7 @@ def find_and_read(
     if resume == "never":
         return None
     directories, only = _resolve(directories, resume)
-    exchange.publish("adopted", "1")  # every rank has made its arena readable
-    exchange.collect("adopted", START_TIMEOUT_S)
+    exchange.gather("adopted", "", START_TIMEOUT_S)  # every rank has made its arena readable
     sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
@@ -133,9 +132,9 @@ def _was_never_whole(directories: Sequence[Path], sights: Sights, exchange: Exch
     The notes of the ranks that never saved are the proof (see `persist.first_save`): each rank tells those it can see.
     """
     notes = [note for directory in directories for note in find_notes(directory)]
-    exchange.publish("never_saved", json.dumps([[note.run_id, note.rank, note.world_size] for note in notes]))
+    own = json.dumps([[note.run_id, note.rank, note.world_size] for note in notes])
     found: dict[str, set[tuple[int, int]]] = {}
-    for text in exchange.collect("never_saved", START_TIMEOUT_S):
+    for text in exchange.gather("never_saved", own, START_TIMEOUT_S):
         for run, rank, world_size in json.loads(text):
             found.setdefault(run, set()).add((rank, world_size))
     proved = sights.is_all_known and never_whole(sights.facts(), found)

@@ -207,12 +207,11 @@ def share_sights(sight: Sight, rank: int, exchange: Exchange) -> Sights:
     mine = {
         strategy_digest(s): s for s in {id(f.strategy): f.strategy for f in (*sight.facts, *sight.in_memory)}.values()
     }
-    exchange.publish("strategies", json.dumps(list(mine)))
-    met = [json.loads(text) for text in exchange.collect("strategies", START_TIMEOUT_S)]
+    met = [json.loads(text) for text in exchange.gather("strategies", json.dumps(list(mine)), START_TIMEOUT_S)]
     first = {digest: number for number in reversed(range(len(met))) for digest in met[number]}
     sent = {digest: strategy.to_json() for digest, strategy in mine.items() if first[digest] == rank}
-    exchange.publish("sight", json.dumps({"strategies": sent, "sight": sight.encode()}))
-    bodies = [json.loads(text) for text in exchange.collect("sight", START_TIMEOUT_S)]
+    body = json.dumps({"strategies": sent, "sight": sight.encode()})
+    bodies = [json.loads(text) for text in exchange.gather("sight", body, START_TIMEOUT_S)]
     strategies = {digest: Strategy.from_json(each) for body in bodies for digest, each in body["strategies"].items()}
     contents = [json.loads(body["sight"]) for body in bodies]
     sights = Sights(len(contents))
