@@ -177,7 +177,16 @@ class Guard:
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
-        self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy, self._exchange)
+        evaluates = all(policy.kind == "eval" for policy in self._policies) and bool(self._policies)
+        self._around = Surroundings(
+            stack,
+            directories,
+            self._saver,
+            self._snapshot_every,
+            self._redundancy,
+            self._exchange,
+            evaluates=evaluates and not self._periodic,
+        )
         start = start_job(
             directories,
             collector=self._collector,
@@ -217,7 +226,10 @@ class Guard:
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
         self._orders = GradientOrders(
-            self._targets, self._collector, world_size=self.ranks.world_size, by_hand=bool(self._layouts)
+            self._targets,
+            self._collector,
+            world_size=self.ranks.world_size,
+            by_hand=bool(self._layouts) or self._around.is_guest,
         )
         # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())

@@ -259,7 +259,7 @@ class GradientOrders:
     def __init__(
         self, targets: Mapping[str, Any], collector: Collector, *, world_size: int, by_hand: bool = False
     ) -> None:
-        """by_hand: the user has said how the weights are laid out, and knows what he does."""
+        """by_hand: the user has said how the weights are laid out, and knows what he does; or nothing is trained."""
         self._collector = collector
         if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(

@@ -1,0 +1,101 @@
+"""An evaluation by itself, beside a training's files: it leaves them, and what lies in memory, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mindx_elastic as mx
+from mindx_elastic import GracefulExit, OnRequestExit
+from mindx_elastic.capture.arena import job_folder, rank_folders
+from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.harness import run_job
+
+START_FILES = ("strategy.proto", "resume_plan.json", "resume_plan.pb")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "shm"))
+    monkeypatch.setenv("MINDX_SNAPSHOT_EVERY", "1")
+    with no_traces():
+        yield
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A training's directory after two stops: the second start has written what it went on from."""
+    for _ in range(2):
+        with pytest.raises(GracefulExit):
+            Job(tmp_path / "ckpt").run(after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
+    return tmp_path / "ckpt"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    found = {name: (directory / name).read_bytes() for name in START_FILES}
+    assert all(found.values())
+    return found
+
+
+def evaluate(directory: Path, how: str) -> None:
+    job = Job(directory.parent / "elsewhere")
+    if how == "Model.eval":
+        metrics = mx.Model(job.network, torch.nn.CrossEntropyLoss()).eval(
+            job.loader, [OnRequestExit(directory=str(directory))]
+        )
+        assert metrics["loss"] > 0
+        return
+    resume = how.removeprefix("Guard ")
+    with mx.Guard(model=job.network, directory=directory, resume=resume) as guard:
+        assert (guard.resumed_from_step is not None) == (resume == "auto")
+        with guard.outside_step():
+            job.network(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("how", ["Model.eval", "Guard auto", "Guard never"])
+def test_the_trainings_files_stay_as_they_are(trained: Path, how: str) -> None:
+    before = contents(trained)
+    evaluate(trained, how)
+    assert contents(trained) == before
+    assert Job(trained).run() is not None  # and the training goes on
+
+
+@pytest.mark.parametrize("how", ["Model.eval", "Guard auto", "Guard never"])
+def test_what_a_killed_training_left_in_memory_stays(tmp_path: Path, how: str) -> None:
+    """Else whoever looks how far the weights are costs the training all steps since its last file."""
+    directory, memory = tmp_path / "ckpt", tmp_path / "shm"
+    env: dict[str, str] = {"MINDX_ARENA_DIR": str(memory), "MINDX_SNAPSHOT_EVERY": "1"}
+    run_job("loop.py", directory, "--kill", "boundary:5:0", env=env, code=-9)
+    assert not list(directory.glob("*.safetensors"))
+    if how == "Guard auto":
+        network = torch.nn.Module()  # not of the same network: the evaluation is refused, and takes nothing along
+        with pytest.raises(mx.errors.MindxError):
+            with mx.Guard(model=network, directory=directory):
+                pass
+    else:
+        evaluate(directory, how)
+    assert rank_folders(job_folder(memory, directory.resolve()))
+    resumed = run_job("loop.py", directory, env=env)
+    assert {m[1] for m in resumed.matches(r"READY \d+ \d+ (\w+)")} == {"5"}, resumed.report()
+
+
+def test_a_training_without_an_optimizer_of_its_own_writes_its_files(tmp_path: Path) -> None:
+    """Updates by hand: the guard knows of nothing to train."""
+    network = torch.nn.Linear(2, 2)
+    texts = []
+    for stop in (2, 4):
+        with pytest.raises(GracefulExit), mx.Guard(model=network, directory=tmp_path, resume="auto") as guard:
+            for _ in guard.epochs(1):
+                while True:
+                    guard.step_end()
+                    if guard.position.step == stop:
+                        guard.request_stop("enough", 3)
+        texts.append({name: (tmp_path / name).read_bytes() for name in START_FILES if (tmp_path / name).exists()})
+    assert set(texts[0]) == {"strategy.proto"} and set(texts[1]) == set(START_FILES)
+
+
