@@ -58,11 +58,9 @@ class Surroundings:
             stack.callback(self.link.close)
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
-        rank_folder = None if settings.base is None else job_folder(settings.base, directories[0]) / f"rank_{ranks.rank}"
-        self._was_there = rank_folder is not None and rank_folder.exists()
-        self.memory = (
-            None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
-        )
+        base = settings.base
+        self._was_there = base is not None and (job_folder(base, directories[0]) / f"rank_{ranks.rank}").exists()
+        self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
         self._agree_on_interval()
         self._has_trained = False
         self.keep_memory = True

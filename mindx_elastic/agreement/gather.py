@@ -5,8 +5,8 @@ on one rank between two such meetings (a directory that is refused, no memory, a
 for it until a time-out. So the meetings are numbered, and a rank that fails answers the coming one with its error:
 whoever comes there raises it at once, with the rank and the cause.
 
-Rejected: a key "somebody has failed" (a c10d store waits for all of some keys, not for any: it would have to be polled);
-a try/except and a field for problems at each meeting (that was here before, and was forgotten at some).
+Rejected: a key "somebody has failed" (a c10d store waits for all of some keys, not for any, so it would have to be
+polled); a try/except and a field for problems at each meeting (that was here before, and was forgotten at some).
 
 ::
 

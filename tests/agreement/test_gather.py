@@ -108,7 +108,7 @@ def test_ranks_at_different_points_are_told_apart() -> None:
 def test_a_failed_rank_does_not_wait_long_for_those_who_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_HEARD_S", 0.05)
     exchange = BoardExchange(Board(2), 0)
-    with pytest.raises(ValueError), all_or_none(exchange):
+    with pytest.raises(ValueError, match="nobody"), all_or_none(exchange):
         raise ValueError("nobody else is here yet")
     assert exchange.board.values["round0", 0].startswith("!\n")
 

@@ -57,7 +57,7 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
     real = getattr(reading, where)
 
     def without_memory(*arguments: Any) -> Any:
-        if arguments[1:2] == (1,) or isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1":
+        if arguments[1:2] == (1,) or (isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"):
             raise MemoryError("no room for w")
         return real(*arguments)
 

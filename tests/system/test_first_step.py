@@ -3,8 +3,6 @@ whole on disk, but of the attempt before. The next start has to go on exactly al
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
 import pytest

@@ -74,9 +74,8 @@ def test_what_a_killed_training_left_in_memory_stays(tmp_path: Path, how: str) -
     assert not list(directory.glob("*.safetensors"))
     if how == "Guard auto":
         network = torch.nn.Module()  # not of the same network: the evaluation is refused, and takes nothing along
-        with pytest.raises(mx.errors.MindxError):
-            with mx.Guard(model=network, directory=directory):
-                pass
+        with pytest.raises(mx.errors.MindxError), mx.Guard(model=network, directory=directory):
+            pass
     else:
         evaluate(directory, how)
     assert rank_folders(job_folder(memory, directory.resolve()))
@@ -86,16 +85,29 @@ def test_what_a_killed_training_left_in_memory_stays(tmp_path: Path, how: str) -
 
 def test_a_training_without_an_optimizer_of_its_own_writes_its_files(tmp_path: Path) -> None:
     """Updates by hand: the guard knows of nothing to train."""
-    network = torch.nn.Linear(2, 2)
-    texts = []
-    for stop in (2, 4):
-        with pytest.raises(GracefulExit), mx.Guard(model=network, directory=tmp_path, resume="auto") as guard:
+
+    def train_until(stop: int) -> None:
+        with mx.Guard(model=torch.nn.Linear(2, 2), directory=tmp_path, resume="auto") as guard:
             for _ in guard.epochs(1):
                 while True:
                     guard.step_end()
                     if guard.position.step == stop:
                         guard.request_stop("enough", 3)
+
+    texts = []
+    for stop in (2, 4):
+        with pytest.raises(GracefulExit):
+            train_until(stop)
         texts.append({name: (tmp_path / name).read_bytes() for name in START_FILES if (tmp_path / name).exists()})
     assert set(texts[0]) == {"strategy.proto"} and set(texts[1]) == set(START_FILES)
 
 
+@pytest.mark.slow
+def test_an_evaluation_of_two_ranks_of_which_one_may_be_asked_to_exit(tmp_path: Path) -> None:
+    """Nobody waits for the rank without the callback, nobody is told to wrap in DDP what is only evaluated."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "strategy.proto").write_bytes(b"of the training")
+    job = run_job("train_model.py", tmp_path / "ckpt", "--eval-only", ranks=2, env={"MINDX_ARENA_DIR": "none"})
+    assert len({m[1] for m in job.matches(r"LOSS \d ([\d.]+)")}) == 1 and len(job.matches("LOSS")) == 2, job.report()
+    assert not job.matches("no DDP"), job.report()
+    assert (tmp_path / "ckpt" / "strategy.proto").read_bytes() == b"of the training"
