@@ -24,6 +24,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from mindx_elastic import errors
 from mindx_elastic.errors import CheckpointError, MindxError, PeerStartError, UnsupportedStateError, UsageError
@@ -98,8 +99,12 @@ class Gathering:
             logger.debug("the other ranks cannot be told of %r: %s", error, problem)
 
 
+class _Fails(Protocol):
+    def fail(self, error: BaseException) -> None: ...
+
+
 @contextmanager
-def all_or_none(exchange: Gathering) -> Iterator[None]:
+def all_or_none(exchange: _Fails) -> Iterator[None]:
     """An error inside becomes an error on every rank, at its next `gather`. Main thread."""
     try:
         yield
