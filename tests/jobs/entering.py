@@ -16,7 +16,7 @@ from torch import nn
 
 import mindx_elastic as mx
 from mindx_elastic import guard as guard_module
-from mindx_elastic.plan import Layout
+from mindx_elastic.plan.layout import Layout, parse_placement
 from tests.jobs.loop import say
 
 
@@ -42,7 +42,7 @@ class Disk:
 def enter(fault: str, victim: bool, directory: Path) -> None:
     """`fault` strikes the victim only."""
     options: dict[str, Any] = {"directory": directory, "stateful": {"mine": Unsupported(1)}}
-    grace, listening = os.environ.pop("MINDX_GRACE_S", None), guard_module.Listening
+    grace, listening = os.environ.pop("MINDX_GRACE_S", None), getattr(guard_module, "Listening")  # noqa: B009
     if victim and fault == "environment":
         os.environ["MINDX_GRACE_S"] = "soon"
     if victim and fault == "directory":
@@ -52,7 +52,7 @@ def enter(fault: str, victim: bool, directory: Path) -> None:
     if victim and fault == "state":
         options["stateful"] = {"mine": Unsupported(object())}
     if victim and fault == "layout":
-        options["layouts"] = {"model.*": Layout((64,), ("replicate",))}
+        options["layouts"] = {"model.*": Layout((64,), (parse_placement("replicate"),))}
     if victim and fault == "last":
         setattr(guard_module, "Listening", Disk)  # noqa: B010
     if victim and fault == "copies":

@@ -30,9 +30,9 @@ def local_hash(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
-def kill_in_save(stage: str, victim: str, rank: int) -> None:
+def kill_in_save(stage: str, victim: int, rank: int) -> None:
     """Die in the first save: before the note of it, between that and the rename, or after the rename."""
-    if rank != int(victim):
+    if rank != victim:
         return
     note, publish = FirstSave.before_publish, writer.publish  # type: ignore[attr-defined]
 
@@ -70,7 +70,8 @@ def main() -> None:
     if args.kill_in_snapshot:
         kill_in_snapshot(args.kill_in_snapshot, rank)
     if args.kill_in_save:
-        kill_in_save(*args.kill_in_save.split(":"), rank)
+        stage, victim = args.kill_in_save.split(":")
+        kill_in_save(stage, int(victim), rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5))  # 33 rows: uneven shards
     fully_shard(network[0], mesh=mesh)

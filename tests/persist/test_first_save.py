@@ -26,6 +26,11 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "rank_1"
 
 
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def proved(folder: Path) -> list[tuple[str, int, int]]:
     """What a later start is told: after the rank's own preparations, and before them (another rank's look)."""
     before = [(note.run_id, note.rank, note.world_size) for note in find_notes(folder.parent)]
@@ -149,7 +154,7 @@ def test_a_copy_proves_nothing(folder: Path) -> None:
         lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "rank": 2})),
         lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "publishing": 7})),
         lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
-        lambda path: (path.unlink(), os.mkfifo(path)),
+        lambda path: replace_by_pipe(path),
     ],
 )
 def test_what_is_no_note_proves_nothing(folder: Path, damage: object) -> None:
