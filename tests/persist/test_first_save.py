@@ -154,7 +154,7 @@ def test_a_copy_proves_nothing(folder: Path) -> None:
         lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "rank": 2})),
         lambda path: path.write_text(json.dumps({**json.loads(path.read_text()), "publishing": 7})),
         lambda path: (path.rename(path.with_name("x")), path.symlink_to("x")),
-        lambda path: replace_by_pipe(path),
+        replace_by_pipe,
     ],
 )
 def test_what_is_no_note_proves_nothing(folder: Path, damage: object) -> None:
