@@ -5,6 +5,7 @@
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
+    +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
         +-- SaveError (OSError)              a file could not be written; older files are untouched
         +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or somebody else's
@@ -33,6 +34,7 @@ __all__ = [
     "MindxError",
     "MismatchError",
     "NoUsableCheckpointError",
+    "PeerStartError",
     "SaveError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
@@ -59,6 +61,17 @@ class UnsupportedStateError(MindxError, TypeError):
     def __init__(self, where: str, problem: str) -> None:
         self.where = where
         super().__init__(f"{where}: {problem}")
+
+
+class PeerStartError(MindxError, RuntimeError):
+    """Another rank, `rank`, could not start the training, so nobody can; `cause` is its error in words.
+
+    Errors of this package come as themselves on every rank, with the rank in front of the message.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        self.rank, self.cause = rank, cause
+        super().__init__(f"rank {rank} could not start: {cause}")
 
 
 class CheckpointError(MindxError):

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindx_elastic.agreement.connect import current_ranks
+from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
@@ -42,6 +43,7 @@ from mindx_elastic.surroundings import Surroundings
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
 _entered: list[Guard] = []
 
 
@@ -81,6 +83,7 @@ class Guard:
     * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
     Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
+    On every rank: what one of them raises, the others raise with its number in front, or as PeerStartError.
     """
 
     def __init__(
@@ -136,17 +139,13 @@ class Guard:
     # --- life ---
 
     def __enter__(self) -> Guard:
-        if threading.current_thread() is not threading.main_thread():
-            raise UsageError(
-                f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
-                "signal handlers can only be installed there. Start the training from the main thread"
-            )
-        if _entered:
-            raise UsageError(
-                "another guard is active in this process; leave it first (Model.train enters one by itself)"
-            )
         with ExitStack() as stack:
-            self._open(stack)
+            self.ranks = current_ranks(RankInfo.from_env())
+            self._exchange = open_exchange(self.ranks)
+            stack.callback(self._exchange.close)
+            with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
+                self._open(stack)
+                self._exchange.gather("entered", "", _START_TIMEOUT_S)
             _entered.append(self)
             stack.callback(_entered.remove, self)
             self._stack = stack.pop_all()
@@ -161,10 +160,10 @@ class Guard:
             self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
+        _check_that_one_may_enter()
         settings = Settings.from_env()
         if self._grace_s is not None:
             settings = settings.with_grace(self._grace_s)
-        self.ranks = current_ranks(RankInfo.from_env())
         ranks = self.ranks
         self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
@@ -178,8 +177,16 @@ class Guard:
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
-        self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
-        self._exchange = self._around.exchange
+        evaluates = all(policy.kind == "eval" for policy in self._policies) and bool(self._policies)
+        self._around = Surroundings(
+            stack,
+            directories,
+            self._saver,
+            self._snapshot_every,
+            self._redundancy,
+            self._exchange,
+            evaluates=evaluates and not self._periodic,
+        )
         start = start_job(
             directories,
             collector=self._collector,
@@ -219,7 +226,10 @@ class Guard:
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
         self._orders = GradientOrders(
-            self._targets, self._collector, world_size=self.ranks.world_size, by_hand=bool(self._layouts)
+            self._targets,
+            self._collector,
+            world_size=self.ranks.world_size,
+            by_hand=bool(self._layouts) or self._around.is_guest,
         )
         # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
@@ -415,3 +425,13 @@ class Guard:
     def _require_entered(self, what: str) -> None:
         if self not in _entered:
             raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
+
+
+def _check_that_one_may_enter() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
+            "signal handlers can only be installed there. Start the training from the main thread"
+        )
+    if _entered:
+        raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")

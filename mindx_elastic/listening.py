@@ -28,8 +28,7 @@ _FAULT_POLL_S = 1.0
 
 def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
     """Learn which ranks live on this machine. Main thread, all ranks together."""
-    exchange.publish("identity", own_identity())
-    return PeerWatch(exchange.collect("identity", _START_TIMEOUT_S), rank=ranks.rank)
+    return PeerWatch(exchange.gather("identity", own_identity(), _START_TIMEOUT_S), rank=ranks.rank)
 
 
 class Listening:

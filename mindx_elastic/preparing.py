@@ -8,6 +8,7 @@ from pathlib import Path
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError
+from mindx_elastic.persist.first_save import settle
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_directory, remove_stale_temps
 from mindx_elastic.persist.tft_tree import remove_stale_tft_temps
@@ -21,6 +22,8 @@ def prepare_directories(wanted: Iterable[Path], ranks: RankInfo, *, allow_shared
     Removes what dead writers left in this rank's folder. Raises UsageError, UnsafeDirectoryError or SaveError.
     """
     resolved = {path: prepare_directory(path, allow_shared=allow_shared) for path in wanted}
+    for directory in set(resolved.values()):
+        settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
     for directory in set(resolved.values()):
         folder = directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
         if folder.is_dir():

@@ -24,7 +24,6 @@ from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import MismatchError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -102,11 +101,11 @@ def start_or_resume(
     )
     on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
-    exchange.publish("run_id", found.checkpoint.info.run_id if found else fresh_id)
-    events.run_id = run_id = exchange.collect("run_id", _RUN_ID_TIMEOUT_S)[0]
+    own_id = found.checkpoint.info.run_id if found else fresh_id
+    events.run_id = run_id = exchange.gather("run_id", own_id, _RUN_ID_TIMEOUT_S)[0]
     # Launchers count for themselves, on each node; files of two attempts are never put together.
-    exchange.publish("attempt", str(ranks.attempt if found is None else found.next_attempt))
-    events.attempt = max(map(int, exchange.collect("attempt", _RUN_ID_TIMEOUT_S)))
+    own_attempt = str(ranks.attempt if found is None else found.next_attempt)
+    events.attempt = max(map(int, exchange.gather("attempt", own_attempt, _RUN_ID_TIMEOUT_S)))
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
@@ -141,18 +140,8 @@ def _load_together(
     exchange: Exchange,
 ) -> None:
     """Raises on all ranks when one of them cannot load its part: nobody trains on and waits for it."""
-    problem: Exception | None = None
-    try:
-        _load(found, collector, targets, loader, ranks)
-    except Exception as error:
-        problem = error
-    exchange.publish("loaded", "" if problem is None else f"{type(problem).__name__}: {problem}")
-    texts = exchange.collect("loaded", _RUN_ID_TIMEOUT_S)
-    if problem is not None:
-        raise problem
-    for rank, text in enumerate(texts):
-        if text:
-            raise MismatchError(f"rank {rank} cannot load step {found.checkpoint.info.step}: {text}")
+    _load(found, collector, targets, loader, ranks)
+    exchange.gather("loaded", "", _RUN_ID_TIMEOUT_S)
 
 
 def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
@@ -270,7 +259,7 @@ class GradientOrders:
     def __init__(
         self, targets: Mapping[str, Any], collector: Collector, *, world_size: int, by_hand: bool = False
     ) -> None:
-        """by_hand: the user has said how the weights are laid out, and knows what he does."""
+        """by_hand: the user has said how the weights are laid out, and knows what he does; or nothing is trained."""
         self._collector = collector
         if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(

@@ -23,12 +23,16 @@ from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
+from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = ["Saver"]
+
+_BASE = ("base_attempt", "base_step")
+"""Coordinates of a header: the step that the file's attempt went on from."""
 
 
 class Saver:
@@ -57,6 +61,8 @@ class Saver:
         """About the size of a save: parameters and the two moments of Adam."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
+        self.first_save: FirstSave | None = None
+        """While it is known that this rank has never saved in this run, and one day somebody may have to know."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -173,14 +179,20 @@ class Saver:
         if policy is None:
             return
         position = self.collector.position
-        info = replace(
-            self._info(position, kind=policy.kind, reason=original.reason, append_info=()), attempt=original.attempt
-        )
+        info = self._info(position, kind=policy.kind, reason=original.reason, append_info=())
+        base = {name: value for name, value in original.coordinates.items() if name in _BASE}
+        own = {name: value for name, value in info.coordinates.items() if name not in _BASE}
+        info = replace(info, attempt=original.attempt, coordinates=own | base)
         try:
             path = self._path(policy, position)
             self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
         except (OSError, UnsupportedStateError) as error:
             self._report(error, info)
+
+    def began_from(self, base: CheckpointInfo) -> None:
+        """The attempt went on from `base`: every file of it says so, and a start that would not be exact at the first
+        steps of this attempt finds the way back (`plan.planner.steps_before`)."""
+        self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
 
     def _foreseen(self) -> dict[str, int]:
         """Whether forecasts of this boundary are worth anything: on this rank it came out as foreseen, or not."""
@@ -238,14 +250,24 @@ class Saver:
         def write() -> SaveResult:
             for target in (path, *also):
                 target.parent.mkdir(parents=True, exist_ok=True)
-            return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also)
+            return write_checkpoint(
+                path,
+                state,
+                info,
+                layout=self.collector.layout(),
+                also=also,
+                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+            )
 
         try:
-            return write()
+            result = write()
         except OSError as error:  # a SaveError is one
             if error.errno != errno.ENOENT:
                 raise
-            return write()  # another rank has renamed a tree that it took for finished
+            result = write()  # another rank has renamed a tree that it took for finished
+        if self.first_save is not None:
+            self.first_save.after_publish()
+        return result
 
     def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
         """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.

@@ -86,27 +86,14 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     given, parts = collector.layouts.standing.given, {}
     if isinstance(given, ByHand):
         parts = given.parts(collector.layouts.shapes())
-    exchange.publish("by_hand", json.dumps(parts))
-    told = [json.loads(text) for text in exchange.collect("by_hand", _START_TIMEOUT_S)]
-    own, problem = None, ""
-    try:
-        if isinstance(given, ByHand):
-            given.learn(told)
-        own = _own_strategy(collector, ranks)
-    except Exception as error:  # told to the others, who would wait for it
-        problem, failure = f"{type(error).__name__}: {error}", error
-    text = "" if own is None else json.dumps(own.to_json(), sort_keys=True)
+    told = [json.loads(text) for text in exchange.gather("by_hand", json.dumps(parts), _START_TIMEOUT_S)]
+    if isinstance(given, ByHand):
+        given.learn(told)
+    text = json.dumps(_own_strategy(collector, ranks).to_json(), sort_keys=True)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
-    exchange.publish("strategy", json.dumps([digest, problem]))
-    heads = [json.loads(each) for each in exchange.collect("strategy", _START_TIMEOUT_S)]
-    if problem:
-        raise failure
-    for rank, (_, text_of_other) in enumerate(heads):
-        if text_of_other:
-            raise UsageError(f"rank {rank} cannot say how its tensors are laid out: {text_of_other}")
-    digests = [each for each, _ in heads]
-    exchange.publish("strategy_text", text if digests.index(digest) == ranks.rank else "")
-    texts = [each for each in exchange.collect("strategy_text", _START_TIMEOUT_S) if each]
+    digests = exchange.gather("strategy", digest, _START_TIMEOUT_S)
+    sent = text if digests.index(digest) == ranks.rank else ""
+    texts = [each for each in exchange.gather("strategy_text", sent, _START_TIMEOUT_S) if each]
     specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
     strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.

@@ -10,7 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from mindx_elastic.agent_link import AgentLink
-from mindx_elastic.agreement.connect import open_exchange, store_host
+from mindx_elastic.agreement.connect import store_host
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.arena import job_folder
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
@@ -40,19 +42,27 @@ class Surroundings:
         saver: Saver,
         snapshot_every: int | str | None,
         redundancy: int | None,
+        exchange: Exchange,
+        *,
+        evaluates: bool = False,
     ) -> None:
-        """Raises UsageError for settings that cannot be. All ranks together."""
+        """`evaluates`: nothing is trained, so nothing is kept in memory. Raises UsageError for settings that cannot be.
+        All ranks together."""
         ranks = self._ranks = saver.ranks
-        self.exchange = open_exchange(ranks)
-        stack.callback(self.exchange.close)
+        self.evaluates = self.is_guest = evaluates
+        """`is_guest`: this is no training, and what a training has left here is not ours to remove."""
+        self.exchange = exchange
         agent = AgentInfo.from_env()
         self.link = None if agent is None else AgentLink(agent, ranks)
         if self.link is not None:
             stack.callback(self.link.close)
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
-        self.memory = open_memory(settings, directories[0], ranks, replicated=saver.replicated)
+        base = settings.base
+        self._was_there = base is not None and (job_folder(base, directories[0]) / f"rank_{ranks.rank}").exists()
+        self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
         self._agree_on_interval()
+        self._has_trained = False
         self.keep_memory = True
         """Until all ranks are known to be safe on disk."""
         stack.callback(self._close_memory)
@@ -64,8 +74,8 @@ class Surroundings:
 
     def _agree_on_interval(self) -> None:
         """A measured snapshot interval outlives a restart where every rank still knows the same."""
-        self.exchange.publish("interval", str(0 if self.memory is None else self.memory.interval))
-        found = {int(text) for text in self.exchange.collect("interval", _START_TIMEOUT_S)}
+        own = str(0 if self.memory is None else self.memory.interval)
+        found = {int(text) for text in self.exchange.gather("interval", own, _START_TIMEOUT_S)}
         if self.memory is None:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
         elif len(found) == 1:
@@ -117,6 +127,7 @@ class Surroundings:
 
     def at_boundary(self, step: int, *, cut: bool) -> None:
         """Training thread: `step` has ended; `cut`: it can be resumed from."""
+        self._has_trained = True
         if self.memory is not None and cut:
             self.memory.at_boundary(step)
         if self.link is not None:
@@ -166,4 +177,5 @@ class Surroundings:
 
     def _close_memory(self) -> None:
         if self.memory is not None:
-            self.memory.close(keep=self.keep_memory)
+            guest = self.is_guest and self._was_there and not self._has_trained
+            self.memory.close(keep=self.keep_memory or guest)

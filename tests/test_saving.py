@@ -22,7 +22,7 @@ from mindx_elastic.events import EventLog
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import SaveResult, write_checkpoint
-from mindx_elastic.policy import ExitPolicy, breakpoint_name
+from mindx_elastic.policy import ExitPolicy, breakpoint_name, breakpoint_policy
 from mindx_elastic.saving import Saver
 from tests import checkpoint_files
 from tests.capture.round_trip import assert_same
@@ -325,6 +325,29 @@ def test_several_ranks_have_folders_of_their_own(tmp_path: Path) -> None:
     result = saver.save_to(None, tmp_path, "net", "manual")
     assert result.path == tmp_path / "rank_3" / "net-1_5.safetensors"
     assert (result.info.rank, result.info.world_size, result.info.kind) == (3, 4, "manual")
+
+
+def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
+    """And what is put together of an earlier attempt's files says where that one began."""
+    base = ("base_attempt", "base_step")
+    for _ in range(3):
+        with pytest.raises(GracefulExit):
+            Job(tmp_path).run(after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
+    infos = sorted((read_header(path).info for path in tmp_path.glob("*.safetensors")), key=lambda info: info.attempt)
+    began = [tuple(info.coordinates.get(name) for name in base) for info in infos]
+    assert began == [(None, None), (0, infos[0].step), (1, infos[1].step)]
+
+    module = nn.Linear(2, 2)
+    collector = Collector({"model": module})
+    collector.copy(Position(step=infos[1].step))
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
+    saver.began_from(infos[1])
+    assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}
+    policy = breakpoint_policy("one", tmp_path / "new", (), None, (), exceptions=True)
+    saver.save_restored([policy], infos[1])
+    (path,) = (tmp_path / "new").iterdir()
+    restored = read_header(path).info
+    assert (restored.attempt, restored.coordinates) == (1, infos[1].coordinates)
 
 
 def test_the_slowest_save_sets_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

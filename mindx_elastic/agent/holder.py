@@ -26,20 +26,20 @@ from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
 from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.planner import bases_of, order_of_moments, plan_resume, steps_before
 from mindx_elastic.resume.facts import facts_of
 from mindx_elastic.resume.memory_files import RING_COPY, known_runs, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush"]
 
 _PIECE_BYTES = 4 << 20
-_NEAR = 2  # steps; as in `resume.restore`: a rank that was killed is at most one behind the others
 
 _Slots = dict[Moment, tuple[Path, CheckpointInfo]]
 """The snapshots of one rank."""
@@ -209,6 +209,7 @@ class _Machine:
                 steps[fact.moment].facts.append(fact)
         self.order = order_of_moments(facts)
         """All moments; what a start takes first is in front."""
+        self._bases = bases_of(facts)
         self.steps = [steps[moment] for moment in self.order if moment in steps]
 
     def _step_of(self, info: CheckpointInfo, steps: dict[Moment, _Step]) -> _Step:
@@ -244,9 +245,9 @@ class _Machine:
 
         if is_exact(newest):
             return []
-        run, attempt, number = newest.moment
-        near = [(run, attempt, number - back) for back in range(1, _NEAR + 1)]
-        return [step for step in self.steps if step.moment in near and step.usable and is_exact(step)][:1]
+        steps = {step.moment: step for step in self.steps}
+        near = [steps[moment] for moment in steps_before(newest.moment, self._bases) if moment in steps]
+        return [step for step in near if step.usable and is_exact(step)][:1]
 
     def _own(self, rank: int) -> Callable[[_Step], bool]:
         states = [own_states(ring) for ring in own_rings([self.directory], self.job, rank)]
@@ -367,8 +368,13 @@ def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
         os.fsync(fd)
         if info is not None:
             keep_older(target, info)
+        if info is not None:
+            first_save = FirstSave(target.parent, info.run_id)
+            first_save.before_publish(temp)
         publish(temp, target)
         fsync_dir(target.parent)
+        if info is not None:
+            first_save.after_publish()
     finally:
         temp.unlink(missing_ok=True)
         os.close(fd)

@@ -10,7 +10,7 @@ from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExcha
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 
-__all__ = ["current_ranks", "open_exchange", "store_host"]
+__all__ = ["connect_store", "current_ranks", "open_exchange", "store_host"]
 
 _guards = itertools.count()
 
@@ -41,19 +41,30 @@ def open_exchange(ranks: RankInfo) -> Exchange:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    # Only torchrun's shared store outlives an attempt; elsewhere it is new, and nodes may count attempts differently.
-    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"mindx/{ranks.attempt if shared else 0}/{next(_guards)}"
-    base: Any = _get_default_store()
-
-    def connect() -> Any:  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
-        if hasattr(base, "clone"):
-            return dist.PrefixStore(prefix, base.clone())
-        return dist.PrefixStore(prefix, _second_connection(base))
-
+    number = next(_guards)
     # torch's env:// start lets rank 0 host it, unless the launcher does.
-    host_rank = 0 if not shared and isinstance(_innermost(base), dist.TCPStore) else None
-    return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank)
+    host_rank = 0 if not _is_shared() and isinstance(_innermost(_get_default_store()), dist.TCPStore) else None
+    return StoreExchange(
+        lambda: connect_store(ranks, str(number)), rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank
+    )
+
+
+def connect_store(ranks: RankInfo, name: str) -> Any:
+    """A connection of our own to the process group's store, for keys of this attempt under `name`.
+
+    A wait holds a connection's lock, and torch uses its own. Raises UsageError where torch cannot open another one.
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    # Only torchrun's shared store outlives an attempt; elsewhere it is new, and nodes may count attempts differently.
+    prefix = f"mindx/{ranks.attempt if _is_shared() else 0}/{name}"
+    base: Any = _get_default_store()  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
+    return dist.PrefixStore(prefix, base.clone() if hasattr(base, "clone") else _second_connection(base))
+
+
+def _is_shared() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def store_host() -> str:

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
+from mindx_elastic.agreement.gather import Gathering
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
     LEFT,
@@ -104,11 +105,17 @@ class Exchange(Protocol):
         is gone.
         """
 
+    def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
+        """Start-up, main thread, all ranks together: see `agreement.gather`."""
+
+    def fail(self, error: BaseException) -> None:
+        """Start-up, main thread: this rank cannot start; see `agreement.gather`."""
+
     def close(self) -> None:
         """End the listener. Main thread."""
 
 
-class LocalExchange:
+class LocalExchange(Gathering):
     """A job of one rank: nobody to ask."""
 
     def __init__(self) -> None:
@@ -159,7 +166,7 @@ class LocalExchange:
         pass
 
 
-class StoreExchange:
+class StoreExchange(Gathering):
     """An exchange over a c10d store.
 
     `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises

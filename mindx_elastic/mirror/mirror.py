@@ -58,10 +58,7 @@ def open_mirror(
             logger.warning("redundancy=%d has no effect with one rank: there is no other node", settings.copies)
         return None
     own = {"node": settings.node_name(), "copies": settings.copies, "host": _own_host(store_host)}
-    exchange.publish("node", json.dumps(own))
-    if settings.copies == 1:
-        return None
-    told = [json.loads(text) for text in exchange.collect("node", _START_TIMEOUT_S)]
+    told = [json.loads(text) for text in exchange.gather("node", json.dumps(own), _START_TIMEOUT_S)]
     wanted = [int(content["copies"]) for content in told]
     if len(set(wanted)) > 1:
         other = next(rank for rank, copies in enumerate(wanted) if copies != settings.copies)
@@ -69,14 +66,20 @@ def open_mirror(
             f"redundancy={settings.copies} on rank {ranks.rank} and {wanted[other]} on rank {other}: give the same "
             "number to every rank (the argument redundancy, or MINDX_REDUNDANCY on every node)"
         )
+    if settings.copies == 1:
+        return None
     nodes = [str(content["node"]) for content in told]
     _say_what_is_possible(settings.copies, count_nodes(nodes), ranks)
     if count_nodes(nodes) == 1:
         return None
     host = _reachable_host(str(own["host"]), [str(content["host"]) for content in told])
     server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host)
-    exchange.publish("mirror", "" if server is None else server.endpoint.encode())
-    texts = exchange.collect("mirror", _START_TIMEOUT_S)
+    try:
+        texts = exchange.gather("mirror", "" if server is None else server.endpoint.encode(), _START_TIMEOUT_S)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
     endpoints = [Endpoint.decode(text) if text else None for text in texts]
     return Mirror(ranks, roots, partners_of(ranks.rank, nodes, settings.copies), endpoints, server, events)
 

@@ -13,7 +13,7 @@ import os
 import stat
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ def write_checkpoint(
     *,
     layout: Mapping[str, Any] | None = None,
     also: Sequence[StrPath] = (),
+    before_publish: Callable[[Path], None] = lambda temp: None,
 ) -> SaveResult:
     """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
 
@@ -68,7 +69,8 @@ def write_checkpoint(
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must
-    exist (see `storage.prepare_directory`).
+    exist (see `storage.prepare_directory`). before_publish: called with the finished temporary file just before it gets
+    the name `path`; an OSError there fails the save.
 
     Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
     then and the temporary file is gone. Should only a further name fail, `path` is there and the message says so.
@@ -81,7 +83,7 @@ def write_checkpoint(
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
     tree, tensors = flatten(state)
     others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    save = _Save(path, others, info, tree, tensors, layout or {})
+    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish)
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -106,7 +108,9 @@ class _Save:
         tree: Tree,
         tensors: dict[str, torch.Tensor],
         layout: Mapping[str, Any],
+        before_publish: Callable[[Path], None] = lambda temp: None,
     ) -> None:
+        self.before_publish = before_publish
         self.path, self.also, self.info = path, also, info
         self.target = path  # the name that is worked on
         self.durable = False
@@ -147,6 +151,7 @@ class _Save:
 
     def commit(self, temp: Path) -> None:
         self.keep_older(self.path)
+        self.before_publish(temp)
         publish(temp, self.path)
         fsync_dir(self.path.parent)
         self.durable = True  # whatever happens to the further names

@@ -58,6 +58,8 @@ class FileFact:
     """The new ranks that can read it; None: all."""
     where: str = ""
     """The disk (or the machine's memory) that it lies on: nodes may have different files of the same path."""
+    base: tuple[int, int] | None = None
+    """Attempt and step that the writer's attempt went on from; None: it began anew, or the file does not say."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     echoes: Mapping[str, str] = field(default_factory=dict)

@@ -29,7 +29,7 @@ from mindx_elastic.plan.facts import (
 )
 from mindx_elastic.plan.strategy import Strategy
 
-__all__ = ["order_of_moments", "plan_resume"]
+__all__ = ["bases_of", "never_whole", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
 """Steps: an exact step at most so much older goes before one that is not. A rank that was killed is at most one behind.
@@ -64,6 +64,7 @@ def plan_resume(
     reasons: list[Rejected] = []
     considered: dict[Moment, Candidate] = {}
     moments = [m for m in order_of_moments(everything) if only in (None, m)]
+    bases = bases_of(everything)
     for moment in moments:
         candidate = considered[moment] = Candidate(moment, by_moment.get(moment, []), context)
         if candidate.problem:
@@ -73,8 +74,8 @@ def plan_resume(
             continue
         chosen = candidate
         if candidate.lonely:  # not exact, and a step just before may be
-            older = [(moment[0], moment[1], moment[2] - back) for back in range(1, NEAR + 1)]
-            near = [Candidate(m, by_moment[m], context) for m in older if m in by_moment and only in (None, m)]
+            older = [m for m in steps_before(moment, bases) if m in by_moment and only in (None, m)]
+            near = [Candidate(m, by_moment[m], context) for m in older]
             chosen = next((each for each in near if not each.problem and not each.inexact), candidate)
         if chosen is not candidate:
             reasons.append(Rejected(moment_name(moment), f"it would not be exact: {candidate.inexact[0]}", moment))
@@ -98,6 +99,70 @@ def order_of_moments(files: Iterable[FileFact]) -> list[Moment]:
         activity[run] = max(fact.created, activity.get(run, fact.created))
         moments.add(fact.moment)
     return sorted(moments, key=lambda m: (-activity[m[0]], m[0], -m[1], -m[2]))
+
+
+def bases_of(files: Iterable[FileFact]) -> dict[tuple[str, int], Moment]:
+    """The step that each attempt went on from, by run and attempt, as far as its files say so with one voice."""
+    found: dict[tuple[str, int], set[tuple[int, int]]] = {}
+    for fact in files:
+        run, attempt, _ = fact.moment
+        if fact.base is not None and fact.base[0] < attempt:
+            found.setdefault((run, attempt), set()).add(fact.base)
+    return {(run, attempt): (run, *bases.pop()) for (run, attempt), bases in found.items() if len(bases) == 1}
+
+
+def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> list[Moment]:
+    """What the run passed in the `NEAR` steps before `moment`, the nearest first.
+
+    They are of the same attempt, down to the step that it went on from; that one, and those before, are of the
+    attempt that passed them. Attempts are branches and may have passed the same step with other weights, so a step of
+    one that `moment` does not descend from is never among them. The step itself is, of an earlier attempt, when
+    `moment` is where its own attempt began.
+    """
+    run, attempt, newest = moment
+    found: list[Moment] = []
+    for step in range(newest, max(newest - NEAR, 0) - 1, -1):
+        found.append((run, attempt, step))  # the step that the attempt went on from may have been saved once more
+        while (base := bases.get((run, attempt))) is not None and step <= base[2]:
+            attempt = base[1]
+            found.append((run, attempt, step))
+    return found[1:]
+
+
+def never_whole(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
+    """Whether it is proved of all `files` that no step of their runs was ever whole, so that nothing was lost.
+
+    never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
+    a whole step if some part of it was held by such ranks alone. What files only assume of each other counts as held
+    by all of them here: somebody may have believed it then.
+    """
+    runs: dict[str, dict[Moment, list[FileFact]]] = {}
+    for fact in files:
+        runs.setdefault(fact.moment[0], {}).setdefault(fact.moment, []).append(fact)
+    return bool(runs) and all(
+        _needs(facts, never_saved.get(run, ())) for run, moments in runs.items() for facts in moments.values()
+    )
+
+
+def _needs(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
+    """Whether a step like that of `facts` has parts that only ranks of `never_saved` held."""
+    sizes = {fact.world_size for fact in facts}
+    world_size = sizes.pop()
+    silent = {rank for rank, size in never_saved if size == world_size} - {fact.rank for fact in facts}
+    if sizes or not silent:
+        return False
+    strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())
+    if any(strategy.world_size != world_size for strategy in strategies):
+        return False
+    told = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
+    if not silent <= told:
+        return True  # nothing is known of what that rank held: it needs its own file
+    return any(
+        silent.issuperset(holders) and not group.is_empty(shard)
+        for strategy in strategies
+        for group in strategy.classes
+        for shard, holders in enumerate(group.layout.holders)
+    )
 
 
 def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:

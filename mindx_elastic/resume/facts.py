@@ -20,6 +20,7 @@ from mindx_elastic.plan.strategy import Strategy, TensorSpec, global_name, strat
 
 __all__ = [
     "Strategies",
+    "base_of",
     "facts_of",
     "pack_facts",
     "strategy_digest",
@@ -90,9 +91,16 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes:
         nbytes=entry.size,
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
+        base=base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
         echoes=echoes,
     )
+
+
+def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
+    """Attempt and step that the file's attempt went on from, as its header says (see `saving.Saver.began_from`)."""
+    attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
+    return None if attempt is None or step is None else (attempt, step)
 
 
 def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, dict[str, str]]:
@@ -140,7 +148,7 @@ def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) 
 
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("where", "echoes"),
+    *("where", "echoes", "base"),
 )
 
 
@@ -166,5 +174,6 @@ def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) 
     found = []
     for (run, attempt, step), digest, *values in rows:
         named = dict(zip(_ROW, values, strict=True))
+        named["base"] = None if named["base"] is None else tuple(named["base"])
         found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
     return found

@@ -39,8 +39,7 @@ def look(
     """Main thread, all ranks together. `only`: files of other steps count for nothing but the number of attempts."""
     sight = Sight(attempt=ranks.attempt)
     files, unlisted = _list(directories, sight)
-    exchange.publish("listing", _digest(files))
-    digests = exchange.collect("listing", START_TIMEOUT_S)
+    digests = exchange.gather("listing", _digest(files), START_TIMEOUT_S)
     sight.group = tuple(rank for rank, digest in enumerate(digests) if digest == digests[ranks.rank])
     strategies = Strategies()
     mine = [*files][sight.group.index(ranks.rank) :: len(sight.group)]
@@ -74,7 +73,8 @@ def _list(directories: Sequence[Path], sight: Sight) -> tuple[dict[Path, Path], 
     files: dict[Path, Path] = {}
     unlisted: list[CatalogEntry] = []
     for directory in directories:
-        sight.anything |= bool(quarantined(directory))
+        sight.other |= bool(quarantined(directory))
+        sight.anything |= sight.other
         for found in find_files(directory) if directory.is_dir() else ():
             if isinstance(found, Path):
                 files.setdefault(found, directory)
@@ -100,7 +100,9 @@ def _digest(files: dict[Path, Path]) -> str:
 def _is_usable(entry: CatalogEntry, directory: Path | None, sight: Sight) -> bool:
     """Whether the header is good; notes what is bad, and puts it in quarantine where a checkpoint of ours should be."""
     # Somebody else's file under a name of its own (pretrained weights) is none of our business.
-    sight.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
+    ours = entry.info is not None or entry.looks_ours or not entry.foreign
+    sight.anything |= ours
+    sight.other |= ours and (entry.info is None or not entry.info.resumable)
     if entry.info is not None:
         return True
     if entry.foreign and not entry.looks_ours:

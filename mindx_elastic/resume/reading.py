@@ -44,7 +44,6 @@ class PlanReader:
     ) -> None:
         self._directories, self._rank, self._exchange = directories, rank, exchange
         self._sights, self._transport = sights, transport
-        self._round = 0
         self._verified: set[tuple[object, ...]] = set()
         self.path = Path()
         """The file that this rank has taken last."""
@@ -57,42 +56,23 @@ class PlanReader:
         """
         if any(share.assembled for share in plan.ranks) and self._agree(plan, self._verify_share(plan)):
             return None
-        failure: Exception | None = None
-        checkpoint: Checkpoint | None = None
-        bad: dict[tuple[int, int], str] = {}
-        mismatch = ""
-        try:
-            checkpoint, bad, mismatch = self._read_own(plan, blueprint)
-        except Exception as error:  # no memory, a bug: nobody waits half an hour for this rank
-            failure, mismatch = error, f"{type(error).__name__}: {error}"
-        try:
-            again = self._agree(plan, bad, mismatch)
-        except MismatchError:
-            if failure is not None:
-                raise failure from None
-            raise
-        return None if again else checkpoint
+        checkpoint, bad = self._read_own(plan, blueprint)
+        return None if self._agree(plan, bad) else checkpoint
 
-    def _agree(self, plan: ResumePlan, bad: dict[tuple[int, int], str], mismatch: str = "") -> bool:
+    def _agree(self, plan: ResumePlan, bad: dict[tuple[int, int], str]) -> bool:
         """Tell the others what could not be read: (old rank, number among its files) -> problem. True: something."""
-        name = f"read{self._round}"
-        self._round += 1
-        problems = [[old, number, text] for (old, number), text in bad.items()]
-        self._exchange.publish(name, json.dumps({"problems": problems, "mismatch": mismatch}))
-        found = [json.loads(text) for text in self._exchange.collect(name, START_TIMEOUT_S)]
+        problems = json.dumps([[old, number, text] for (old, number), text in bad.items()])
+        found = [json.loads(text) for text in self._exchange.gather("read", problems, START_TIMEOUT_S)]
         for rank, each in enumerate(found):
-            if each["mismatch"]:
-                raise MismatchError(each["mismatch"] if rank == self._rank else f"rank {rank}: {each['mismatch']}")
-        for rank, each in enumerate(found):
-            for old, number, text in each["problems"]:
+            for old, number, text in each:
                 self._sights.forget(rank, plan.files[old][number], text)
-        return any(each["problems"] for each in found)
+        return any(found)
 
     # --- reading whole files ---
 
     def _read_own(
         self, plan: ResumePlan, blueprint: Blueprint | None
-    ) -> tuple[Checkpoint | None, dict[tuple[int, int], str], str]:
+    ) -> tuple[Checkpoint | None, dict[tuple[int, int], str]]:
         share = plan.ranks[self._rank]
         fact = share.file
         place = (fact.rank, plan.files[fact.rank].index(fact))
@@ -108,9 +88,9 @@ class PlanReader:
                 checkpoint, problem = None, f"{path} is of another step by now"
             if checkpoint is not None:
                 self.path = path
-                return checkpoint, {}, ""
+                return checkpoint, {}
             problems.append(problem)
-        return None, {place: "; ".join(problems)}, ""
+        return None, {place: "; ".join(problems)}
 
     def _paths(self, fact: FileFact) -> Iterator[Path | str]:
         """Where the file is for this rank, fetched if need be, or why it cannot be had."""
@@ -181,14 +161,14 @@ class PlanReader:
 
     def _assemble(
         self, plan: ResumePlan, blueprint: Blueprint | None, place: tuple[int, int]
-    ) -> tuple[Checkpoint | None, dict[tuple[int, int], str], str]:
+    ) -> tuple[Checkpoint | None, dict[tuple[int, int], str]]:
         if blueprint is None:
-            return None, {}, "the state has to be put together from parts, and nothing says what of"
+            raise MismatchError("the state has to be put together from parts, and nothing says what of")
         self.path = Path(plan.ranks[self._rank].file.path)
         try:
-            return assemble(plan, self._rank, blueprint), {}, ""
-        except MismatchError as error:
-            return None, {}, str(error)
+            return assemble(plan, self._rank, blueprint), {}
+        except MismatchError:
+            raise  # sound files, another program
         except (CheckpointError, OSError) as error:
             path = getattr(error, "path", None) or getattr(error, "filename", None)
             found = [
@@ -197,4 +177,4 @@ class PlanReader:
                 for number, fact in enumerate(facts)
                 if path is not None and Path(fact.path) == Path(path)
             ]
-            return None, {(found or [place])[0]: str(error)}, ""
+            return None, {(found or [place])[0]: str(error)}

@@ -8,6 +8,7 @@ starts from a mixture of steps, and never silently from nothing while checkpoint
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +20,11 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.persist.catalog import root_of
+from mindx_elastic.persist.first_save import find_notes
 from mindx_elastic.persist.format import Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
-from mindx_elastic.plan.planner import plan_resume
+from mindx_elastic.plan.planner import never_whole, plan_resume
 from mindx_elastic.plan.strategy import Strategy
 from mindx_elastic.resume.looking import look
 from mindx_elastic.resume.memory_files import OwnState
@@ -76,6 +78,8 @@ def find_and_read(
     each file, can be read. `faults`: what the platform's report says. `resume`: ``"auto"``, ``"never"``, or a
     path: a checkpoint directory, or one file whose step is then taken by all ranks.
 
+    Where all files are of runs that never had a whole step, which has to be proved, it is a fresh start, too.
+
     Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they were written
     by another number of ranks and cannot be spread over this one, UsageError for a path that is not there or is a link
     to a file, CorruptCheckpointError and ForeignCheckpointError for a file that is no checkpoint.
@@ -83,8 +87,7 @@ def find_and_read(
     if resume == "never":
         return None
     directories, only = _resolve(directories, resume)
-    exchange.publish("adopted", "1")  # every rank has made its arena readable
-    exchange.collect("adopted", START_TIMEOUT_S)
+    exchange.gather("adopted", "", START_TIMEOUT_S)  # every rank has made its arena readable
     sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
@@ -112,8 +115,32 @@ def find_and_read(
         )
     if only is not None and not plan.other_worlds:
         _refuse_path(resume, directories[0], only, lines)
+    if resume == "auto" and sights.anything and _was_never_whole(directories, sights, exchange):
+        text = (
+            "the job begins anew: it was cut off in its very first save, and no step of it was ever whole, so nothing "
+            f"that was saved is lost ({'; '.join(lines[:8])}). Its files stay where they are"
+        )
+        _warn(ranks, [text])
+        return None
     _refuse_if_anything_was_there(directories[0], ranks, plan, sights, lines)
     return None
+
+
+def _was_never_whole(directories: Sequence[Path], sights: Sights, exchange: Exchange) -> bool:
+    """Whether all that is there is of runs that were cut off in their first save. Main thread, all ranks together.
+
+    The notes of the ranks that never saved are the proof (see `persist.first_save`): each rank tells those it can see.
+    """
+    notes = [note for directory in directories for note in find_notes(directory)]
+    own = json.dumps([[note.run_id, note.rank, note.world_size] for note in notes])
+    found: dict[str, set[tuple[int, int]]] = {}
+    for text in exchange.gather("never_saved", own, START_TIMEOUT_S):
+        for run, rank, world_size in json.loads(text):
+            found.setdefault(run, set()).add((rank, world_size))
+    proved = sights.is_all_known and never_whole(sights.facts(), found)
+    for note in notes if proved else ():
+        note.touch()  # it will be needed as long as these files are there
+    return proved
 
 
 def _resumed(

@@ -51,6 +51,8 @@ class Sight:
     rejected: list[Rejected] = field(default_factory=list)
     anything: bool = False
     """There are files of ours, or were."""
+    other: bool = False
+    """Some of them are no sound files of a step: nobody knows what they were."""
 
     def encode(self) -> str:
         return json.dumps(
@@ -64,6 +66,7 @@ class Sight:
                 "unforeseen": sorted(self.unforeseen),
                 "rejected": [[one.what, one.reason] for one in self.rejected],
                 "anything": self.anything,
+                "other": self.other,
                 "attempts": self.attempts,
             }
         )
@@ -83,7 +86,7 @@ class Sights:
         """For each step the ranks that have their own small state of it."""
         self.unforeseen: set[Moment] = set()
         self.rejected: list[Rejected] = []
-        self.anything = False
+        self.anything = self.other = False
         self.launched = 0
         self._facts: dict[Key, FileFact] = {}
         self._seen: dict[Key, set[int]] = {}
@@ -104,6 +107,7 @@ class Sights:
         known_lines = {(one.what, one.reason) for one in self.rejected}
         self.rejected += [Rejected(*row) for row in content["rejected"] if tuple(row) not in known_lines]
         self.anything |= bool(content["anything"])
+        self.other |= bool(content["other"])
         self.launched = max(self.launched, int(content["attempt"]))
         self.unforeseen |= {_moment(each) for each in content["unforeseen"]}
         for run, attempt in content["attempts"].items():
@@ -160,6 +164,11 @@ class Sights:
         self._places.pop(key, None)  # where it was fetched, nobody knows on which side it was spoilt
         self._damage.append((fact.moment, f"rank {rank}: {problem}"))
 
+    @property
+    def is_all_known(self) -> bool:
+        """Whether all that is there are sound files of some step, none damaged or put aside."""
+        return not (self.other or self.rejected or self._damage)
+
     def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
         """For the log: everything that was not taken, and why; damage that was found on the way in its place."""
         damaged: dict[Moment, list[str]] = {}
@@ -198,12 +207,11 @@ def share_sights(sight: Sight, rank: int, exchange: Exchange) -> Sights:
     mine = {
         strategy_digest(s): s for s in {id(f.strategy): f.strategy for f in (*sight.facts, *sight.in_memory)}.values()
     }
-    exchange.publish("strategies", json.dumps(list(mine)))
-    met = [json.loads(text) for text in exchange.collect("strategies", START_TIMEOUT_S)]
+    met = [json.loads(text) for text in exchange.gather("strategies", json.dumps(list(mine)), START_TIMEOUT_S)]
     first = {digest: number for number in reversed(range(len(met))) for digest in met[number]}
     sent = {digest: strategy.to_json() for digest, strategy in mine.items() if first[digest] == rank}
-    exchange.publish("sight", json.dumps({"strategies": sent, "sight": sight.encode()}))
-    bodies = [json.loads(text) for text in exchange.collect("sight", START_TIMEOUT_S)]
+    body = json.dumps({"strategies": sent, "sight": sight.encode()})
+    bodies = [json.loads(text) for text in exchange.gather("sight", body, START_TIMEOUT_S)]
     strategies = {digest: Strategy.from_json(each) for body in bodies for digest, each in body["strategies"].items()}
     contents = [json.loads(body["sight"]) for body in bodies]
     sights = Sights(len(contents))

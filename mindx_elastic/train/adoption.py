@@ -22,10 +22,10 @@ from mindx_elastic.train.config import CheckpointConfig
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.tft import TFTRegister
 
-__all__ = ["Policies", "adopt", "gather_policies"]
+__all__ = ["START_TIMEOUT_S", "Policies", "adopt", "gather_policies"]
 
 _KINDS: tuple[type[SavingCallback], ...] = (ExceptionCheckpoint, ModelCheckpoint, OnRequestExit, TFTRegister)
-_START_TIMEOUT_S = 1800.0
+START_TIMEOUT_S = 1800.0
 
 
 @dataclass
@@ -75,8 +75,7 @@ def adopt(callbacks: Sequence[Callback], exchange: Exchange, rank: int) -> list[
     Raises UsageError on every rank when the ranks were given different schedules, which would save different steps.
     """
     mine = [{"kind": kind.__name__, "spec": c.spec()} for kind in _KINDS for c in callbacks if isinstance(c, kind)]
-    exchange.publish("policies", json.dumps(mine))
-    everybody = [json.loads(text) for text in exchange.collect("policies", _START_TIMEOUT_S)]
+    everybody = [json.loads(text) for text in exchange.gather("policies", json.dumps(mine), START_TIMEOUT_S)]
     _check_schedules(everybody)
     added: list[SavingCallback] = []
     for kind in _KINDS:

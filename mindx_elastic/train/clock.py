@@ -12,12 +12,13 @@ ranks know every check step, and the others read one key of the store there: som
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
+from mindx_elastic.agreement.connect import connect_store
+from mindx_elastic.config import RankInfo
 from mindx_elastic.events import logger
 
 __all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
@@ -118,11 +119,5 @@ def open_clock(seconds: float, rank: int, world_size: int) -> SaveClock | None:
         return None
     if world_size == 1:
         return SaveClock(seconds)
-    import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    base: Any = _get_default_store()
-    # A connection of our own where torch offers it: a wait holds a connection's lock, and torch uses its own.
-    own = base.clone() if hasattr(base, "clone") else base
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return SaveClock(seconds, rank=rank, store=dist.PrefixStore(f"mindx/clock/{attempt}/{next(_clocks)}", own))
+    store = connect_store(RankInfo.from_env(), f"clock/{next(_clocks)}")
+    return SaveClock(seconds, rank=rank, store=store)

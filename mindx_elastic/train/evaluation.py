@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from mindx_elastic.agreement.connect import open_exchange
+from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
+from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import Guard
+from mindx_elastic.train.adoption import adopt
 from mindx_elastic.train.batch import batch_size, move_batch
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.parallel import all_sum
@@ -62,8 +66,19 @@ def evaluate(
 def open_eval_guard(
     model: Model, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
 ) -> GuardPort:
-    """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing."""
-    policies = [c.eval_policy() for c in callbacks if isinstance(c, OnRequestExit)]
+    """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing.
+
+    Main thread, all ranks together: one that was given to some ranks only (``if rank == 0:``) counts for all.
+    """
+    asked = [c for c in callbacks if isinstance(c, OnRequestExit)]
+    if world_size > 1:
+        exchange = open_exchange(RankInfo(rank=rank, world_size=world_size, attempt=RankInfo.from_env().attempt))
+        try:
+            with all_or_none(exchange):
+                asked += [c for c in adopt(asked, exchange, rank) if isinstance(c, OnRequestExit)]
+        finally:
+            exchange.close()
+    policies = [c.eval_policy() for c in asked]
     if not policies:
         return Unguarded(loader, rank=rank, world_size=world_size)
     return Guard(directory=policies[0].directory, model=model.bare_network, policies=policies, resume="never")

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mindx_elastic.agreement.connect import current_ranks, open_exchange
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.components import Stateful, unwrap_module
 from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo
@@ -21,7 +22,7 @@ from mindx_elastic.data import from_loader
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.guard import Guard
-from mindx_elastic.train.adoption import Policies, adopt, gather_policies
+from mindx_elastic.train.adoption import START_TIMEOUT_S, Policies, adopt, gather_policies
 from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
 from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
 from mindx_elastic.train.checkpoint import PeriodicSave
@@ -194,18 +195,21 @@ class Model:
         world_size = self._prepare(train=True)
         with ExitStack() as stack:
             exchange = self._open_exchange(stack, world_size)
-            given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
-            policies = gather_policies(given)
-            states, losses = CallbackList(given), EpochLoss(self)
-            extra |= {PROGRESS: losses, CALLBACKS: states}
-            guard = self._open_guard(
-                policies,
-                loader,
-                extra,
-                resume=resume,
-                grace_s=grace_s,
-                allow_shared_directory=allow_shared_directory,
-            )
+            with nullcontext() if exchange is None else all_or_none(exchange):
+                given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
+                policies = gather_policies(given)
+                states, losses = CallbackList(given), EpochLoss(self)
+                extra |= {PROGRESS: losses, CALLBACKS: states}
+                guard = self._open_guard(
+                    policies,
+                    loader,
+                    extra,
+                    resume=resume,
+                    grace_s=grace_s,
+                    allow_shared_directory=allow_shared_directory,
+                )
+                if exchange is not None:
+                    exchange.gather("prepared", "", START_TIMEOUT_S)  # the guard has an exchange of its own
             display = self._add_display(states, losses, progress)
             stack.callback(display.close)
             self._run(

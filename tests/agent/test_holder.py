@@ -282,6 +282,22 @@ def test_an_exact_step_just_before_an_inexact_one_goes_along(replicas: Job, olde
     assert replicas.start() == expected and replicas.remembered() == []
 
 
+@pytest.mark.parametrize(("began", "written"), [({"base_attempt": 0, "base_step": 49}, {(0, 0, 49)}), ({}, set())])
+def test_the_step_that_the_attempt_began_at_goes_along_with_its_first(
+    replicas: Job, began: dict[str, int], written: set[tuple[int, int, int]]
+) -> None:
+    """Rank 0 was killed in its first step, which the others have saved; where they began lies in memory only."""
+    replicas.snapshot(49, ranks=[0])
+    for rank in (1, 2):
+        replicas.boundary(rank, 49)
+    replicas.saved(50, ranks=[1, 2], attempt=1, coordinates={**replicas.coordinates, **began})
+    expected = replicas.start(here=True)
+    assert [step for step, _, _ in expected] == [49 if began else 50] * 3
+    flush(replicas.job)
+    assert replicas.written() == written
+    assert replicas.start() == expected and replicas.remembered() == []
+
+
 def test_an_exact_step_just_before_an_inexact_one_on_disk(replicas: Job) -> None:
     replicas.saved(50, ranks=[1, 2])
     replicas.snapshot(49, ranks=[0])

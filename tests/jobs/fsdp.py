@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import mindx_elastic as mx
-from tests.jobs.loop import hold, kill_in_snapshot, say
+from mindx_elastic.persist import writer
+from mindx_elastic.persist.first_save import FirstSave
+from tests.jobs.loop import hold, kill_here, kill_in_snapshot, say
 
 STEPS = 12
 
@@ -27,12 +30,35 @@ def local_hash(network: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def kill_in_save(stage: str, victim: int, rank: int) -> None:
+    """Die in the first save: before the note of it, between that and the rename, or after the rename."""
+    if rank != victim:
+        return
+    note, publish = FirstSave.before_publish, writer.publish  # type: ignore[attr-defined]
+
+    def before(self: FirstSave, temp: Path) -> None:
+        if stage == "written":
+            kill_here("in written")
+        note(self, temp)
+        if stage == "noted":
+            kill_here("in noted")
+
+    def named(temp: Path, final: Path) -> None:
+        publish(temp, final)
+        if stage == "named":
+            kill_here("in named")
+
+    setattr(FirstSave, "before_publish", before)  # noqa: B010
+    setattr(writer, "publish", named)  # noqa: B010
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--kill-in-snapshot", default="")
+    parser.add_argument("--kill-in-save", default="", help="STAGE:RANK; STAGE: written, noted or named")
     parser.add_argument(
         "--tft", action="store_true", help="save as TFTRegister does, with its wrapper around the optimizer"
     )
@@ -43,6 +69,9 @@ def main() -> None:
     rank = dist.get_rank()
     if args.kill_in_snapshot:
         kill_in_snapshot(args.kill_in_snapshot, rank)
+    if args.kill_in_save:
+        stage, victim = args.kill_in_save.split(":")
+        kill_in_save(stage, int(victim), rank)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     network = nn.Sequential(nn.Linear(16, 33), nn.LayerNorm(33), nn.Linear(33, 5))  # 33 rows: uneven shards
     fully_shard(network[0], mesh=mesh)

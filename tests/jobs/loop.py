@@ -107,6 +107,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--fail-where", choices=("forward", "backward", "optimizer", "between", "after"), default="forward"
     )
+    parser.add_argument("--fail-resumed", action="store_true", help="fail at that step after a resume too")
     parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
     parser.add_argument("--stuck-rank", type=int, default=0)
     parser.add_argument("--grace-s", type=float, default=30.0)
@@ -194,7 +195,8 @@ class Trainer:
 
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:
         args, step = self.args, self.guard.position.step + 1
-        failing = step == args.fail_at and self.rank == args.fail_rank and self.guard.resumed_from_step is None
+        failing = step == args.fail_at and self.rank == args.fail_rank
+        failing &= args.fail_resumed or self.guard.resumed_from_step is None
         if step == args.stuck_at and self.rank == args.stuck_rank and self.guard.resumed_from_step is None:
             say(f"STUCK {self.rank} {step}")
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")

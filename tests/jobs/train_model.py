@@ -39,6 +39,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hold-in-eval", type=int, default=-1)
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
+    parser.add_argument("--eval-only", action="store_true", help="no training; OnRequestExit on rank 0")
     return parser.parse_args()
 
 
@@ -173,6 +174,10 @@ def main() -> None:
     loader: Any = torch.utils.data.DataLoader(Drop(), batch_size=5, shuffle=True, num_workers=args.num_workers)
     if not args.plain_loader:
         loader = mx.data.ResumableLoader(Drop(), batch_size=5, shuffle=True, num_workers=args.num_workers)
+    if args.eval_only:
+        asked = [mx.OnRequestExit(directory=args.directory)] if rank == 0 else []
+        say(f"LOSS {rank} {model.eval(loader, asked)['loss']:.6f}")
+        return
     model.train(args.epochs, loader, callbacks=callbacks)
     say(f"DONE {rank} {weights_hash(model.bare_network)} {model.position.step}")
 

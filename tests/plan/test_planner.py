@@ -13,7 +13,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import echoes_of
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, alone
 from mindx_elastic.plan.layout import Layout, parse_placement
-from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.planner import bases_of, never_whole, order_of_moments, plan_resume, steps_before
 from mindx_elastic.plan.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.plan.targets import remesh
 
@@ -450,9 +450,103 @@ def test_the_step_just_before_must_be_of_the_same_attempt() -> None:
     assert plan_of([*files([0, 1, 2], 10, attempt=1), *files(range(4), 9, attempt=0)]).moment == (RUN, 1, 10)
 
 
+def test_the_step_that_the_attempt_went_on_from_is_just_before_its_first() -> None:
+    plan = plan_of([*files([0, 1, 2], 7, attempt=1, base=(0, 6)), *files(range(4), 6)])
+    assert plan.moment == (RUN, 0, 6)
+    assert plan.exact
+
+
+@pytest.mark.parametrize(
+    ("older", "taken"),
+    [
+        ([(0, 6)], (0, 6)),
+        ([(0, 5)], (0, 5)),  # step 6 is damaged by now: the one before it is on the way, too
+        ([(0, 4)], (3, 7)),  # too old
+        ([(2, 6), (0, 6)], (0, 6)),  # attempt 2 came to a step 6 of its own, on another way
+        ([(0, 6), (3, 6)], (3, 6)),  # the same state, saved again in this attempt
+    ],
+)
+def test_an_attempt_may_go_on_from_one_long_before(older: list[tuple[int, int]], taken: tuple[int, int]) -> None:
+    facts = files([0, 1, 2], 7, attempt=3, base=(0, 6))
+    for attempt, step in older:
+        facts += files(range(4), step, attempt=attempt, base=(0, 6) if attempt == 3 else None)
+    assert plan_of(facts).moment == (RUN, *taken)
+
+
+def test_a_chain_of_attempts_that_came_one_step_far_each() -> None:
+    facts = [*files([0, 1, 2], 8, attempt=2, base=(1, 7)), *files([0, 1, 3], 7, attempt=1, base=(0, 6))]
+    assert plan_of([*facts, *files(range(4), 6)]).moment == (RUN, 0, 6)
+
+
+def test_an_attempt_that_began_at_an_older_step_on_purpose_does_not_go_back_to_the_one_that_was_given_up() -> None:
+    """``resume=path`` of step 3, while attempt 1 had come to step 4 and further."""
+    facts = [*files(range(4), 4, attempt=1, base=(0, 3)), *files(range(4), 3), *files(range(4), 9, attempt=1)]
+    facts += files([0, 1, 2], 5, attempt=2, base=(0, 3))
+    assert plan_of(facts).moment == (RUN, 0, 3)
+
+
+def test_where_an_attempt_began_counts_only_if_its_files_agree() -> None:
+    facts = [file(0, 7, attempt=2, base=(0, 6)), file(1, 7, attempt=2, base=(1, 6)), file(2, 7, attempt=2)]
+    facts += [*files(range(4), 6), *files(range(4), 6, attempt=1)]
+    assert plan_of(facts).moment == (RUN, 2, 7)
+    assert bases_of(facts) == {}
+    assert bases_of([file(0, 7, attempt=2, base=(2, 6)), file(1, 7, attempt=1, base=(3, 6))]) == {}  # none began later
+
+
+def test_the_steps_before_follow_the_attempts_down() -> None:
+    bases = {(RUN, 3): (RUN, 2, 6), (RUN, 2): (RUN, 0, 6), ("other", 3): ("other", 0, 2)}
+    assert steps_before((RUN, 3, 8), bases) == [(RUN, 3, 7), (RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6)]
+    assert steps_before((RUN, 3, 7), bases) == [(RUN, 3, 6), (RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5)]
+    assert steps_before((RUN, 3, 6), bases) == [(RUN, 2, 6), (RUN, 0, 6), (RUN, 0, 5), (RUN, 0, 4)]
+    assert steps_before((RUN, 0, 1), bases) == [(RUN, 0, 0)]
+    assert steps_before((RUN, 0, 0), bases) == []
+
+
 def test_a_step_just_before_that_is_laid_out_otherwise_is_not_exact() -> None:
     world = World(4, DDP)
     assert plan_of([*files([0, 1, 2], 10, DDP), *files(range(4), 9, FSDP)], world).step == 10
+
+
+# --- never whole ---
+
+
+@pytest.mark.parametrize(
+    ("strategy", "saved", "silent", "proved"),
+    [
+        (FSDP, [0, 1, 2], [3], True),
+        (FSDP, [0], [1, 2], True),  # rank 3's disk may be lost: with ranks 1 and 2 silent it makes no difference
+        (FSDP, [0], [], False),
+        (HSDP, [0, 1], [2], False),  # rank 0 holds the same
+        (HSDP, [1], [2], False),  # rank 0 held the same, and its disk may be lost
+        (HSDP, [1, 3], [0, 2], True),
+        (DDP, [0], [1, 2, 3], False),
+        (STAGES, [0], [2], False),
+        (STAGES, [0, 1], [2, 3], True),
+        (alone(0, 4), [0], [3], True),
+    ],
+)
+def test_a_run_had_no_whole_step_if_nobody_who_held_some_part_ever_saved(
+    strategy: Strategy, saved: list[int], silent: list[int], proved: bool
+) -> None:
+    facts = files(saved, 4, strategy)
+    assert never_whole(facts, {RUN: {(rank, 4) for rank in silent}}) is proved
+    assert not never_whole(facts, {RUN: {(rank, 3) for rank in silent}}), "notes of another world"
+    assert not never_whole(facts, {"other": {(rank, 4) for rank in silent}}), "of another run"
+
+
+def test_every_run_and_every_step_has_to_be_proved() -> None:
+    facts = [*files([0], 4, FSDP), *files([0, 1], 5, FSDP), *files([2], 9, FSDP, run="b")]
+    assert never_whole(facts, {RUN: {(3, 4)}, "b": {(0, 4)}})
+    assert not never_whole(facts, {RUN: {(3, 4)}})
+    assert not never_whole(facts, {RUN: {(1, 4)}, "b": {(0, 4)}}), "rank 1 has saved since"
+    assert not never_whole([], {RUN: {(3, 4)}})
+
+
+def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
+    """Rank 0's file says that the norms are replicas; whoever saw two equal files may have gone on from them."""
+    facts = assuming("one")
+    assert len(facts) == 1
+    assert not never_whole(facts, {RUN: {(3, 4)}})
 
 
 # --- disks that are not shared ---

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.agreement.gather import all_or_none
 
 __all__ = ["Board", "on_all_ranks"]
 
@@ -36,6 +37,11 @@ class BoardExchange(LocalExchange):
             self.board.values[name, self.rank] = value
             self.board.changed.notify_all()
 
+    def try_collect(self, name: str) -> list[str] | None:
+        with self.board.changed:
+            keys = [(name, rank) for rank in range(self.board.world_size)]
+            return [self.board.values[key] for key in keys] if all(key in self.board.values for key in keys) else None
+
     def collect(self, name: str, timeout_s: float) -> list[str]:
         keys = [(name, rank) for rank in range(self.board.world_size)]
         with self.board.changed:
@@ -51,7 +57,9 @@ def on_all_ranks(world_size: int, work: Callable[[int, BoardExchange], T]) -> li
 
     def run(rank: int) -> None:
         try:
-            results[rank] = work(rank, BoardExchange(board, rank))
+            exchange = BoardExchange(board, rank)
+            with all_or_none(exchange):
+                results[rank] = work(rank, exchange)
         except Exception as error:
             results[rank] = error
 

@@ -13,13 +13,12 @@ from torch import nn
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import Standing
 from mindx_elastic.config import RankInfo
-from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.errors import PeerStartError, UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.plan.layout import Layout, parse_placement
 from mindx_elastic.resume import looking, reading
 from mindx_elastic.resume.reading import PlanReader
-from mindx_elastic.resume.reshard import assemble
 from mindx_elastic.resume.restore import Resumed, find_and_read
 from mindx_elastic.strategies import ByHand, target_of_all
 from tests.checkpoint_files import flip_bit_in_data, write_step
@@ -51,18 +50,22 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_an_error_that_nobody_foresaw_ends_the_start_of_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = assemble
+@pytest.mark.parametrize("where", ["assemble", "verify_file"])
+def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    real = getattr(reading, where)
 
-    def without_memory(plan: Any, rank: int, blueprint: Any) -> Any:
-        if rank == 1:
+    def without_memory(*arguments: Any) -> Any:
+        if arguments[1:2] == (1,) or (isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"):
             raise MemoryError("no room for w")
-        return real(plan, rank, blueprint)
+        return real(*arguments)
 
-    monkeypatch.setattr(reading, "assemble", without_memory)
+    monkeypatch.setattr(reading, where, without_memory)
     found = start(saved, 2)
-    assert isinstance(found[1], MemoryError)
-    assert isinstance(found[0], MismatchError) and "rank 1: MemoryError: no room for w" in str(found[0])
+    failed, other = sorted(found, key=lambda one: isinstance(one, PeerStartError))
+    assert isinstance(failed, MemoryError) and isinstance(other, PeerStartError)
+    assert other.cause == "MemoryError: no room for w" and found[other.rank] is failed
 
 
 def test_a_file_that_cannot_be_opened_for_a_moment_is_not_called_damaged(

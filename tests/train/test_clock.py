@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 
@@ -128,3 +131,39 @@ def test_old_keys_do_not_pile_up() -> None:
 def test_no_clock_without_seconds() -> None:
     assert open_clock(0, 0, 1) is None
     assert open_clock(5, 0, 1) is not None
+
+
+_RANK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+from mindx_elastic.train.clock import open_clock
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timedelta(seconds=300), wait_for_workers=False)
+print(store.port, flush=True)
+dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+clock = open_clock(1e-9, rank, 2)
+print("DUE", clock.due(1), clock._broken, flush=True)
+dist.barrier()
+"""
+
+
+def test_nodes_that_count_restarts_differently_meet() -> None:
+    """One node's agent has restarted its workers, the other one's has only met again: they count for themselves."""
+    ranks = []
+    port = 0
+    try:
+        for rank, restarts in enumerate(("0", "1")):
+            env = {**os.environ, "TORCHELASTIC_RESTART_COUNT": restarts, "OMP_NUM_THREADS": "1"}
+            env.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+            command = [sys.executable, "-c", _RANK, str(rank), str(port)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+            ranks.append(process)
+            assert process.stdout is not None
+            port = int(process.stdout.readline())
+        said = [process.communicate(timeout=120)[0].strip() for process in ranks]  # the clock's own bound is 10 minutes
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert said == ["DUE True False"] * 2

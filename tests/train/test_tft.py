@@ -119,8 +119,8 @@ def test_only_good_replicas_are_saved_when_a_rank_is_gone(kind: str, replicated:
 
 def test_a_rank_without_it_adopts_it() -> None:
     class Others(LocalExchange):
-        def collect(self, name: str, timeout_s: float) -> list[str]:
-            return ["[]", *super().collect(name, timeout_s)]
+        def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
+            return ["[]", *super().gather(name, value, timeout_s)]
 
     mine = register("here")
     exchange = Others()

@@ -1,0 +1,197 @@
+"""Proof that a rank has never saved anything: what tells a first save that was cut off from files that were lost.
+
+Where ranks are no replicas, a step counts only when every rank has its file. After a power cut in the very first save
+one rank has a file and another has none. That looks the same as a whole step of which a disk was lost: the first case
+may begin anew, the second must not. The missing file cannot tell; the absence of a note that says "has saved" cannot
+either, because it may be lost together with the file. So it is the other way round: at a fresh start each rank writes
+a durable note "this rank has never put a file in place", and takes it away before its first file gets its name. A note
+that is still there is the proof; whatever goes wrong (lost disk, deleted folder, full disk) only loses the proof.
+
+Taking the note away and giving the file its name are two steps, and the power may fail between them. So the note is
+first replaced by one that names the finished temporary file: as long as that one is there under its temporary name, it
+has not got its final one. Order, each durable before the next: the temporary file and its name; the note that names
+it; the rename. The note itself is removed when the file is durable. `settle` reads that before old temporary files are
+deleted.
+
+A note is worth nothing as a copy (a backup is no place where a rank has saved): it carries its own inode number.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
+
+__all__ = ["FirstSave", "Note", "find_notes", "settle"]
+
+_PREFIX, _SUFFIX = "first-save-", ".json"
+_KEPT = 8  # of runs that never saved: a job that dies before its first save, again and again
+_MAX_BYTES = 1 << 16
+_DIRECTORY_MODE = 0o755
+
+
+@dataclass(frozen=True)
+class Note:
+    """A note that is there."""
+
+    path: Path
+    run_id: str
+    rank: int
+    world_size: int
+    publishing: Path | None = None
+    """The finished temporary file that was about to get its name."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether this rank has never put a file in place."""
+        return self.publishing is None or os.path.lexists(self.publishing)
+
+    def touch(self) -> None:
+        """It is younger than others of its folder, and stays longer."""
+        with suppress(OSError):
+            os.utime(self.path)
+
+
+class FirstSave:
+    """The note of one rank of one run, in the rank's folder. Any thread; two saves may run at once."""
+
+    def __init__(self, folder: Path, run_id: str) -> None:
+        # The run id of a resumed run comes from a file: no part of a path.
+        self.path = folder / f"{_PREFIX}{xxhash.xxh3_64_hexdigest(run_id.encode('utf-8', 'replace'))}{_SUFFIX}"
+        self._run_id = run_id
+        self._lock = threading.Lock()
+        self._open = True
+        self._busy = False
+
+    def note(self) -> Note | None:
+        """The note as it is on disk; None where there is none that counts."""
+        note = _read(self.path)
+        return note if note is not None and note.run_id == self._run_id else None
+
+    def begin(self, rank: int, world_size: int) -> None:
+        """Write the note. At a fresh start, before anything can be saved. Raises OSError."""
+        folder = self.path.parent
+        with suppress(FileExistsError):
+            folder.mkdir(mode=_DIRECTORY_MODE)
+        fsync_dir(folder.parent)
+        self._remove_old()
+        self._write(Note(self.path, self._run_id, rank, world_size))
+
+    def before_publish(self, temp: Path) -> None:
+        """The finished, flushed file `temp` is about to get its name. Raises OSError when the note cannot be taken
+        away: the file must not be put in place then."""
+        with self._lock:
+            if not self._open:
+                return
+            note = None if self._busy else _read(self.path)  # two saves at once: no note names both
+            self._busy = True
+            try:
+                if note is not None:
+                    fsync_dir(temp.parent)
+                    self._write(Note(self.path, note.run_id, note.rank, note.world_size, temp))
+                    return
+            except OSError:  # a full disk: without proof, but saved
+                pass
+            self._withdraw()
+
+    def after_publish(self) -> None:
+        """A file is durable under its name."""
+        with self._lock:
+            if self._open:
+                self._open = False
+                with suppress(OSError):  # it names a file that is gone: it proves nothing any more
+                    self.path.unlink(missing_ok=True)
+
+    def withdraw(self) -> None:
+        """Take the note away, durably. Raises OSError."""
+        with self._lock:
+            if self._open:
+                self._withdraw()
+
+    def _withdraw(self) -> None:
+        try:
+            self.path.unlink()
+        except FileNotFoundError:
+            pass
+        else:
+            fsync_dir(self.path.parent)
+        self._open = False
+
+    def _write(self, note: Note) -> None:
+        fd, temp = create_temp(self.path)
+        try:
+            content: dict[str, Any] = {"run_id": note.run_id, "rank": note.rank, "world_size": note.world_size}
+            content["inode"] = os.fstat(fd).st_ino
+            if note.publishing is not None:
+                content["publishing"] = os.path.relpath(note.publishing, self.path.parent)
+            data = json.dumps(content).encode()
+            if os.write(fd, data) != len(data):
+                raise OSError(f"{self.path}: only a part of it could be written")
+            os.fsync(fd)
+            publish(temp, self.path)
+        except BaseException:
+            temp.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+        fsync_dir(self.path.parent)
+
+    def _remove_old(self) -> None:
+        notes = sorted(self.path.parent.glob(f"{_PREFIX}*{_SUFFIX}"), key=lambda path: path.lstat().st_mtime)
+        for path in notes[: max(0, len(notes) - _KEPT + 1)]:
+            path.unlink(missing_ok=True)
+
+
+def find_notes(directory: Path) -> Iterator[Note]:
+    """The notes under a checkpoint directory that still hold, of all ranks and runs."""
+    for path in sorted(directory.glob(f"rank_*/{_PREFIX}*{_SUFFIX}")):
+        note = _read(path)
+        if note is not None and note.holds:
+            yield note
+
+
+def settle(folder: Path) -> None:
+    """Before the left-over temporary files of `folder`'s rank are deleted: a note that names one of them says again
+    that nothing was saved; one whose file has got its name goes. Raises nothing: what cannot be written proves less."""
+    for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
+        note = _read(path)
+        if note is not None and note.publishing is None:
+            continue
+        with suppress(OSError):
+            if note is None or not note.holds:
+                path.unlink(missing_ok=True)
+            else:
+                FirstSave(folder, note.run_id)._write(Note(path, note.run_id, note.rank, note.world_size))
+
+
+def _read(path: Path) -> Note | None:
+    """None: not there, not readable, or not what `FirstSave` has written in this place."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            status = os.fstat(fd)
+            content = json.loads(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(status.st_mode) else None
+        finally:
+            os.close(fd)
+        if status.st_uid not in (os.geteuid(), 0, path.parent.stat().st_uid):
+            return None
+        if not isinstance(content, dict) or content.get("inode") != status.st_ino:
+            return None
+        run_id, rank, size = content["run_id"], content["rank"], content["world_size"]
+        publishing = content.get("publishing")
+    except (OSError, ValueError, KeyError, RecursionError):
+        return None
+    sound = isinstance(run_id, str) and type(rank) is int and type(size) is int and 0 <= rank < size
+    if not sound or path.parent.name != f"rank_{rank}" or not isinstance(publishing, str | None):
+        return None
+    return Note(path, run_id, rank, size, None if publishing is None else path.parent / publishing)

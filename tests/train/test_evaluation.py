@@ -1,0 +1,113 @@
+"""An evaluation by itself, beside a training's files: it leaves them, and what lies in memory, alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mindx_elastic as mx
+from mindx_elastic import GracefulExit, OnRequestExit
+from mindx_elastic.capture.arena import job_folder, rank_folders
+from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.harness import run_job
+
+START_FILES = ("strategy.proto", "resume_plan.json", "resume_plan.pb")
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "shm"))
+    monkeypatch.setenv("MINDX_SNAPSHOT_EVERY", "1")
+    with no_traces():
+        yield
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A training's directory after two stops: the second start has written what it went on from."""
+    for _ in range(2):
+        with pytest.raises(GracefulExit):
+            Job(tmp_path / "ckpt").run(after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
+    return tmp_path / "ckpt"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    found = {name: (directory / name).read_bytes() for name in START_FILES}
+    assert all(found.values())
+    return found
+
+
+def evaluate(directory: Path, how: str) -> None:
+    job = Job(directory.parent / "elsewhere")
+    if how == "Model.eval":
+        metrics = mx.Model(job.network, torch.nn.CrossEntropyLoss()).eval(
+            job.loader, [OnRequestExit(directory=str(directory))]
+        )
+        assert metrics["loss"] > 0
+        return
+    resume = how.removeprefix("Guard ")
+    with mx.Guard(model=job.network, directory=directory, resume=resume) as guard:
+        assert (guard.resumed_from_step is not None) == (resume == "auto")
+        with guard.outside_step():
+            job.network(torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("how", ["Model.eval", "Guard auto", "Guard never"])
+def test_the_trainings_files_stay_as_they_are(trained: Path, how: str) -> None:
+    before = contents(trained)
+    evaluate(trained, how)
+    assert contents(trained) == before
+    assert Job(trained).run() is not None  # and the training goes on
+
+
+@pytest.mark.parametrize("how", ["Model.eval", "Guard auto", "Guard never"])
+def test_what_a_killed_training_left_in_memory_stays(tmp_path: Path, how: str) -> None:
+    """Else whoever looks how far the weights are costs the training all steps since its last file."""
+    directory, memory = tmp_path / "ckpt", tmp_path / "shm"
+    env: dict[str, str] = {"MINDX_ARENA_DIR": str(memory), "MINDX_SNAPSHOT_EVERY": "1"}
+    run_job("loop.py", directory, "--kill", "boundary:5:0", env=env, code=-9)
+    assert not list(directory.glob("*.safetensors"))
+    if how == "Guard auto":
+        network = torch.nn.Module()  # not of the same network: the evaluation is refused, and takes nothing along
+        with pytest.raises(mx.errors.MindxError), mx.Guard(model=network, directory=directory):
+            pass
+    else:
+        evaluate(directory, how)
+    assert rank_folders(job_folder(memory, directory.resolve()))
+    resumed = run_job("loop.py", directory, env=env)
+    assert {m[1] for m in resumed.matches(r"READY \d+ \d+ (\w+)")} == {"5"}, resumed.report()
+
+
+def test_a_training_without_an_optimizer_of_its_own_writes_its_files(tmp_path: Path) -> None:
+    """Updates by hand: the guard knows of nothing to train."""
+
+    def train_until(stop: int) -> None:
+        with mx.Guard(model=torch.nn.Linear(2, 2), directory=tmp_path, resume="auto") as guard:
+            for _ in guard.epochs(1):
+                while True:
+                    guard.step_end()
+                    if guard.position.step == stop:
+                        guard.request_stop("enough", 3)
+
+    texts = []
+    for stop in (2, 4):
+        with pytest.raises(GracefulExit):
+            train_until(stop)
+        texts.append({name: (tmp_path / name).read_bytes() for name in START_FILES if (tmp_path / name).exists()})
+    assert set(texts[0]) == {"strategy.proto"} and set(texts[1]) == set(START_FILES)
+
+
+@pytest.mark.slow
+def test_an_evaluation_of_two_ranks_of_which_one_may_be_asked_to_exit(tmp_path: Path) -> None:
+    """Nobody waits for the rank without the callback, nobody is told to wrap in DDP what is only evaluated."""
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "ckpt" / "strategy.proto").write_bytes(b"of the training")
+    job = run_job("train_model.py", tmp_path / "ckpt", "--eval-only", ranks=2, env={"MINDX_ARENA_DIR": "none"})
+    assert len({m[1] for m in job.matches(r"LOSS \d ([\d.]+)")}) == 1 and len(job.matches("LOSS")) == 2, job.report()
+    assert not job.matches("no DDP"), job.report()
+    assert (tmp_path / "ckpt" / "strategy.proto").read_bytes() == b"of the training"
