@@ -145,9 +145,7 @@ def test_what_waits_for_room_is_bounded_and_the_start_is_not_given_up(
 
 
 @pytest.mark.parametrize("room", [1, 100])
-def test_a_short_write_does_not_glue_two_lines_together(
-    path: Path, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_short_write_does_not_glue_two_lines_together(path: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(path, run_id="run")
     log.emit("start")
     disk = FullDisk(monkeypatch, path)
@@ -200,7 +198,8 @@ def test_several_writers_rotate_without_losing_a_line(path: Path) -> None:
     """Every process opens the file anew for each line; a rotation is another writer's at any moment."""
     script = (
         "import sys; from pathlib import Path; from mindx_elastic.events import EventLog\n"
-        "rank = int(sys.argv[2]); log = EventLog(Path(sys.argv[1]), run_id='run', rank=rank, generation_bytes=100_000)\n"
+        "rank = int(sys.argv[2])\n"
+        "log = EventLog(Path(sys.argv[1]), run_id='run', rank=rank, generation_bytes=100_000)\n"
         "log.emit('start', step=0)\n"
         "for number in range(250): log.emit('save', step=number, reason='x' * 50)\n"
     )

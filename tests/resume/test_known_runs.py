@@ -102,12 +102,15 @@ def test_a_directory_that_was_made_anew_gets_nothing_of_it(
     assert find(machine) == [None] * WORLD
 
 
-def test_an_older_run_claims_nothing_once_another_one_has_lived(machine: Machine, full: list[str]) -> None:
+def test_an_older_run_claims_nothing_once_another_one_has_lived(
+    machine: Machine, full: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """This machine had no part in the newer run: the directory knows that one, and it is the one to go on with."""
     machine.snapshot(9)
     assert begin(machine) == "none"
     claim = claim_of(machine.job, machine.directory)
-    assert claim is not None
+    assert claim is not None and full
+    monkeypatch.undo()
     write_step(machine.directory, 3, world_size=WORLD, run_id="newer", created=claim.began + 1)
     assert {step for step, _, _ in taken(find(machine))} == {3}
 
@@ -122,15 +125,16 @@ def test_a_run_is_known_by_its_files(machine: Machine) -> None:
 def test_the_holder_keeps_to_the_same_rule(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.snapshot(9)
+    arena = machine.arena(0)
+    arena.describe(machine.directory, RUN)
+    arena.close()
     assert "does not know the run" in " ".join(flush(machine.job).lines)
     assert begin(machine) == "marker"
     flushed = flush(machine.job)
     assert flushed.step == 9, flushed.lines
 
 
-def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rotated_log_and_only_as_much_of_it_as_is_needed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     log = machine.directory / "events.jsonl"
     machine.know("older")
     os.rename(log, older_generation(log))

@@ -16,7 +16,6 @@ from mindx_elastic.resume.known_runs import known_runs
 from mindx_elastic.resume.memory_files import (
     RING_COPY,
     OwnState,
-
     own_rings,
     own_states,
     snapshot_entries,
