@@ -35,7 +35,7 @@ logger = logging.getLogger("mindx_elastic")
 GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
 READ_BYTES = 2 * GENERATION_BYTES
-"""Of each of the two files no more is ever read, whatever its size: one that could not be moved, or an old version's."""
+"""Of each of the two files no more is ever read, whatever its size: one that cannot be moved, or an old one."""
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
 _WAITING_BYTES = 1 << 18  # of events that could not be written
@@ -79,7 +79,7 @@ def attach_console(rank_filter: RankFilter, level: str) -> logging.Handler | Non
 
 
 class EventLog:
-    """Appends events to `path`; usable from any thread. It never raises: a failed write is tried again with the next event.
+    """Appends events to `path`; usable from any thread. It never raises: what fails is tried again with the next event.
 
     Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
     writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.

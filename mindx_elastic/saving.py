@@ -25,6 +25,7 @@ from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
 
@@ -237,7 +238,7 @@ class Saver:
     def _write_files(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path]) -> SaveResult:
         def write() -> SaveResult:
             for target in (path, *also):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_directory_durable(target.parent)
             return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also)
 
         try:

@@ -29,7 +29,13 @@ from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
-from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
+from mindx_elastic.persist.storage import (
+    check_free_space,
+    create_temp,
+    fsync_dir,
+    make_directory_durable,
+    publish,
+)
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
@@ -353,21 +359,13 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -
     try:
         memory = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            _make_folder(target.parent)
+            make_directory_durable(target.parent)
             _copy(memory, target, info)
         finally:
             os.close(memory)
     except OSError as error:
         problem = f"{target}: cannot be written from memory, where a start on this machine finds it: "
         raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o755)
-    except FileExistsError:
-        return
-    fsync_dir(folder.parent)
 
 
 def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
