@@ -63,7 +63,7 @@ def rank_folders(job: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(job.glob("rank_*")) if _is_own_folder(job) else ():
         number = path.name[5:]
-        if number.isdigit() and _is_own_folder(path):
+        if number.isdecimal() and _is_own_folder(path):
             found[int(number)] = path
     return found
 
