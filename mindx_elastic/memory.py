@@ -122,7 +122,11 @@ def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, r
         return None
     try:
         arena = RankArena(settings.base, directory, ranks.rank)
-        return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
+        try:
+            return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
+        except BaseException:
+            arena.close()
+            raise
     except (ArenaError, OSError) as error:
         logger.warning("%s; nothing is kept in memory, checkpoints on disk are not affected", error)
         return None

@@ -52,10 +52,10 @@ class Surroundings:
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
         self.memory = open_memory(settings, directories[0], ranks, replicated=saver.replicated)
-        self._agree_on_interval()
         self.keep_memory = True
         """Until all ranks are known to be safe on disk."""
-        stack.callback(self._close_memory)
+        stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
+        self._agree_on_interval()
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self.mirror = saver.mirror = open_mirror(copies, ranks, directories, self.exchange, saver.events, store_host())
         """Keeps copies of the files on other nodes; None where there are none to keep."""

@@ -1,8 +1,8 @@
 """What a power cut leaves in the strictest file system that POSIX allows.
 
-A file's bytes are on disk only as of its last `fsync`; an entry of a directory (a file, a folder, a new name) only as of
-the last `fsync` of that directory. `StrictDisk` stands beside a real directory tree and notes what is flushed while
-it is active; `survives` says whether a path would still lead to the same bytes after a cut at this moment.
+A file's bytes are on disk only as of its last `fsync`; an entry of a directory (a file, a folder, a new name) only as
+of the last `fsync` of that directory. `StrictDisk` stands beside a real directory tree and notes what is flushed while
+it is active; `check` insists that a path would still lead to the same bytes after a cut at this moment.
 """
 
 from __future__ import annotations

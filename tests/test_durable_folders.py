@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +140,8 @@ def test_a_copy_from_another_node_survives(disk: StrictDisk, tmp_path: Path) -> 
 
 
 @pytest.fixture
-def machine(tmp_path: Path) -> Iterator[Machine]:
-    yield Machine(tmp_path, 2)
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path, 2)
 
 
 def test_what_the_holder_writes_survives(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.flatten import MAX_DIMS, Tree, flatten
+from mindx_elastic.persist.flatten import MAX_DEPTH, MAX_DIMS, Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = [
@@ -75,6 +75,8 @@ _MAX_TEXT = 1024
 _MAX_REASON = 10_000
 _MAX_COORDINATES = 256
 _MAX_APPEND_INFO_DEPTH = 64
+_MAX_LAYOUT_DEPTH = 16
+_MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that is no JSON object takes three levels
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGESTS_KEY = b'"mindx.digests":'
@@ -419,10 +421,13 @@ def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, s
     if digests.keys() != entries.keys() or not all(_DIGEST.fullmatch(text) for text in digests.values()):
         raise ValueError("the digests do not belong to the tensors")
     layout = json.loads(metadata.get("mindx.layout", "{}"))
-    if not isinstance(layout, dict):
-        raise ValueError("the layout is not a JSON object")
+    if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
+        raise ValueError("the layout is not a JSON object of reasonable depth")
+    tree = json.loads(metadata["mindx.tree"])
+    if _is_deeper(tree, _MAX_TREE_DEPTH):  # whoever walks it does so recursively
+        raise ValueError(f"the tree is nested deeper than {_MAX_TREE_DEPTH} levels")
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
-    return Header(info, json.loads(metadata["mindx.tree"]), entries, digests, layout, data_start, size)
+    return Header(info, tree, entries, digests, layout, data_start, size)
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.errors import SaveError, StrPath, UnsafeDirectoryError, UsageError
@@ -109,10 +110,8 @@ def _flush_entry(directory: Path) -> None:
     known = str(directory), status.st_dev, status.st_ino
     if known in _flushed:
         return
-    try:
+    with suppress(PermissionError):  # a parent that we may not read is none that we have written to
         fsync_dir(directory.parent)
-    except PermissionError:  # a parent that we may not read is none that we have written to
-        pass
     _flushed.add(known)
 
 

@@ -80,7 +80,8 @@ def facts_of(
         except MemoryError:
             raise  # ours, not the file's
         except Exception as error:
-            # Whatever a record can bring about is the file's own damage. Its tensors are sound all the same: it serves its own rank, in the same world.
+            # Whatever a record can bring about is the file's own damage. Its tensors are sound all the same: it serves
+            # its own rank, in the same world.
             reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
             rejected.append(Rejected(str(entry.path), reason))
             strategy, echoes = alone(info.rank, info.world_size), {}
