@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from mindx_elastic import Guard
-from mindx_elastic.data import position as position_module
 from mindx_elastic.capture.position import Position
+from mindx_elastic.data import position as position_module
 from mindx_elastic.errors import (
     GracefulExit,
     UsageError,

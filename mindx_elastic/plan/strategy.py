@@ -120,6 +120,9 @@ class Strategy:
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """The ranks that hold the same parts of everything; ascending, and so are the ranks in each."""
+        layouts = [group.layout for group in self.classes]
+        if layouts and all(layout.ranks == layouts[0].ranks and not layout.splitting for layout in layouts):
+            return [tuple(sorted(layouts[0].ranks))]  # DDP: worlds of any size at once
         parts: dict[int, list[tuple[int, int]]] = {}
         for number, group in enumerate(self.classes):
             layout = group.layout
