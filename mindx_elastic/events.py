@@ -1,25 +1,49 @@
 """What happened: one JSON object a line in ``events.jsonl``, and one log line for a person.
 
-Format (DESIGN section 6): time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
+Format: time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
 further keys where an event has more to say. Every rank appends to the same file with single `write` calls on an
-`O_APPEND` descriptor, so lines of several ranks do not mix on a local file system.
+`O_APPEND` descriptor, so lines of several ranks do not mix on a local file system. The file is bounded: see `EventLog`.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import stat
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EventLog", "RankFilter", "attach_console", "logger"]
+__all__ = [
+    "GENERATION_BYTES",
+    "READ_BYTES",
+    "EventLog",
+    "RankFilter",
+    "attach_console",
+    "lines_backwards",
+    "logger",
+    "older_generation",
+]
 
 logger = logging.getLogger("mindx_elastic")
+GENERATION_BYTES = 4 << 20
+"""A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
+READ_BYTES = 2 * GENERATION_BYTES
+"""Of each of the two files no more is ever read, whatever its size: one that cannot be moved, or an old one."""
 _TAIL_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 16
+_WAITING_BYTES = 1 << 18  # of events that could not be written
+_CARRIED = ("start", "resume", "agent_start", "attempt", "summary", "agent_end")
+_CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
+_LOOKS, _LOOK_AGAIN_S = 3, 0.002
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class RankFilter(logging.Filter):
@@ -55,32 +79,46 @@ def attach_console(rank_filter: RankFilter, level: str) -> logging.Handler | Non
 
 
 class EventLog:
-    """Appends events to `path`; usable from any thread. A log that cannot be written warns once, it never raises."""
+    """Appends events to `path`; usable from any thread. It never raises: what fails is tried again with the next event.
 
-    def __init__(self, path: Path, *, run_id: str = "", attempt: int = 0, rank: int = 0) -> None:
+    Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
+    writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.
+    The newest `_CARRIED_LINES` of the events `_CARRIED`, one for each run and attempt, are written to the new file at
+    once: which run it is, and where each attempt began, is never lost by a rotation.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str = "",
+        attempt: int = 0,
+        rank: int = 0,
+        generation_bytes: int = GENERATION_BYTES,
+    ) -> None:
         self.path = path
         self.run_id, self.attempt, self.rank = run_id, attempt, rank
         self.counters: dict[str, int] = {}
+        self._generation_bytes = generation_bytes
         self._lock = threading.Lock()
-        self._broken = False
+        self._waiting: list[tuple[str, bytes]] = []
+        self._lost = 0
+        self._recorded_run: str | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the file has a line of this run from this process. Any thread."""
+        return self._recorded_run == self.run_id
 
     def has_ended(self, rank: int) -> bool:
         """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                lines = file.read().splitlines()
-        except OSError:
-            return False
         wanted = {"run_id": self.run_id, "attempt": self.attempt, "rank": rank, "event": "end"}
-        for line in reversed(lines):
-            if b'"end"' in line:
-                try:
-                    found = json.loads(line)
-                except ValueError:
-                    continue
-                if isinstance(found, dict) and all(found.get(key) == value for key, value in wanted.items()):
-                    return True
+        for path in (self.path, older_generation(self.path)):
+            for line in lines_backwards(path, _TAIL_BYTES):
+                if b'"end"' in line:
+                    found = _parse(line)
+                    if found is not None and all(found.get(key) == value for key, value in wanted.items()):
+                        return True
         return False
 
     def emit(
@@ -107,17 +145,151 @@ class EventLog:
             **more,
         }
         data = (json.dumps(fields, default=str) + "\n").encode()
+        run_id = self.run_id
         with self._lock:
             self.counters[event] = self.counters.get(event, 0) + 1
-            if self._broken:
-                return
+            was_broken = bool(self._waiting)
+            self._waiting.append((event, data))
             try:
-                # Opened for each line: events are rare, and no descriptor leaks into forked loader workers.
-                fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-                try:
-                    os.write(fd, data)
-                finally:
-                    os.close(fd)
+                self._append(b"".join(text for _, text in self._waiting))
             except OSError as error:
-                self._broken = True
-                logger.warning("cannot append to %s (%s); events are no longer recorded", self.path, error)
+                self._shorten_waiting()
+                if not was_broken:
+                    logger.warning(
+                        "cannot append to %s (%s); events are kept in memory, and written when it works again",
+                        self.path,
+                        error.strerror or error,
+                    )
+                return
+            if was_broken:
+                late = len(self._waiting) - 1
+                lost = f", {self._lost} were lost" if self._lost else ""
+                logger.warning("%s can be written again: %d earlier events are recorded now%s", self.path, late, lost)
+            self._waiting, self._lost = [], 0
+            self._recorded_run = run_id
+
+    def _shorten_waiting(self) -> None:
+        """What cannot be written must not fill the memory; what a start needs goes last."""
+        while len(self._waiting) > 1 and sum(len(data) for _, data in self._waiting) > _WAITING_BYTES:
+            dispensable = [n for n, (event, _) in enumerate(self._waiting) if event not in _CARRIED]
+            del self._waiting[dispensable[0] if dispensable else 0]
+            self._lost += 1
+
+    def _append(self, data: bytes) -> None:
+        """Raises OSError; the file may then end in half a line, which the next call closes."""
+        # Opened for each line: events are rare, and no descriptor leaks into forked loader workers.
+        fd = os.open(self.path, _FLAGS, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+            if _ends_in_half_a_line(fd):
+                data = b"\n" + data
+            written = os.write(fd, data)
+            if written < len(data):
+                # Not the rest of it: another rank's line may stand between. Readers skip a line that is cut off.
+                data = b"\n" + data
+                if (again := os.write(fd, data)) < len(data):
+                    raise OSError(errno.ENOSPC, f"only {again} of {len(data)} bytes were written", str(self.path))
+            if os.fstat(fd).st_size > self._generation_bytes:
+                self._rotate(fd)
+        finally:
+            os.close(fd)
+
+    def _rotate(self, fd: int) -> None:
+        """Move the file behind `fd`, which is full, out of the way; unless another writer does, or has done so."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS or self.rank != 0:
+                return  # it is being done; or nothing can be locked there: rank 0 does it
+        try:
+            # Whoever renames this very file holds its lock, so it cannot change between here and the rename.
+            if not os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
+                return
+            older = older_generation(self.path)
+            carried = self._lines_to_carry(older)
+            os.replace(self.path, older)
+            if carried:
+                new = os.open(self.path, _FLAGS, 0o644)
+                try:
+                    os.write(new, b"".join(carried))
+                finally:
+                    os.close(new)
+        except OSError as error:  # the line itself is written, and nothing is lost: both files are read
+            logger.debug("%s cannot be rotated: %s", self.path, error)
+
+    def _lines_to_carry(self, older: Path) -> list[bytes]:
+        kept: dict[tuple[object, ...], bytes] = {}
+        marks = [f'"event": "{event}"'.encode() for event in _CARRIED]
+        for path in (self.path, older):
+            for line in lines_backwards(path):
+                if len(kept) >= _CARRIED_LINES:
+                    break
+                if len(line) > _CARRIED_LINE_BYTES or not any(mark in line for mark in marks):
+                    continue
+                found = _parse(line)
+                if found is None or found.get("event") not in _CARRIED:
+                    continue
+                key = tuple(str(found.get(name)) for name in ("run_id", "attempt", "event", "pid", "host"))
+                kept.setdefault(key, line + b"\n")
+        return list(reversed(kept.values()))
+
+
+def older_generation(path: Path) -> Path:
+    """Where the lines are that were written to the log `path` before its newest ones."""
+    return path.with_name(f"{path.name}.1")
+
+
+def lines_backwards(path: Path, limit_bytes: int = READ_BYTES) -> Iterator[bytes]:
+    """The lines of a log without their ends, the newest first, of its last `limit_bytes` only.
+
+    The first line within them may be cut off. A file that is not there, or cannot be read, has none. Any thread.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return
+        end, least = status.st_size, max(0, status.st_size - limit_bytes)
+        rest: list[bytes] = []  # of a line whose beginning is further in front, back to front
+        while end > least:
+            start = max(least, end - _PIECE_BYTES)
+            piece = os.pread(fd, end - start, start)
+            end = start
+            head, *lines = piece.split(b"\n")
+            if not lines:
+                rest.append(head)
+                continue
+            lines[-1] += b"".join(reversed(rest))
+            rest = [head]
+            yield from (line for line in reversed(lines) if line)
+        if first := b"".join(reversed(rest)):
+            yield first
+    except OSError:
+        return
+    finally:
+        os.close(fd)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _ends_in_half_a_line(fd: int) -> bool:
+    """Whether a writer was killed, or the disk was full, in the middle of the last line."""
+    for _ in range(_LOOKS):
+        size = os.fstat(fd).st_size
+        if size == 0 or os.pread(fd, 1, size - 1) == b"\n":
+            return False
+        time.sleep(_LOOK_AGAIN_S)  # another writer may be in the middle of its line
+        if os.fstat(fd).st_size != size:
+            continue
+        return os.pread(fd, 1, size - 1) != b"\n"
+    return False

@@ -26,7 +26,7 @@ from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.data.position import current_epoch, num_batches
+from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.listening import Listening, find_peers
@@ -172,6 +172,7 @@ class Guard:
         self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
         directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
+        self._current_epoch = epoch_reader(self.loader)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
@@ -344,8 +345,9 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        if self._epoch == 0 or current_epoch(self.loader) not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, current_epoch(self.loader), self._epoch), 0
+        current_epoch = self._current_epoch()
+        if self._epoch == 0 or current_epoch not in (0, self._epoch):
+            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
         self._cut = not (self._accumulates and self._update_gate.window_open())

@@ -23,6 +23,7 @@ from mindx_elastic.errors import ArenaError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.slots import adopt_slots
+from mindx_elastic.resume.known_runs import leave_trace
 from mindx_elastic.resume.memory_files import RING_COPY
 from mindx_elastic.snapshot_schedule import SnapshotSchedule
 from mindx_elastic.snapshotting import Snapshotter
@@ -72,7 +73,8 @@ class Memory:
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
-            self._arena.describe(self._directory, events.run_id)
+            trace = leave_trace(self._directory, events.run_id, logged=events.is_recorded)
+            self._arena.describe(self._directory, events.run_id, trace)
         except OSError as error:
             logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
         modules = list(replicas)
@@ -120,7 +122,11 @@ def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, r
         return None
     try:
         arena = RankArena(settings.base, directory, ranks.rank)
-        return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
+        try:
+            return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
+        except BaseException:
+            arena.close()
+            raise
     except (ArenaError, OSError) as error:
         logger.warning("%s; nothing is kept in memory, checkpoints on disk are not affected", error)
         return None

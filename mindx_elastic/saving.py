@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
 
@@ -33,6 +35,7 @@ __all__ = ["Saver"]
 
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
+_MOST_COPIES = 2
 
 
 class Saver:
@@ -128,16 +131,22 @@ class Saver:
                 return self._report(error, info)
             return True
 
+        if policy.asynchronous:
+            self._background.reserve()  # before the copy is made: a third one has no room in memory
         try:
             state = to_host(
                 self.collector.state(), boundary_event=self.collector.boundary_event, copy=policy.asynchronous
             )
-        except Exception as error:
+            if policy.asynchronous:
+                self._background.submit(partial(work, state))
+                return True
+        except BaseException as error:
+            if policy.asynchronous:
+                self._background.give_up()
+            if not isinstance(error, Exception):
+                raise
             return self._report(error, info)
-        if not policy.asynchronous:
-            return work(state)
-        self._background.submit(lambda: work(state))
-        return True
+        return work(state)
 
     def _report(self, error: Exception, info: CheckpointInfo) -> bool:
         """A periodic save failed, for whatever reason: no cause to end a training."""
@@ -249,7 +258,7 @@ class Saver:
     def _write_files(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path]) -> SaveResult:
         def write() -> SaveResult:
             for target in (path, *also):
-                target.parent.mkdir(parents=True, exist_ok=True)
+                make_directory_durable(target.parent)
             return write_checkpoint(
                 path,
                 state,
@@ -314,7 +323,7 @@ class Saver:
         """The newest whole step, the step just written, and those that may become whole yet.
 
         A step is whole when every rank's file is there. The other ranks may be behind: by one save, or with background
-        saves by three (one being written, one waiting, one being handed over); so many of the newest own steps stay as
+        saves by two (one being written, one waiting or being made); one more than that of the newest own steps stay as
         long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
         """
         whole = catalog.newest_complete(self.events.run_id)
@@ -334,20 +343,32 @@ def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
 
 
 class _Background:
-    """The persist thread: one job at a time, in order; at most one waits, so that memory holds two copies at most."""
+    """The persist thread: one job at a time, in order. Memory holds two copies of the state at most: the one that is
+    written, and the next one, which waits or is still being made.
+    """
 
     def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue(maxsize=1)
+        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue()
         self._thread: threading.Thread | None = None
         self._idle = threading.Condition()
         self._open = 0
+
+    def reserve(self) -> None:
+        """Training thread, before it copies: wait until there is room for one more. `submit` or `give_up` follows."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._open < _MOST_COPIES)
+            self._open += 1
+
+    def give_up(self) -> None:
+        """There is no job after all."""
+        with self._idle:
+            self._open -= 1
+            self._idle.notify_all()
 
     def submit(self, job: Callable[[], bool]) -> None:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
             self._thread.start()
-        with self._idle:
-            self._open += 1
         self._jobs.put(job)
 
     def drain(self, timeout_s: float | None) -> bool:
@@ -361,12 +382,12 @@ class _Background:
             self._thread = None
 
     def _run(self) -> None:
+        job: Callable[[], bool] | None
         while (job := self._jobs.get()) is not None:
             try:
                 job()
             except Exception:
                 logger.exception("a background save met an unexpected error")
             finally:
-                with self._idle:
-                    self._open -= 1
-                    self._idle.notify_all()
+                job = None  # with it goes the copy, before there is room for another one
+                self.give_up()

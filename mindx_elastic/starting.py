@@ -182,7 +182,6 @@ def _write_group_info(strategy: Strategy | None, ranks: RankInfo, exchange: Exch
     try:
         from mindx_elastic.plan.group_info import write_group_info_file
 
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_group_info_file(strategy, ranks.rank, path)
     except (MindxError, OSError, ImportError) as error:
         logger.warning("GROUP_INFO_FILE=%s cannot be written: %s", path, error)

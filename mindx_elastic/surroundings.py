@@ -61,11 +61,11 @@ class Surroundings:
         base = settings.base
         self._was_there = base is not None and (job_folder(base, directories[0]) / f"rank_{ranks.rank}").exists()
         self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
-        self._agree_on_interval()
         self._has_trained = False
         self.keep_memory = True
         """Until all ranks are known to be safe on disk."""
-        stack.callback(self._close_memory)
+        stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
+        self._agree_on_interval()
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self.mirror = saver.mirror = open_mirror(copies, ranks, directories, self.exchange, saver.events, store_host())
         """Keeps copies of the files on other nodes; None where there are none to keep."""

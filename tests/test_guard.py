@@ -15,6 +15,7 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.capture.position import Position
+from mindx_elastic.data import position as position_module
 from mindx_elastic.errors import (
     GracefulExit,
     UsageError,
@@ -373,3 +374,21 @@ def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
     run(guard, weight, 0)
     assert guard.resumed_from_step == 4
     assert_same(weight.detach(), expected.detach())
+
+
+def test_what_kind_of_loader_it_is_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime Protocol answers slowly, and every step wants to know the epoch."""
+    asked: list[str] = []
+    protocol = position_module.PositionedLoader
+
+    class Counted(type):
+        def __instancecheck__(cls, loader: object) -> bool:
+            asked.append(type(loader).__name__)
+            return isinstance(loader, protocol)
+
+    class Stand(metaclass=Counted):
+        pass
+
+    monkeypatch.setattr(position_module, "PositionedLoader", Stand)
+    Job(tmp_path).run()
+    assert len(asked) == 1, asked

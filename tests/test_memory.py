@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from mindx_elastic import memory as memory_module
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.arena import RankArena, job_folder
 from mindx_elastic.capture.collector import Collector
@@ -220,3 +222,37 @@ def test_two_ranks_arenas_do_not_meet(place: Place) -> None:
     assert one.job == other.job and one.folder != other.folder
     one.remove()
     other.remove()
+
+
+def _locks_held() -> list[str]:
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    return [path for link in links if link.is_symlink() and (path := os.readlink(link)).endswith("/lock")]
+
+
+@pytest.mark.parametrize("where", ["collect", "publish"])
+def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    """The store is lost between opening memory and the agreement on the interval."""
+    fired = []
+    real = getattr(LocalExchange, where)
+
+    def lost(self: LocalExchange, name: str, *args: Any) -> Any:
+        if name != "interval":
+            return real(self, name, *args)
+        fired.append(_locks_held())
+        raise ConnectionError("injected: the store is gone")
+
+    monkeypatch.setattr(LocalExchange, where, lost)
+    with pytest.raises(ConnectionError, match="injected"):
+        Job(tmp_path / "ckpt", snapshot_every=1).run()
+    assert len(fired) == 1 and len(fired[0]) == 1, "the arena was open"
+    assert _locks_held() == []
+
+
+def test_memory_that_cannot_be_adopted_is_not_left_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(arena: Any) -> Any:
+        raise OSError("injected")
+
+    monkeypatch.setattr(memory_module, "adopt_slots", fail)
+    with no_traces():
+        Job(tmp_path / "ckpt", snapshot_every=1).run(epochs=1)
+    assert _locks_held() == []

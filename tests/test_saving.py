@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,61 @@ def test_an_asynchronous_save_holds_the_boundary_while_training_goes_on(
     Job(tmp_path, periodic=[Every(tmp_path, 2, asynchronous=True)]).run(epochs=1, after=note)
     for step in (2, 4):
         assert_same(read_checkpoint(tmp_path / f"every-1_{step}.safetensors").state["model"], seen[step])
+
+
+def test_asynchronous_saves_hold_two_copies_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is being written, the next one waits: the third is not even begun before the first is gone."""
+    writing, go_on = threading.Event(), threading.Event()
+    copies: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    copy = saving_module.to_host
+
+    def counted(state: Any, **options: Any) -> Any:
+        counts.append(sum(one() is not None for one in copies))
+        made = copy(state, **options)
+        copies.append(weakref.ref(next(iter(made["model"].values()))))
+        return made
+
+    def slow(path: Path, state: Any, info: Any, **options: Any) -> Any:
+        writing.set()
+        assert go_on.wait(60)
+        return write_checkpoint(path, state, info, **options)
+
+    monkeypatch.setattr(saving_module, "to_host", counted)
+    monkeypatch.setattr(saving_module, "write_checkpoint", slow)
+    collector = Collector({"model": nn.Linear(4, 4)})
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
+
+    def save(step: int) -> None:
+        collector.copy(Position(step, 1, step, 10))
+        assert saver.save_periodic(Every(tmp_path, asynchronous=True))
+
+    save(1)
+    assert writing.wait(60)
+    save(2)
+    third = threading.Thread(target=save, args=(3,))
+    third.start()
+    third.join(0.3)  # it has every chance to begin
+    assert counts == [0, 1], "two copies are there; a third one was begun"
+    go_on.set()
+    third.join(60)
+    save(4)
+    assert saver.drain(60)
+    saver.close()
+    assert len(counts) == 4 and max(counts) == 1, counts
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_copy_that_fails_leaves_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = Collector({"model": nn.Linear(4, 4)})
+    collector.copy(Position(1, 1, 1, 10))
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "to_host", fail)
+        assert [saver.save_periodic(Every(tmp_path, asynchronous=True)) for _ in range(5)] == [False] * 5
+    assert saver.save_periodic(Every(tmp_path, asynchronous=True))
+    saver.close()
+    assert steps_in(tmp_path) == [1]
 
 
 def fail(*args: Any, **options: Any) -> Any:

@@ -13,7 +13,7 @@ import errno
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,12 +30,19 @@ from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.slots import adopt_slots
-from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
+from mindx_elastic.persist.storage import (
+    check_free_space,
+    create_temp,
+    fsync_dir,
+    make_directory_durable,
+    publish,
+)
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import bases_of, order_of_moments, plan_resume, steps_before
 from mindx_elastic.resume.facts import facts_of
-from mindx_elastic.resume.memory_files import RING_COPY, known_runs, own_rings, own_states
+from mindx_elastic.resume.known_runs import claim_of, known_runs, usable_runs
+from mindx_elastic.resume.memory_files import RING_COPY, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush"]
 
@@ -113,12 +120,13 @@ def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], flus
     for rank, arena in arenas.items():
         flushed.lines += adopt_slots(arena)
         slots[rank] = _snapshots(arena)
-    known = known_runs([directory])
     rings = {rank: ring for rank, arena in arenas.items() if (ring := arena.folder / BOUNDARIES_FILE).exists()}
+    known = _usable_runs(directory, job, slots, rings)
     if not known and (rings or any(slots.values())):
         # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
         raise CheckpointError(
-            f"{directory / 'events.jsonl'} does not know the run that it is of; `mindx-elastic clean` removes it"
+            f"{directory / 'events.jsonl'} does not know the run that it is of, nor does a file there; "
+            "`mindx-elastic clean` removes it"
         )
     run = _newest_run(slots, known)
     slots = {rank: {m: slot for m, slot in found.items() if m[0] == run} for rank, found in slots.items()}
@@ -136,6 +144,20 @@ def _snapshots(arena: RankArena) -> _Slots:
     entries = [read_entry(slot.path) for slot in arena.slots]
     infos = [(entry.path, entry.info) for entry in entries if entry is not None]
     return {info.moment: (path, info) for path, info in infos if info is not None and info.resumable}
+
+
+def _usable_runs(directory: Path, job: Path, slots: Mapping[int, _Slots], rings: Mapping[int, Path]) -> set[str]:
+    """As by a start, of this machine alone; see `resume.known_runs`."""
+    wanted = {info.run_id for found in slots.values() for _, info in found.values()}
+    for ring in rings.values():
+        with suppress(OSError):  # said when it is copied
+            wanted |= {record.run_id for record in read_ring(ring)}
+    known = known_runs([directory], wanted)
+    if not wanted <= known.keys():
+        for step in scan(directory).steps:
+            known[step.run_id] = max(step.created, known.get(step.run_id, 0.0))
+    claim = claim_of(job, directory)
+    return usable_runs(known, [] if claim is None else [claim])
 
 
 def _newest_run(slots: Mapping[int, _Slots], known: set[str]) -> str:
@@ -338,21 +360,13 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -
     try:
         memory = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            _make_folder(target.parent)
+            make_directory_durable(target.parent)
             _copy(memory, target, info)
         finally:
             os.close(memory)
     except OSError as error:
         problem = f"{target}: cannot be written from memory, where a start on this machine finds it: "
         raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
-
-
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(mode=0o755)
-    except FileExistsError:
-        return
-    fsync_dir(folder.parent)
 
 
 def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:

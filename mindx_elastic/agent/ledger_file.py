@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord
+from mindx_elastic.events import READ_BYTES, older_generation
 
 __all__ = ["EVENTS_FILE", "AgentRun", "load", "load_runs"]
 
@@ -71,15 +72,27 @@ def load_runs(path: Path) -> list[AgentRun]:
     return runs
 
 
-def _events(path: Path) -> Iterator[dict[str, Any]]:
+def _events(path: Path) -> list[dict[str, Any]]:
+    older = older_generation(path)
+    if not os.path.lexists(older):
+        return [line for _, line in _lines(path)]
+    before = list(_lines(older))
+    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
+    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
+    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO of that name must not block
     with open(fd, "rb") as file:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path} is not a regular file")
+        file.seek(max(0, status.st_size - READ_BYTES))
         while data := file.readline(_MAX_LINE):
             line = _parse(data)
             if line is not None and line.get("event") in _OURS:
-                yield line
+                yield data, line
 
 
 def _parse(data: bytes) -> dict[str, Any] | None:

@@ -27,11 +27,12 @@ import os
 import stat
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -62,7 +63,7 @@ def rank_folders(job: Path) -> dict[int, Path]:
     found: dict[int, Path] = {}
     for path in sorted(job.glob("rank_*")) if _is_own_folder(job) else ():
         number = path.name[5:]
-        if number.isdigit() and _is_own_folder(path):
+        if number.isdecimal() and _is_own_folder(path):
             found[int(number)] = path
     return found
 
@@ -203,12 +204,12 @@ class RankArena:
             self.close()
             raise
 
-    def describe(self, directory: Path, run_id: str) -> None:
-        """Say whose arena it is, for people and for `mindx-elastic clean`."""
+    def describe(self, directory: Path, run_id: str, trace: Mapping[str, Any] | None = None) -> None:
+        """Say whose arena it is, for people and for `mindx-elastic clean`; with the run's `trace` in `directory`."""
         path = self.job / "owner.json"
         temp = self.folder / "owner.json"
         with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-            json.dump({"directory": str(directory), "run_id": run_id, "created": time.time()}, file)
+            json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
         os.replace(temp, path)
 
     def record(self, index: int) -> SlotRecord:

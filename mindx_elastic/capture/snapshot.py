@@ -36,7 +36,10 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> A
             return deque((walk(one) for one in item), item.maxlen)
         return item
 
-    return walk(value)
+    try:
+        return walk(value)
+    finally:
+        done.clear()  # `walk` refers to itself: what it holds would stay until the garbage collector comes by
 
 
 def _memory(tensor: torch.Tensor) -> object:

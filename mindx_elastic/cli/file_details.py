@@ -87,9 +87,9 @@ def _contents(tree: Any) -> tuple[list[str], int]:
         tag = next((key for key in node if key.startswith("$")), None) if isinstance(node, dict) else None
         if tag in _DATA_TAGS:
             names[str(node[tag])] = None
-        elif tag in _PAIR_TAGS:
-            stack.extend(pair[-1] for pair in reversed(node[tag]))
-        elif tag in _ITEM_TAGS:
+        elif tag in _PAIR_TAGS and isinstance(node[tag], list):
+            stack.extend(pair[-1] for pair in reversed(node[tag]) if isinstance(pair, list) and pair)
+        elif tag in _ITEM_TAGS and isinstance(node[tag], list):
             stack.extend(reversed(node[tag]))
         elif tag is None and isinstance(node, (dict, list)):
             stack.extend(reversed(list(node.values()) if isinstance(node, dict) else node))
@@ -114,7 +114,10 @@ def print_file(console: Console, details: dict[str, Any]) -> None:
 
 
 def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
-    created = datetime.fromtimestamp(details["created"]).astimezone()
+    try:
+        created = f"{datetime.fromtimestamp(details['created']).astimezone():%Y-%m-%d %H:%M:%S %z}"
+    except (OverflowError, ValueError, OSError):  # a header may say anything
+        created = "at a time that no calendar has"
     age = human_age(time.time() - details["created"])
     reason = details["kind"] if details["reason"] == details["kind"] else f"{details['kind']}: {details['reason']}"
     verified = {None: "not checked (--verify does)", True: "right", False: "wrong"}[details["verified"]]
@@ -124,7 +127,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("epoch", f"{details['epoch']} (batch {details['step_in_epoch']} of {details['batch_num']})"),
         ("reason", reason),
         ("rank", f"{details['rank']} of {details['world_size']}"),
-        ("created", f"{created:%Y-%m-%d %H:%M:%S %z} ({age} ago)"),
+        ("created", f"{created} ({age} ago)"),
         ("resumable", "yes" if details["resumable"] else "NO"),
         ("attempt", str(details["attempt"])),
         ("torch", details["torch_version"] or "-"),

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["inspect_command"]
 
 _COLUMNS = ("step", "epoch", "reason", "ranks", "complete?", "verified?", "size", "age")
+_MOST_MISSING = 4096  # that are listed: a file of a few bytes may say that it is one of a million
 _REASON_WIDTH = 12  # "reason" is the one column that may be wrapped; with less than this left for it there is no table
 _Row = dict[str, Text]  # cells by column
 _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed: what is wrong
@@ -135,7 +136,8 @@ def _step(step_set: StepSet, findings: _Findings | None, now: float) -> dict[str
         "reasons": list(step_set.reasons),
         "world_size": step_set.world_size,
         "ranks": sorted(best),
-        "missing_ranks": list(step_set.missing_ranks),
+        "missing_ranks": list(step_set.missing_ranks[:_MOST_MISSING]),
+        "num_missing_ranks": len(step_set.missing_ranks),
         "complete": step_set.complete,
         "why_incomplete": step_set.why_incomplete,
         "resumable": step_set.resumable,

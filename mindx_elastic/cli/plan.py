@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 __all__ = ["plan_command"]
 
+_UNASKED_WORLD = 1 << 16
+"""Ranks; a larger world is planned for when it is asked for, or when the files are there."""
+
 
 @dataclass(frozen=True)
 class _Result:
@@ -49,7 +52,7 @@ def plan_command(
         Path | None, typer.Option(metavar="FILE", help="The rank table (hccl.json) that says which ranks a node has.")
     ] = None,
     world_size: Annotated[
-        int | None, typer.Option(min=1, max=1 << 24, metavar="N", help="Ranks of the new start; default: as before.")
+        int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
     mesh: Annotated[
         str | None, typer.Option(metavar="SIZES", help="Mesh of the new start: dp=2,tp=2; others keep their size.")
@@ -130,10 +133,24 @@ def _plan(
     sizes = None if mesh is None else parse_mesh(mesh)
     found = find(path, strategy, run)
     faults = gather_faults(*fault_options, max((fact.world_size for fact in found.facts), default=None))
+    if world_size is None and sizes is None:
+        _refuse_if_only_claimed(found)
     world = new_world(found, world_size, sizes)
     if verify:
         return _Result(found, faults, *plan_and_check(found, world, KnownFaults.of(faults.ranks, faults.created), step))
     return _Result(found, faults, make_plan(found, world, KnownFaults.of(faults.ranks, faults.created), step), None)
+
+
+def _refuse_if_only_claimed(found: Found) -> None:
+    """A plan for a million ranks takes a minute: not because one small file says that it is one of a million."""
+    from mindx_elastic.errors import UsageError
+
+    size = found.world_size or 0
+    if size > _UNASKED_WORLD and size > 16 * len(found.facts):
+        raise UsageError(
+            f"the step that goes first says that {size} ranks wrote it, and {len(found.facts)} files are here; give "
+            "the number of ranks of the new start with --world-size"
+        )
 
 
 def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:

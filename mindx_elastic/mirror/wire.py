@@ -46,7 +46,13 @@ from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.catalog import TFT_FOLDER
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
-from mindx_elastic.persist.storage import check_free_space, create_temp, fsync_dir, publish
+from mindx_elastic.persist.storage import (
+    check_free_space,
+    create_temp,
+    fsync_dir,
+    make_directory_durable,
+    publish,
+)
 from mindx_elastic.persist.writer import keep_older
 
 __all__ = [
@@ -244,7 +250,7 @@ class Incoming:
         if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= MAX_FILE_BYTES:
             raise OSError(f"{size!r} is no size of a file")
         self._path, self._size = path, size
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_directory_durable(path.parent)
         self._fd, self._temp = create_temp(path)
         try:
             if not preallocate(self._fd, size):
@@ -271,6 +277,5 @@ class Incoming:
             raise CorruptCheckpointError(f"{self._path.name}: {problem}", path=self._path)
         keep_older(self._path, info)
         publish(self._temp, self._path)
-        for folder in (self._path.parent, self._path.parent.parent):
-            fsync_dir(folder)
+        fsync_dir(self._path.parent)
         return info

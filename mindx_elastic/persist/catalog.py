@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath
 from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
+from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.persist.storage import TEMP_SUFFIX
 
 __all__ = [
@@ -98,8 +99,8 @@ class StepSet:
     """Of the newest file, should they disagree."""
     complete: bool
     """Every rank has a resumable file of this run, attempt, step and world size. Digests are not checked yet."""
-    missing_ranks: tuple[int, ...]
-    """Ranks without a resumable file."""
+    missing_ranks: Sequence[int]
+    """Ranks without a resumable file, ascending; in huge worlds no list of them is made (`RankGaps`)."""
     why_incomplete: str | None
     """One line for a person; None when complete."""
     reasons: tuple[str, ...]
@@ -252,9 +253,10 @@ def _step_set(group: Sequence[CatalogEntry], rank: int | None) -> StepSet:
     entries = tuple(sorted(group, key=preference))
     infos = [_info(entry) for entry in entries]
     newest = max(infos, key=lambda info: info.created)
-    wanted = range(newest.world_size) if rank is None else (rank,)
     there = {info.rank for info in infos if info.resumable}
-    missing = tuple(r for r in wanted if r not in there)
+    missing: Sequence[int] = RankGaps(newest.world_size, there)
+    if rank is not None:
+        missing = () if rank in there else (rank,)
     why = _why_incomplete(infos, missing, newest.world_size)
     used: dict[int, str] = {}
     for info in infos:
@@ -279,8 +281,11 @@ def _why_incomplete(infos: Sequence[CheckpointInfo], missing: Sequence[int], wor
     if len(sizes) > 1:
         # Shares of two worlds do not add up to one state, even when each rank number is there once.
         return f"files disagree on the world size ({', '.join(map(str, sizes))})"
-    useless = [r for r in missing if any(info.rank == r for info in infos)]
-    absent = [r for r in missing if r not in useless]
+    useless = sorted({info.rank for info in infos if info.rank in missing})
+    absent: Sequence[int] = missing
+    if useless:
+        ruled_out = {info.rank for info in infos}
+        absent = RankGaps(world_size, ruled_out) if isinstance(missing, RankGaps) else ()
     parts = [f"{_ranks(absent)} of {world_size} missing"] if absent else []
     parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
     return "; ".join(parts) or None

@@ -31,11 +31,13 @@ import torch
 from mindx_elastic.errors import UnsupportedStateError
 from mindx_elastic.persist.dtypes import NAMES, to_stored
 
-__all__ = ["MAX_DEPTH", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
+__all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"]
 
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
 MAX_DEPTH = 100
+MAX_DIMS = 64
+"""Of a tensor; as numpy has it."""
 """Deepest nesting; far below Python's recursion limit, and the way a state that contains itself is found."""
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
@@ -183,6 +185,8 @@ class _Encoder:
         node: dict[str, Tree] = {"$tensor": name}
         if value.dtype not in NAMES:
             node["dtype"] = str(value.dtype).removeprefix("torch.")
+        if stored.dim() > MAX_DIMS:
+            raise UnsupportedStateError(where or "state", f"a tensor of {stored.dim()} dimensions; {MAX_DIMS} at most")
         if not stored.is_contiguous() and is_dense(stored.shape, stored.stride()):
             node["strides"] = list(stored.stride())  # channels_last and transposed weights stay as fast as they were
         if value.requires_grad:

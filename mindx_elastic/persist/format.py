@@ -40,7 +40,7 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
-from mindx_elastic.persist.flatten import Tree, flatten
+from mindx_elastic.persist.flatten import MAX_DEPTH, MAX_DIMS, Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten
 
 __all__ = [
@@ -66,14 +66,23 @@ Moment = tuple[str, int, int]
 
 SCHEMA = "1"
 DATA_ALIGNMENT = 4096
-MAX_WORLD_SIZE = 1 << 24
-"""Whoever reads a header makes lists of so many ranks."""
+MAX_WORLD_SIZE = 1 << 18
+"""Whoever plans with a file makes lists of so many ranks."""
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
+
+_MAX_TEXT = 1024
+_MAX_REASON = 10_000
+_MAX_COORDINATES = 256
+_MAX_APPEND_INFO_DEPTH = 64
+_MAX_LAYOUT_DEPTH = 16
+_MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that is no JSON object takes three levels
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGESTS_KEY = b'"mindx.digests":'
 _HEADER_DIGEST_KEY = b'"mindx.header_digest":'
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_HEADER_ITEMS = 1_000_000
 _HEADER_DIGEST = re.compile(re.escape(_HEADER_DIGEST_KEY) + rb'"([0-9a-f]{32})"')
 
 
@@ -116,6 +125,7 @@ class CheckpointInfo:
         problem = _info_problem(self)
         if problem:
             raise UsageError(f"checkpoint info: {problem}")
+        object.__setattr__(self, "reason", _one_text(self.reason))
         object.__setattr__(self, "append_info", tuple(self.append_info))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
@@ -126,6 +136,9 @@ class CheckpointInfo:
 
     def to_json(self) -> str:
         """One JSON object. Raises UnsupportedStateError when `append_info` holds what JSON has no form for."""
+        if _is_deeper(self.append_info, _MAX_APPEND_INFO_DEPTH):
+            problem = f"nested deeper than {_MAX_APPEND_INFO_DEPTH} levels, or it contains itself"
+            raise UnsupportedStateError("append_info", problem)
         try:
             return json.dumps(asdict(self))
         except (TypeError, ValueError, RecursionError) as error:
@@ -137,15 +150,48 @@ class CheckpointInfo:
         try:
             values = json.loads(text)
             known = {f.name for f in fields(cls)}
+            if _is_deeper(values.get("append_info"), _MAX_APPEND_INFO_DEPTH):
+                raise ValueError("append_info is nested too deep")
             return cls(**{key: value for key, value in values.items() if key in known})
-        except (AttributeError, TypeError, ValueError, RecursionError) as error:
+        except (ArithmeticError, AttributeError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"malformed checkpoint info: {error}") from error
 
 
+def _is_deeper(value: object, limit: int) -> bool:
+    """Whether JSON-able `value` is nested deeper than `limit` lists and dicts; a cycle is."""
+    level = [value]
+    for _ in range(limit + 1):
+        inner: list[object] = []
+        for each in level:
+            if isinstance(each, Mapping):
+                inner += each.values()
+            elif isinstance(each, (list, tuple)):
+                inner += each
+        level = [each for each in inner if isinstance(each, (Mapping, list, tuple))]
+        if not level:
+            return False
+        if len(level) > _MAX_HEADER_ITEMS:
+            return True
+    return True
+
+
+def _one_text(reason: str) -> str:
+    """A reason as any reader can show it: undecodable bytes (of a file's name) escaped, and not without end."""
+    text = reason.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
+
+
+def _is_plain(text: object) -> bool:
+    """Whether it is a text of reasonable length that every encoding can say."""
+    return isinstance(text, str) and len(text) <= _MAX_TEXT and not _SURROGATE.search(text)
+
+
 def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can be of any type
-    for name in ("run_id", "reason", "kind", "torch_version"):
-        if not isinstance(getattr(info, name), str):
-            return f"{name} must be a string"
+    if not isinstance(info.reason, str):
+        return "reason must be a string"
+    for name in ("run_id", "kind", "torch_version"):
+        if not _is_plain(getattr(info, name)):
+            return f"{name} must be a string of at most {_MAX_TEXT} characters, without surrogates"
     for name in ("world_size", "rank", "step", "epoch", "step_in_epoch", "batch_num", "attempt"):
         value = getattr(info, name)
         if type(value) is not int or not 0 <= value < 1 << 63:
@@ -156,12 +202,17 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"rank {info.rank} does not lie below world_size {info.world_size}"
     if type(info.resumable) is not bool:
         return "resumable must be true or false"
-    if type(info.created) not in (int, float) or not math.isfinite(info.created):
+    if type(info.created) not in (int, float) or not -(1 << 1023) < info.created < 1 << 1023:  # beyond: no float
         return "created must be a time in seconds"
-    if not isinstance(info.coordinates, Mapping) or not all(
-        isinstance(key, str) and type(value) is int for key, value in info.coordinates.items()
+    if (
+        not isinstance(info.coordinates, Mapping)
+        or len(info.coordinates) > _MAX_COORDINATES
+        or not all(
+            _is_plain(key) and type(value) is int and value.bit_length() <= _MAX_TEXT
+            for key, value in info.coordinates.items()
+        )
     ):
-        return "coordinates must map names to whole numbers"
+        return f"coordinates must map names to whole numbers, {_MAX_COORDINATES} at most"
     if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
         return "append_info must be a list"
     return None
@@ -312,10 +363,12 @@ def _parse(fd: int, path: Path) -> Header:
         raise ForeignCheckpointError(f"{path}: {error}", path=path) from None
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{path}: {error}", path=path) from error
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError) as error:
-        # UnicodeDecodeError and JSONDecodeError are ValueErrors; an OSError here is a medium that fails.
+    except MemoryError:
+        raise  # ours, not the file's
+    except Exception as error:
+        # Whatever a header can bring about is the file's damage; an OSError here is a medium that fails.
         problem = f"damaged header: {error}" if type(error) is ValueError else f"damaged header: {error!r}"
-        raise CorruptCheckpointError(f"{path}: {problem}", path=path) from error
+        raise CorruptCheckpointError(f"{path}: {problem:.1000}", path=path) from error
 
 
 class _ForeignError(Exception):
@@ -368,10 +421,13 @@ def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, s
     if digests.keys() != entries.keys() or not all(_DIGEST.fullmatch(text) for text in digests.values()):
         raise ValueError("the digests do not belong to the tensors")
     layout = json.loads(metadata.get("mindx.layout", "{}"))
-    if not isinstance(layout, dict):
-        raise ValueError("the layout is not a JSON object")
+    if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
+        raise ValueError("the layout is not a JSON object of reasonable depth")
+    tree = json.loads(metadata["mindx.tree"])
+    if _is_deeper(tree, _MAX_TREE_DEPTH):  # whoever walks it does so recursively
+        raise ValueError(f"the tree is nested deeper than {_MAX_TREE_DEPTH} levels")
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
-    return Header(info, json.loads(metadata["mindx.tree"]), entries, digests, layout, data_start, size)
+    return Header(info, tree, entries, digests, layout, data_start, size)
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -379,13 +435,19 @@ def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
     for name, value in content.items():
         start, end = value["data_offsets"]
         shape = value["shape"]
-        numbers = [start, end, *shape]
-        if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-            raise ValueError(f"tensor {name}: malformed shape or offsets")
+        if _SURROGATE.search(name):
+            raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
+        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+            raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
+        if not all(type(number) is int and 0 <= number < 1 << 62 for number in (start, end, *shape)):
+            raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
         if value["dtype"] not in BY_NAME:
-            raise ValueError(f"tensor {name}: unknown type {value['dtype']!r}")
-        if end - start != math.prod(shape) * BY_NAME[value["dtype"]].itemsize:
-            raise ValueError(f"tensor {name}: {end - start} bytes do not fit its shape and type")
+            raise ValueError(f"tensor {name:.80}: unknown type {value['dtype']!r:.80}")
+        itemsize = BY_NAME[value["dtype"]].itemsize
+        if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
+            raise ValueError(f"tensor {name:.80}: its shape is beyond all memory")
+        if end - start != math.prod(shape) * itemsize:
+            raise ValueError(f"tensor {name:.80}: {end - start} bytes do not fit its shape and type")
         entries.append(TensorEntry(name, value["dtype"], tuple(shape), start, end))
     entries.sort(key=lambda entry: (entry.start, entry.end))
     position = 0

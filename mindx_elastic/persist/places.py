@@ -10,6 +10,8 @@ from mindx_elastic.persist.format import Header
 
 __all__ = ["shape_of_node", "tensor_places"]
 
+_LONGEST_PLACE = 1 << 16
+
 
 def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
     """The ``$tensor`` nodes of the tree by their place. Tied tensors have several places and one name in the file."""
@@ -19,6 +21,8 @@ def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
 def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if depth > MAX_DEPTH:
         return
+    if len(where) > _LONGEST_PLACE:
+        raise ValueError(f"the name of a tensor's place in the tree is longer than {_LONGEST_PLACE} characters")
     if isinstance(node, list):
         for index, item in enumerate(node):
             yield from _walk(item, f"{where}.{index}", depth + 1)

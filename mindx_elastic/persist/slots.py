@@ -172,7 +172,7 @@ def adopt_slots(arena: RankArena) -> list[str]:
             if record.state is SlotState.COPIED:
                 seal_slot(arena, index)
                 file.close()  # a reader that finds damage takes the file away: the next copy opens it anew
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
             notes.append(f"{file.path} is not used: {error}")
             arena.set_record(index, SlotRecord())
             _empty(file)

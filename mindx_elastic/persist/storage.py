@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import stat
+from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.errors import SaveError, StrPath, UnsafeDirectoryError, UsageError
@@ -26,6 +27,7 @@ __all__ = [
     "free_space",
     "fsync_dir",
     "keep_as",
+    "make_directory_durable",
     "prepare_directory",
     "publish",
     "publish_copy",
@@ -53,7 +55,7 @@ def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
     """
     try:
         directory = Path(path).resolve()
-        _make_directories(directory)
+        make_directory_durable(directory)
         status = os.stat(directory)
     except (FileExistsError, NotADirectoryError) as error:
         raise UsageError(f"{path} is, or lies under, a file; give a directory") from error
@@ -74,19 +76,43 @@ def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
     return directory
 
 
-def _make_directories(directory: Path) -> None:
+def make_directory_durable(path: StrPath) -> None:
+    """Make the directory `path` and those above it that are missing, each flushed into its parent before the next one.
+
+    To be called before anything is written to `path` that is going to be reported durable: otherwise a power cut may
+    take the directory away with all that was flushed in it. A directory that is there may have been made a moment ago,
+    by another rank or by a process that was killed before it could flush; so its parent is flushed too, once in a
+    process. Whoever makes directories in this order leaves at most the innermost one unflushed. Raises OSError; its
+    errno is ENOENT where somebody has taken a directory away meanwhile. Any thread; blocks on the disk.
+    """
+    directory = Path(os.path.abspath(path))
     missing = []
     while not directory.exists():
         missing.append(directory)
         directory = directory.parent
+    _flush_entry(directory)
     for new in reversed(missing):
         try:
             new.mkdir(mode=_DIRECTORY_MODE)
-        except FileExistsError:  # another rank was faster
+        except FileExistsError:  # another rank was faster, and may not have flushed it yet
             if not new.is_dir():
                 raise
-        else:
-            fsync_dir(new.parent)
+        fsync_dir(new.parent)
+
+
+_flushed: set[tuple[str, int, int]] = set()
+"""Directories whose entry in their parent this process has flushed: path, device, inode."""
+
+
+def _flush_entry(directory: Path) -> None:
+    """Make the entry of an existing directory durable."""
+    status = os.stat(directory)
+    known = str(directory), status.st_dev, status.st_ino
+    if known in _flushed:
+        return
+    with suppress(PermissionError):  # a parent that we may not read is none that we have written to
+        fsync_dir(directory.parent)
+    _flushed.add(known)
 
 
 def _probe(directory: Path) -> None:
@@ -250,7 +276,7 @@ def _move_aside(path: Path, reason: str, root: Path) -> Path:
     relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
     base = root / QUARANTINE / relative
     os.lstat(path)
-    _make_directories(base.parent)
+    make_directory_durable(base.parent)
     number = 0
     while True:
         target = base if number == 0 else base.with_name(f"{base.name}.{number}")

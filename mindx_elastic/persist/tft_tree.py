@@ -20,7 +20,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.persist.catalog import TFT_FOLDER, rank_of_folder
-from mindx_elastic.persist.storage import TEMP_SUFFIX, fsync_dir, keep_as, remove_stale_temps
+from mindx_elastic.persist.storage import (
+    TEMP_SUFFIX,
+    fsync_dir,
+    keep_as,
+    make_directory_durable,
+    remove_stale_temps,
+)
 from mindx_elastic.persist.writer import previous_path
 
 __all__ = ["remove_stale_tft_temps", "settle_tft_file", "tft_path"]
@@ -99,7 +105,7 @@ def _look(temporary: Path) -> tuple[set[int], bool]:
 
 
 def _move_files(source: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
+    make_directory_durable(target)
     for path in sorted(source.iterdir()):
         if path.name.endswith(TEMP_SUFFIX):
             continue

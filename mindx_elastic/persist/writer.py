@@ -38,6 +38,9 @@ from mindx_elastic.persist.storage import (
 
 __all__ = ["SaveResult", "keep_older", "previous_path", "write_checkpoint"]
 
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Of reading the older file: this process lacks something, nothing is wrong with the file."""
+
 
 @dataclass(frozen=True)
 class SaveResult:
@@ -167,7 +170,8 @@ class _Save:
 
 def keep_older(path: Path, info: CheckpointInfo) -> None:
     """Give a file that stands at `path`, where one with `info` comes now, a second name (`previous_path`), unless it is
-    an older copy of this very moment. One that is no checkpoint goes to quarantine. Raises OSError.
+    an older copy of this very moment. One that is no checkpoint, or that cannot be read (its owner, a bad sector), goes
+    to quarantine. Raises OSError.
     """
     try:
         status = os.lstat(path)
@@ -179,8 +183,12 @@ def keep_older(path: Path, info: CheckpointInfo) -> None:
         raise OSError(errno.EEXIST, "a folder or a special file has this name", str(path))
     try:
         old = read_header(path).info
-    except CheckpointError as error:
-        # As .prev it would push out a good older file.
+    except FileNotFoundError:
+        return
+    except (CheckpointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno in _OURS:
+            raise
+        # As .prev it would push out a good older file. Its name is needed for the new one, its bytes are not.
         in_rank_folder = path.parent.name == f"rank_{info.rank}"
         quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
         return

@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
@@ -130,8 +131,7 @@ class Candidate:
             self._source = self._merge()
         except UsageError as error:
             return f"its files contradict each other: {error}"
-        known = self._source.ranks
-        unknown = [rank for rank in range(self.world_size) if rank not in known and rank not in self._files]
+        unknown = RankGaps(self.world_size, [*self._source.ranks, *self._files])
         if unknown:
             return no_file(unknown)
         missing = self._missing()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import xxhash
 
 from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.plan.layout import MAX_RANKS, REPLICATE, Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 
@@ -218,7 +219,7 @@ def moment_name(moment: Moment) -> str:
 
 def rank_list(ranks: Sequence[int]) -> str:
     """``ranks 0, 1 and 12 more``."""
-    shown = sorted(ranks)
+    shown = ranks if isinstance(ranks, RankGaps) else sorted(ranks)
     more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
     return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:8]))}{more}"
 

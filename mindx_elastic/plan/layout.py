@@ -45,8 +45,10 @@ _STRIDED = re.compile(
     r"_?(?:s|stridedshard|strided_shard)\((?:dim=)?(\d{1,4}),(?:sf=|split_factor=)?(\d{1,7})\)", re.IGNORECASE
 )
 MAX_MESH_DIMS = 16
-MAX_RANKS = 1 << 24
+MAX_RANKS = 1 << 18
 MAX_SPLIT_FACTOR = 1 << 16
+"""Of all mesh dimensions together: into so many pieces a tensor is cut at most."""
+_MAX_NAME = 256
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class Layout:
         for placement in placements:
             if not 1 <= placement.split_factor <= MAX_SPLIT_FACTOR or (placement.dim is not None and placement.dim < 0):
                 raise UsageError(f"placement {placement}: dimensions count from 0, split factors from 1")
+        if math.prod(placement.split_factor for placement in placements) > MAX_SPLIT_FACTOR:
+            raise UsageError(f"placements {[str(p) for p in placements]!s:.200} cut a tensor into too many pieces")
         size = math.prod(shape)
         if size > MAX_RANKS:
             raise UsageError(f"mesh shape {shape!r:.80} has {size} ranks; {MAX_RANKS} at most")
@@ -158,6 +162,10 @@ class Layout:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @cached_property
+    def highest_rank(self) -> int:
+        return self.ranks[-1] if isinstance(self.ranks, range) else max(self.ranks)
 
     @cached_property
     def splitting(self) -> tuple[int, ...]:
@@ -313,10 +321,12 @@ class Layout:
                 raise UsageError(f"layout with ranks {ranks!r:.80}")
             placements, names = content["placements"], content.get("names", [])
             if len(ranks) > MAX_RANKS or not all(
-                isinstance(texts, list) and all(isinstance(text, str) for text in texts)
+                isinstance(texts, list)
+                and len(texts) <= MAX_MESH_DIMS
+                and all(isinstance(text, str) and len(text) <= _MAX_NAME and text.isprintable() for text in texts)
                 for texts in (placements, names)
             ):
-                raise UsageError("layout with too many ranks, or placements that are no texts")
+                raise UsageError("layout with too many ranks, or placements or names that are no texts")
             return cls(tuple(content["mesh"]), tuple(placements), ranks, tuple(names))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise UsageError(f"malformed layout {str(content)[:80]}: {error!r}") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.errors import SaveError, StrPath, UsageError
-from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
+from mindx_elastic.persist.storage import create_temp, fsync_dir, make_directory_durable, publish
 
 __all__ = [
     "MAX_FIELDS",
@@ -65,7 +65,7 @@ def write_whole(path: StrPath, data: bytes) -> Path:
     final = Path(path)
     temp = None
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        make_directory_durable(final.parent)
         fd, temp = create_temp(final)
         try:
             with open(fd, "wb", closefd=False) as file:

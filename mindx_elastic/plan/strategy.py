@@ -28,7 +28,8 @@ __all__ = [
 
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 MAX_TENSOR_DIMS = 64
-_MAX_TENSORS = 10_000_000
+_MAX_MEMBERSHIPS = 16 * MAX_RANKS
+"""Ranks in all layouts of a strategy together: 16,384 ranks may have 256 layouts that all take part in."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class Strategy:
         object.__setattr__(self, "tensors", tuple(merge_specs(self.tensors)))
         for group in self.classes:
             group.check()
-            if max(group.layout.ranks) >= self.world_size:
+            if group.layout.highest_rank >= self.world_size:
                 raise UsageError(
-                    f"{group.tensors[0].name} lies on rank {max(group.layout.ranks)}, but the strategy has "
+                    f"{group.tensors[0].name} lies on rank {group.layout.highest_rank}, but the strategy has "
                     f"{self.world_size} ranks"
                 )
 
@@ -137,6 +138,9 @@ class Strategy:
 
     def replica_groups(self) -> list[tuple[int, ...]]:
         """The ranks that hold the same parts of everything; ascending, and so are the ranks in each."""
+        layouts = [group.layout for group in self.classes]
+        if layouts and all(layout.ranks == layouts[0].ranks and not layout.splitting for layout in layouts):
+            return [tuple(sorted(layouts[0].ranks))]  # DDP: worlds of any size at once
         parts: dict[int, list[tuple[int, int]]] = {}
         for number, group in enumerate(self.classes):
             layout = group.layout
@@ -171,7 +175,7 @@ class Strategy:
     def from_json(cls, content: Any) -> Strategy:
         """Raises UsageError for anything that `to_json` does not give."""
         try:
-            layouts = [Layout.from_json(layout) for layout in content["layouts"]]
+            layouts = _layouts(content["layouts"])
             specs = [
                 TensorSpec(
                     _text(each["name"]),
@@ -185,7 +189,7 @@ class Strategy:
                 for each in content["tensors"]
             ]
             return cls(content["world_size"], tuple(specs))
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
             raise UsageError(f"malformed strategy: {error!r:.200}") from None
 
 
@@ -262,7 +266,7 @@ def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[
     file's tensors do not have the shape that the record promises.
     """
     try:
-        layouts = [Layout.from_json(layout) for layout in record["layouts"]]
+        layouts = _layouts(record["layouts"])
         default = record.get("default")
         named: Mapping[str, Any] = record.get("tensors", {})
         parameters: Mapping[str, Any] = record.get("parameters", {})
@@ -285,8 +289,20 @@ def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[
         for name, number, shape in record.get("job", ()):
             specs.append(TensorSpec(_text(name), _shape(shape), layouts[_index(number, len(layouts))]))
         return Strategy(world_size, tuple(specs))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"malformed layout record: {error!r:.200}") from None
+
+
+def _layouts(content: Iterable[Any]) -> list[Layout]:
+    """Raises UsageError before they take more memory than any job of `MAX_RANKS` ranks needs."""
+    found: list[Layout] = []
+    memberships = 0
+    for each in content:
+        found.append(Layout.from_json(each))
+        memberships += found[-1].size
+        if memberships > _MAX_MEMBERSHIPS:
+            raise UsageError(f"layouts of more than {_MAX_MEMBERSHIPS} ranks in all")
+    return found
 
 
 def global_name(place: str, parameters: Mapping[str, Any]) -> tuple[str, str]:

@@ -37,6 +37,7 @@ class Strategies:
     def __init__(self) -> None:
         self._known: dict[Strategy, Strategy] = {}
         self._read: dict[tuple[Any, ...], Strategy] = {}
+        self._checked: dict[int, Strategy] = {}
 
     def of_record(self, record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
         """`strategy_from_record`, worked out once for files whose records differ in nothing but the rank."""
@@ -44,6 +45,12 @@ class Strategies:
         if key not in self._read:
             self._read[key] = self.one(strategy_from_record(record, tensors))
         return self._read[key]
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises UsageError where the other ranks could not read what this one would send them."""
+        if id(strategy) not in self._checked:
+            Strategy.from_json(strategy.to_json())
+            self._checked[id(strategy)] = strategy  # kept, so that the id stays its own
 
     def one(self, strategy: Strategy) -> Strategy:
         return self._known.setdefault(strategy, strategy)
@@ -70,8 +77,12 @@ def facts_of(
             continue
         try:
             strategy, echoes = strategy_of(header, strategies)
-        except (UsageError, KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            # Its tensors are sound all the same: it serves its own rank, in the same world.
+            strategies.check(strategy)
+        except MemoryError:
+            raise  # ours, not the file's
+        except Exception as error:
+            # Whatever a record can bring about is the file's own damage. Its tensors are sound all the same: it serves
+            # its own rank, in the same world.
             reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
             rejected.append(Rejected(str(entry.path), reason))
             strategy, echoes = alone(info.rank, info.world_size), {}

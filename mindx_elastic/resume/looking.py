@@ -5,6 +5,7 @@ Ranks that have the same disks before them share the work: thousands of ranks do
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +21,8 @@ from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.plan.facts import Rejected
 from mindx_elastic.resume.facts import Strategies, facts_of
-from mindx_elastic.resume.memory_files import known_runs, own_rings, own_states, snapshot_entries
+from mindx_elastic.resume.known_runs import Claim, claim_of, known_runs, usable_runs
+from mindx_elastic.resume.memory_files import own_rings, own_states, snapshot_entries
 from mindx_elastic.resume.reading import Transport
 from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, key_of
 
@@ -47,7 +49,7 @@ def look(
     if sight.group[0] == ranks.rank:
         entries += unlisted
     on_disk = [entry for entry in entries if _is_usable(entry, files.get(entry.path), sight)]
-    in_memory = [] if arenas is None else snapshot_entries(arenas, known_runs(directories))
+    in_memory = _in_memory(directories, arenas, on_disk, exchange)
     for entry in (*on_disk, *in_memory):
         info = entry.info
         assert info is not None
@@ -66,6 +68,30 @@ def look(
         for moment, own in own_states(ring).items():
             sight.own.setdefault(moment, own)
     return sight
+
+
+def _in_memory(
+    directories: Sequence[Path], arenas: Path | None, on_disk: Sequence[CatalogEntry], exchange: Exchange
+) -> list[CatalogEntry]:
+    """The snapshots of this machine that may be used, by what all ranks know of the runs that they are of."""
+    snapshots = [] if arenas is None else snapshot_entries(arenas)
+    known: dict[str, float] = {}
+    claim = None
+    if snapshots and arenas is not None:
+        known = known_runs(directories, {entry.info.run_id for entry in snapshots if entry.info is not None})
+        claim = claim_of(arenas, directories[0])
+    for entry in on_disk:
+        if (info := entry.info) is not None:
+            known[info.run_id] = max(info.created, known.get(info.run_id, 0.0))
+    exchange.publish("runs", json.dumps([known, None if claim is None else [claim.run_id, claim.began]]))
+    claims = []
+    for text in exchange.collect("runs", START_TIMEOUT_S):
+        theirs, claimed = json.loads(text)
+        for run, last in theirs.items():
+            known[run] = max(float(last), known.get(run, 0.0))
+        claims += [] if claimed is None else [Claim(str(claimed[0]), float(claimed[1]))]
+    usable = usable_runs(known, claims)
+    return [entry for entry in snapshots if entry.info is not None and entry.info.run_id in usable]
 
 
 def _list(directories: Sequence[Path], sight: Sight) -> tuple[dict[Path, Path], list[CatalogEntry]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.packed import unpack_state
 
-__all__ = ["RING_COPY", "OwnState", "known_runs", "own_rings", "own_states", "snapshot_entries"]
+__all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_entries"]
 
 RING_COPY = "boundaries.mindx"
 """Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
@@ -37,31 +37,13 @@ class OwnState:
         return state
 
 
-def known_runs(directories: Sequence[Path]) -> set[str]:
-    """Run ids that the event logs of the checkpoint directories speak of.
-
-    Memory outlives a directory that somebody has emptied to start anew: only what the directory knows may be used.
-    """
-    found: set[str] = set()
-    for directory in directories:
-        try:
-            with open(directory / "events.jsonl", "rb") as file:
-                for line in file:
-                    start = line.find(b'"run_id": "')
-                    if start >= 0:
-                        found.add(line[start + 11 :].partition(b'"')[0].decode("utf-8", "replace"))
-        except OSError:
-            continue
-    return found - {""}
-
-
-def snapshot_entries(arenas: Path, runs: set[str]) -> list[CatalogEntry]:
-    """The sound snapshots of all ranks of this machine that belong to one of `runs`."""
+def snapshot_entries(arenas: Path, runs: Collection[str] | None = None) -> list[CatalogEntry]:
+    """The sound snapshots of all ranks of this machine; `runs`: only of these."""
     found = []
     for folder in rank_folders(arenas).values():
         for path in sorted(folder.glob("slot_*.safetensors")):
             entry = read_entry(path)
-            if entry is not None and entry.info is not None and entry.info.run_id in runs:
+            if entry is not None and entry.info is not None and (runs is None or entry.info.run_id in runs):
                 found.append(entry)
     return found
 

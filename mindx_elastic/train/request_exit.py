@@ -17,6 +17,7 @@ from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
+from mindx_elastic.persist.storage import fsync_dir
 from mindx_elastic.policy import ExitPolicy
 from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
@@ -152,7 +153,13 @@ def export_network(network: nn.Module, batch: Any, target: Path, *, takes_target
             module.eval()
             program = torch.export.export(module, args, kwargs, strict=False)
             torch.export.save(program, temporary)
+        fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         os.replace(temporary, target)
+        fsync_dir(target.parent)
     finally:
         for child, mode in modes.items():
             child.training = mode

@@ -6,6 +6,7 @@ Prints ``READY rank pid resumed_from`` and ``DONE rank step``.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import time
@@ -25,7 +26,23 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-at", type=int, default=-1, help="raise in this step, in every attempt")
     parser.add_argument("--spin-at", type=int, default=-1, help="never come back from this step, on a fresh start")
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--full-log", action="store_true", help="the event log of the directory is on a full disk")
     return parser.parse_args()
+
+
+def fill_the_disk_of(log: str) -> None:
+    """Every write to `log` fails from now on, as on a full disk; says so the first time."""
+    write = os.write
+    told = []
+
+    def full(fd: int, data: bytes) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") != log:
+            return write(fd, data)
+        if not told:
+            told.append(say("FULL"))
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    setattr(os, "write", full)  # noqa: B010
 
 
 def say(line: str) -> None:
@@ -38,6 +55,8 @@ def main() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     directory = os.path.join(args.directory, str(rank)) if rank else args.directory
+    if args.full_log:
+        fill_the_disk_of(os.path.realpath(os.path.join(directory, "events.jsonl")))
     guard = mx.Guard(model=model, optimizer=optimizer, directory=directory, prefix="small")
     with guard:
         resumed = guard.resumed_from_step

@@ -349,6 +349,39 @@ def test_any_failing_call_leaves_the_old_file(old: Path, monkeypatch: pytest.Mon
     assert_untouched(old)
 
 
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+def test_an_older_file_that_cannot_be_read_is_put_aside(old: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Its name is needed, its bytes are not."""
+    content, real, refused = old.read_bytes(), os.open, []
+
+    def unreadable(path: Any, flags: int, *args: Any, **more: Any) -> int:
+        if Path(path) == old and not flags & (os.O_CREAT | os.O_DIRECTORY):
+            refused.append(path)
+            raise OSError(code, os.strerror(code), str(path))
+        return real(path, flags, *args, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", unreadable)
+        write_checkpoint(old, STATE, at_step(2))
+    assert refused and read_checkpoint(old).info.step == 2
+    aside = [path for path in (old.parent / "quarantine").iterdir() if not path.name.endswith(".reason.txt")]
+    assert [path.read_bytes() for path in aside] == [content]
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.ENOMEM])
+def test_what_this_process_lacks_is_no_fault_of_the_older_file(
+    old: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("mindx_elastic.persist.writer.read_header", fail)
+        with pytest.raises(SaveError):
+            write_checkpoint(old, STATE, at_step(2))
+    assert_untouched(old)
+
+
 def test_failing_further_name_does_not_cost_the_file(old: Path) -> None:
     also = old.parent / "none" / "y.safetensors"
     with pytest.raises(

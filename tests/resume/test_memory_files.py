@@ -12,10 +12,10 @@ import pytest
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CorruptCheckpointError, NoUsableCheckpointError
+from mindx_elastic.resume.known_runs import known_runs
 from mindx_elastic.resume.memory_files import (
     RING_COPY,
     OwnState,
-    known_runs,
     own_rings,
     own_states,
     snapshot_entries,
@@ -66,12 +66,12 @@ def taken(found: list[Resumed | None]) -> list[tuple[int, int | None, int | None
 
 
 def test_runs_of_the_event_logs(machine: Machine, tmp_path: Path) -> None:
-    assert known_runs([machine.directory]) == set()
+    assert known_runs([machine.directory]).keys() == set()
     machine.know("run-a", "run-b", "run-a", "")
     with open(machine.directory / "events.jsonl", "ab") as file:
         file.write(json.dumps({"event": "x", "reason": 'a "run_id": "quoted" in a text'}).encode() + b"\n")
         file.write(b'{"half a line\n\xff\xfe\n{"run_id": "run-c", "cut of')
-    assert known_runs([tmp_path / "nothing", machine.directory]) == {"run-a", "run-b", "run-c"}
+    assert known_runs([tmp_path / "nothing", machine.directory]).keys() == {"run-a", "run-b", "run-c"}
 
 
 def test_snapshots_of_known_runs_only(machine: Machine) -> None:

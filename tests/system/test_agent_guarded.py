@@ -64,6 +64,17 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
+def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
+    """The event log is on a full disk from the first line on; a snapshot of every step is in memory."""
+    with agent(SMALL, "ckpt", "--full-log", "--kill-at", 20, "--steps", 24, env={"MINDX_SNAPSHOT_EVERY": "1"}) as job:
+        job.expect(0)
+    assert len(job.matches("^FULL$")) == 2, f"the fault has fired in each attempt\n{job.report()}"
+    assert resumed(job) == ["None", "20"], job.report()
+    assert len(job.matches("cannot append to .*events.jsonl")) == 2, f"one warning an attempt\n{job.report()}"
+    assert attempts() == [("failed", 0), ("finished", None)]
+    assert nothing_left()
+
+
 def test_a_killed_agent_and_a_new_one() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)

@@ -1,0 +1,326 @@
+"""Headers that claim what cannot be: each is its own file's end, and never the start's or a command's.
+
+Every file here has a digest that fits, as an attacker or a bug of another version would make it.
+"""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.flatten import flatten
+from tests.checkpoint_files import write
+from tests.persist.test_format import forge
+from tests.resume.finding import find, step_of
+
+Content = dict[str, Any]
+Damage = Callable[[Content], None]
+NEW, OLD = 9, 5
+no_reset = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=25)
+
+
+def info(**fields: Any) -> Damage:
+    def change(content: Content) -> None:
+        metadata = content["__metadata__"]
+        metadata["mindx.checkpoint"] = json.dumps({**json.loads(metadata["mindx.checkpoint"]), **fields})
+
+    return change
+
+
+def raw_info(field: str, text: str) -> Damage:
+    """`text` is JSON."""
+
+    def change(content: Content) -> None:
+        metadata = content["__metadata__"]
+        values = json.loads(metadata["mindx.checkpoint"])
+        values.pop(field)
+        metadata["mindx.checkpoint"] = f'{json.dumps(values)[:-1]}, "{field}": {text}}}'
+
+    return change
+
+
+def shape_of_an_empty_tensor(shape: list[int]) -> Damage:
+    """One more tensor, without bytes; the tree refers to it."""
+
+    def change(content: Content) -> None:
+        end = max(each["data_offsets"][1] for name, each in content.items() if name != "__metadata__")
+        content["zz"] = {"dtype": "U8", "shape": shape, "data_offsets": [end, end]}
+        metadata = content["__metadata__"]
+        tree = json.loads(metadata["mindx.tree"])
+        tree["model"]["zz"] = {"$tensor": "zz"}
+        metadata["mindx.tree"] = json.dumps(tree)
+        empty = "99aa06d3014798d86001c324468d497f"  # xxh3-128 of nothing
+        metadata["mindx.digests"] = json.dumps({**json.loads(metadata["mindx.digests"]), "zz": empty})
+
+    return change
+
+
+def layout(**record: Any) -> Damage:
+    whole = {"version": 2, "rank": 0, "world_size": 1, "layouts": [], "modules": ["model"]}
+
+    def change(content: Content) -> None:
+        content["__metadata__"]["mindx.layout"] = json.dumps({**whole, **record})
+
+    return change
+
+
+def tree(node: str) -> Damage:
+    """`node` is JSON; it replaces the model."""
+
+    def change(content: Content) -> None:
+        metadata = content["__metadata__"]
+        text = {k: v for k, v in json.loads(metadata["mindx.tree"]).items() if k != "model"}
+        metadata["mindx.tree"] = f'{json.dumps(text)[:-1]}, "model": {node}}}'
+
+    return change
+
+
+def rename_a_tensor(content: Content) -> None:
+    name = next(name for name in content if name != "__metadata__")
+    content["\ud800"] = content.pop(name)
+    metadata = content["__metadata__"]
+    for key in ("mindx.tree", "mindx.digests"):
+        metadata[key] = metadata[key].replace(json.dumps(name), '"\\ud800"')
+
+
+ONE = {"mesh": [1], "placements": ["R"], "ranks": [[0, 1]]}
+HUGE = {"mesh": [1 << 18], "placements": ["R"], "ranks": [[0, 1 << 18]]}
+DEEP = "[" * 900 + "]" * 900
+HOSTILE: dict[str, Damage] = {
+    "created 10^400": raw_info("created", f"1{'0' * 400}"),
+    "created -10^400": raw_info("created", f"-1{'0' * 400}"),
+    "created 10^5000": raw_info("created", f"1{'0' * 5000}"),
+    "created 1e300": info(created=1e300),
+    "created 2^62": info(created=1 << 62),
+    "created null": info(created=None),
+    "step 10^400": raw_info("step", f"1{'0' * 400}"),
+    "world of 2^24": info(world_size=1 << 24),
+    "world of 2^18": info(world_size=1 << 18),
+    "replicas on 2^18 ranks": info(world_size=1 << 18, coordinates={"replicas": 1 << 18}),
+    "run id with a lone surrogate": info(run_id="run-\ud800"),
+    "kind with a lone surrogate": info(kind="\udfff"),
+    "torch version with a lone surrogate": info(torch_version="\udfff"),
+    "reason with a lone surrogate": info(reason="\udcff and \ud800"),
+    "reason of a megabyte": info(reason="x" * (1 << 20)),
+    "run id of a megabyte": info(run_id="x" * (1 << 20)),
+    "coordinates with lone surrogates": info(coordinates={"\ud800": 1}),
+    "coordinates beyond all sizes": raw_info("coordinates", f'{{"fault_report": 1{"0" * 4000}}}'),
+    "100,000 coordinates": info(coordinates={str(n): n for n in range(100_000)}),
+    "append_info 900 deep": raw_info("append_info", f"[{DEEP}]"),
+    "append_info with a lone surrogate": info(append_info=["\ud800"]),
+    "400,000 dimensions of 2^62": shape_of_an_empty_tensor([1 << 62] * 400_000),
+    "100 dimensions": shape_of_an_empty_tensor([1] * 99 + [0]),
+    "no elements in too many": shape_of_an_empty_tensor([0, 1 << 62, 1 << 62]),
+    "no elements of 2^62": shape_of_an_empty_tensor([0, 1 << 62]),
+    "a tensor with a lone surrogate": rename_a_tensor,
+    "tree 900 deep": tree(DEEP),
+    "tree with a number for pairs": tree('{"$map": 3}'),
+    "tree with numbers for pairs": tree('{"$odict": [3, 4]}'),
+    "tree with empty pairs": tree('{"$map": [[]]}'),
+    "tree with a list for a name": tree('{"$tensor": []}'),
+    "tree with unknown tensors": tree('{"$tensor": "nobody"}'),
+    "tree that is a number": tree("3"),
+    "layouts without end": layout(layouts=[HUGE] * 20_000, default=0),
+    "layout of numbers": layout(layouts=[3], default=0),
+    "layout with a huge range": layout(layouts=[{**ONE, "ranks": [[0, 10**30]]}], default=0),
+    "layout with a negative range": layout(layouts=[{**ONE, "ranks": [[10**30, -5]]}], default=0),
+    "layout that no number names": layout(layouts=[ONE], default=10**30),
+    "layout with split upon split": layout(
+        layouts=[{"mesh": [2] * 16, "placements": ["_S(0,65536)"] * 16, "ranks": [[0, 65536]]}], default=0
+    ),
+    "layout in which tensors is a text": layout(layouts=[ONE], tensors="model.weight"),
+    "layout in which parameters is a number": layout(layouts=[ONE], default=0, parameters=3),
+    "layout in which volatile is a number": layout(layouts=[ONE], default=0, volatile={"model": 3}),
+    "layout in which modules is a list of lists": layout(layouts=[ONE], default=0, modules=[[]]),
+    "layout in which job is a number": layout(layouts=[ONE], default=0, job=3),
+    "layout with names of surrogates": layout(layouts=[{**ONE, "names": ["\ud800"]}], default=0),
+    "a layout 900 deep": layout(layouts=json.loads(DEEP)),
+}
+
+HARMLESS = {
+    "created 1e300",
+    "created 2^62",
+    "reason with a lone surrogate",
+    "reason of a megabyte",
+    "append_info with a lone surrogate",
+    "replicas on 2^18 ranks",
+    "tree that is a number",
+    *(name for name in HOSTILE if name.startswith("layout")),
+}
+"""Headers that say nothing which cannot be; and where only the layout's record is malformed, the file serves its rank."""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    """A sound step 5 of one rank, and a step 9 that is going to be damaged."""
+    write(tmp_path / f"resnet-1_{OLD}.safetensors", step=OLD)
+    write(tmp_path / f"resnet-1_{NEW}.safetensors", step=NEW)
+    return tmp_path
+
+
+def newest(directory: Path) -> Path:
+    return directory / f"resnet-1_{NEW}.safetensors"
+
+
+@pytest.fixture(params=HOSTILE)
+def hostile(request: pytest.FixtureRequest, directory: Path) -> str:
+    """Each of the headers in turn, on the newer step."""
+    forge(newest(directory), HOSTILE[request.param])
+    return str(request.param)
+
+
+def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
+    found = find(directory)
+    assert step_of(found) == (NEW if hostile in HARMLESS else OLD)
+    put_aside = not newest(directory).exists()
+    assert put_aside or hostile in HARMLESS or f"step {NEW}" in " ".join(found.rejected if found else ())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect", "{directory}"],
+        pytest.param(["inspect", "{directory}", "--json"], marks=pytest.mark.drill),
+        pytest.param(["inspect", "{directory}", "--verify"], marks=pytest.mark.drill),
+        pytest.param(["inspect", "{file}"], marks=pytest.mark.drill),
+        ["inspect", "{file}", "--json"],
+        ["verify", "{directory}"],
+        pytest.param(["verify", "{file}", "--json"], marks=pytest.mark.drill),
+        pytest.param(["plan", "{directory}"], marks=pytest.mark.drill),
+        ["plan", "{directory}", "--json"],
+        ["plan", "{directory}", "--world-size", "2"],
+        pytest.param(["convert", "{directory}", "{made}", "--to", "torch"], marks=pytest.mark.drill),
+        ["convert", "{file}", "{made}", "--all", "--to", "mindx"],
+    ],
+    ids=lambda words: " ".join(words),
+)
+def test_no_command_ends_in_a_traceback(
+    run: Callable[..., Any], directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[str]
+) -> None:
+    """All headers, one after the other: what is wrong with one is said, and the exit code is one of ours."""
+    sound = newest(directory).read_bytes()
+    failures: list[str] = []
+    for name, damage in HOSTILE.items():
+        newest(directory).write_bytes(sound)
+        forge(newest(directory), damage)
+        made = tmp_path_factory.mktemp("made") / "made.safetensors"
+        places = {"directory": directory, "file": newest(directory), "made": made}
+        try:
+            outcome = run(*(word.format(**places) for word in words))
+        except Exception as error:
+            failures.append(f"{name}: {error!r:.300}")
+            continue
+        if outcome.exit_code not in (0, 1, 2, 3) or "Traceback" in outcome.stderr:
+            failures.append(f"{name}: exit code {outcome.exit_code}\n{outcome.stderr}")
+        elif "--json" in words and outcome.exit_code != 2:
+            json.loads(outcome.stdout)
+    assert not failures, "\n".join(failures)
+
+
+def test_what_inspect_costs_follows_the_files_and_not_their_claims(run: Callable[..., Any], tmp_path: Path) -> None:
+    """20 files of 12 KB each say that 262,144 ranks wrote them."""
+    for step in range(20):
+        path = write(tmp_path / f"x-1_{step}.safetensors", step=step + 1)
+        forge(path, info(world_size=1 << 18, coordinates={"replicas": 1 << 18}))
+    run("inspect", tmp_path)  # imports
+    tracemalloc.start()
+    try:
+        outcome = run("inspect", tmp_path, "--json")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    steps = json.loads(outcome.stdout)["steps"]
+    assert [step["num_missing_ranks"] for step in steps] == [(1 << 18) - 1] * 20
+    assert all(len(step["missing_ranks"]) < 10_000 for step in steps)
+    assert peak < 64 << 20, f"{peak:,} bytes"
+
+
+def test_a_large_job_is_none_of_these(run: Callable[..., Any], tmp_path: Path) -> None:
+    """16,384 ranks in pipelines, with thousands of tensors in a file."""
+    ranks, stages = 16_384, 16
+    size = ranks // stages
+    state = {"model": {f"layers.{n}.weight": torch.zeros(2, 2) for n in range(3000)}, "rng": {}}
+    path = write(tmp_path / "rank_0" / "big-1_9.safetensors", step=9, state=state, rank=0, world_size=ranks)
+    layouts = [
+        {"mesh": [size], "placements": [text], "ranks": [[stage * size, size]]}
+        for stage in range(stages)
+        for text in ("R", "S(0)", "S(1)")
+    ]
+    job = [[f"layers.{n}", n, [4096, 4096]] for n in range(len(layouts))]
+    record = layout(rank=0, world_size=ranks, layouts=layouts, default=0, job=job)
+    forge(path, record)
+    (entry,) = scan(tmp_path).entries
+    assert entry.problem is None and entry.info is not None and entry.info.world_size == ranks
+    outcome = run("plan", tmp_path, "--json")
+    assert "malformed" not in outcome.stdout, outcome.stdout
+    assert "part 2 of 1024 of layers.1: no usable file" in outcome.stdout, outcome.stdout
+
+
+def test_what_no_reader_takes_is_refused_when_it_is_written(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedStateError, match="65 dimensions"):
+        flatten({"model": torch.zeros([1] * 65)})
+    deep: list[Any] = []
+    for _ in range(100):
+        deep = [deep]
+    with pytest.raises(UnsupportedStateError, match="append_info"):
+        write(tmp_path / "x.safetensors", append_info=[deep])
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters(exclude_categories=[]), max_size=8)
+    | st.sampled_from([1 << 18, 1 << 24, 1 << 62, 1 << 63, -1, 10**400, "R", "S(0)", "$tensor", "model"]),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+def set_something(content: Content, where: list[int], value: Any) -> None:
+    """Replace some node of the header or of the JSON texts in its metadata."""
+    metadata = content["__metadata__"]
+    inside = {key: json.loads(metadata[key]) for key in ("mindx.checkpoint", "mindx.tree", "mindx.layout")}
+    root: Any = {**inside, "entries": {key: each for key, each in content.items() if key != "__metadata__"}}
+    node = root
+    for step, choice in enumerate(where):
+        keys = list(node) if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
+        if not keys:
+            break
+        key = keys[choice % len(keys)]
+        if step == len(where) - 1 or not isinstance(node[key], (dict, list)) or not node[key]:
+            if node is not root:
+                node[key] = value
+            break
+        node = node[key]
+    for key in inside:
+        metadata[key] = json.dumps(root[key])
+    content.clear()
+    content.update({"__metadata__": metadata, **root["entries"]})
+
+
+@no_reset
+@given(where=st.lists(st.integers(0, 20), min_size=2, max_size=7), value=JSON)
+def test_whatever_stands_in_a_header(
+    run: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory, where: list[int], value: Any
+) -> None:
+    directory = tmp_path_factory.mktemp("fuzzed")
+    for step in (OLD, NEW):
+        write(directory / f"resnet-1_{step}.safetensors", step=step)
+    forge(newest(directory), layout(layouts=[ONE], default=0, parameters={}, volatile={}, job=[["x", 0, [3]]]))
+    forge(newest(directory), lambda content: set_something(content, where, value))
+    for words in (["inspect", newest(directory), "--json"], ["plan", directory, "--json"], ["verify", directory]):
+        assert run(*words).exit_code in (0, 1, 2, 3)
+    assert run("convert", newest(directory), directory / "made.safetensors").exit_code in (0, 1, 2, 3)
+    assert step_of(find(directory)) >= 0

@@ -1,0 +1,173 @@
+"""Every folder that is made for a durable file is flushed into its parent before the file is reported durable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.agent.holder import flush
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.position import Position
+from mindx_elastic.config import RankInfo
+from mindx_elastic.events import EventLog
+from mindx_elastic.mirror.wire import Incoming
+from mindx_elastic.persist.storage import prepare_directory, quarantine
+from mindx_elastic.persist.tft_tree import settle_tft_file, tft_path
+from mindx_elastic.plan.small_files import write_whole
+from mindx_elastic.policy import breakpoint_policy
+from mindx_elastic.saving import Saver
+from mindx_elastic.train.request_exit import export_network
+from tests.checkpoint_files import write
+from tests.resume.arenas import RUN, Machine
+from tests.strict_posix import StrictDisk
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StrictDisk:
+    return StrictDisk(tmp_path, monkeypatch)
+
+
+def test_the_model_loses_what_was_not_flushed(disk: StrictDisk, tmp_path: Path) -> None:
+    folder, file = tmp_path / "a", tmp_path / "a" / "file"
+    os.mkdir(folder)
+    file.write_bytes(b"x")
+
+    def sync(path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
+
+    assert "entry in" in str(disk.lost(file))
+    sync(tmp_path)
+    assert str(folder) in str(disk.lost(file))
+    sync(folder)
+    assert "bytes" in str(disk.lost(file))
+    sync(file)
+    disk.check(file)
+    file.write_bytes(b"longer")
+    assert "bytes" in str(disk.lost(file))
+    sync(file)
+    file.rename(folder / "other")
+    assert "entry in" in str(disk.lost(folder / "other"))
+
+
+class Log(EventLog):
+    """Looks at each file in the moment in which it is reported as saved."""
+
+    def __init__(self, path: Path, disk: StrictDisk) -> None:
+        super().__init__(path, run_id="run")
+        self.disk, self.reported = disk, 0
+
+    def emit(self, event: str, *, outcome: str | None = None, **more: Any) -> None:
+        if outcome == "saved":
+            self.disk.check(Path(more["path"]))
+            self.reported += 1
+        super().emit(event, outcome=outcome, **more)
+
+
+def saver(directory: Path, disk: StrictDisk, rank: int) -> Saver:
+    collector = Collector({"model": nn.Linear(4, 4)})
+    collector.copy(Position(3, 1, 3, 10))
+    return Saver(collector, RankInfo(rank=rank, world_size=2), Log(directory / "events.jsonl", disk))
+
+
+def by_nobody(disk: StrictDisk, directory: Path) -> None:
+    pass
+
+
+def by_another_process(disk: StrictDisk, directory: Path) -> None:
+    """That was killed, or has not come to flush it."""
+    for rank in range(2):
+        disk.make_without_flush(directory / f"rank_{rank}")
+
+
+@pytest.mark.parametrize("made", [by_nobody, by_another_process])
+@pytest.mark.parametrize("how", ["dying", "by hand", "below", "two names"])
+def test_a_reported_save_survives(
+    disk: StrictDisk, tmp_path: Path, made: Callable[[StrictDisk, Path], None], how: str
+) -> None:
+    directory = prepare_directory(tmp_path / "runs" / "ckpt")
+    made(disk, directory)
+    for rank in range(2):
+        one = saver(directory, disk, rank)
+        policies = [breakpoint_policy("x", directory, (), None, (), exceptions=True)]
+        if how == "dying":
+            one.save_dying(policies, "test")
+        elif how == "by hand":
+            one.save_to(None, directory, "x", "test")
+        elif how == "below":
+            one.save_to(tmp_path / "some" / "where" / f"rank_{rank}" / "x.safetensors", directory, "x", "test")
+        else:
+            second = tmp_path / "second" / "place"
+            one.save_dying([*policies, breakpoint_policy("y", second, (), None, (), exceptions=True)], "test")
+            disk.check(second / f"rank_{rank}" / "y-1_3_breakpoint.safetensors")
+        assert isinstance(one.events, Log) and one.events.reported == 1
+        assert any(call.startswith("mkdir") for call in disk.calls)
+
+
+def test_a_ttp_tree_survives(disk: StrictDisk, tmp_path: Path) -> None:
+    root = prepare_directory(tmp_path / "ckpt")
+    paths = [tft_path(root, step=3, rank=rank, epoch=1, step_in_epoch=3) for rank in range(2)]
+    for rank, path in enumerate(paths):
+        one = saver(root, disk, rank)
+        one.save_to(path, root, "x", "test")
+        disk.check(settle_tft_file(path, world_size=2, gone=lambda: {0, 1}))
+
+
+def test_a_planners_file_survives(disk: StrictDisk, tmp_path: Path) -> None:
+    disk.check(write_whole(tmp_path / "a" / "b" / "c" / "strategy.proto", b"x"))
+    disk.make_without_flush(tmp_path / "d")
+    disk.check(write_whole(tmp_path / "d" / "strategy.proto", b"x"))
+
+
+def test_a_copy_from_another_node_survives(disk: StrictDisk, tmp_path: Path) -> None:
+    class Sender:
+        def receive_file(self, fd: int, size: int) -> None:
+            os.write(fd, source.read_bytes())
+            os.fsync(fd)
+
+    source = write(tmp_path / "source" / "x.safetensors")
+    target = tmp_path / "a" / "rank_0" / "copy.safetensors"
+    with Incoming(target, source.stat().st_size) as incoming:
+        incoming.receive(Sender(), rank=0, world_size=1)  # type: ignore[arg-type]
+    disk.check(target)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path, 2)
+
+
+def test_what_the_holder_writes_survives(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine.know(RUN)
+    machine.snapshot(9)
+    arena = machine.arena(0)
+    arena.describe(machine.directory, RUN)
+    arena.close()
+    disk = StrictDisk(tmp_path, monkeypatch)
+    disk.make_without_flush(machine.directory / "rank_1")
+    flushed = flush(machine.job)
+    assert flushed.step == 9, flushed.lines
+    files = sorted(machine.directory.rglob("*.safetensors"))
+    assert len(files) == 2
+    for file in files:
+        disk.check(file)
+
+
+def test_what_is_put_aside_survives(disk: StrictDisk, tmp_path: Path) -> None:
+    directory = prepare_directory(tmp_path / "ckpt" / "deep")
+    disk.check(directory)
+    path = write(directory / "x.safetensors")
+    disk.check(quarantine(path, "test", directory))
+
+
+def test_an_exported_network_survives(disk: StrictDisk, tmp_path: Path) -> None:
+    directory = prepare_directory(tmp_path / "ckpt")
+    export_network(nn.Linear(4, 4), (torch.ones(2, 4), torch.zeros(2)), directory / "x.pt2")
+    disk.check(directory / "x.pt2")
