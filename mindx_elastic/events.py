@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -16,10 +17,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.ready_thread import ReadyThread
+
 __all__ = ["EventLog", "RankFilter", "attach_console", "logger"]
 
 logger = logging.getLogger("mindx_elastic")
 _TAIL_BYTES = 1 << 18
+_PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
+_HANGS_S = 10.0
+_MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
 
 class RankFilter(logging.Filter):
@@ -63,6 +69,22 @@ class EventLog:
         self.counters: dict[str, int] = {}
         self._lock = threading.Lock()
         self._broken = False
+        self._aside: ReadyThread | None = None
+        self._late_since: float | None = None
+
+    def write_aside(self) -> None:
+        """From now on another thread writes, and no event is waited for longer than a moment: the file system of a log
+
+        may hang, and must not keep a job from stopping. Raises RuntimeError when there can be no more threads.
+        """
+        self._aside = ReadyThread("mindx-events")
+        self._aside.start()
+
+    def close(self) -> None:
+        """End that thread; what hangs is left alone."""
+        if self._aside is not None:
+            self._aside.close(_PATIENCE_S)
+            self._aside = None
 
     def has_ended(self, rank: int) -> bool:
         """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
@@ -107,6 +129,27 @@ class EventLog:
             **more,
         }
         data = (json.dumps(fields, default=str) + "\n").encode()
+        if self._aside is None:
+            self._append(event, data)
+        else:
+            self._append_aside(self._aside, event, data)
+
+    def _append_aside(self, aside: ReadyThread, event: str, data: bytes) -> None:
+        now = time.monotonic()
+        if not aside.busy:
+            self._late_since = None
+        elif self._late_since is not None and now - self._late_since > _HANGS_S:
+            logger.warning("%s has not taken an event for %.0f s; nobody waits for it", self.path, _HANGS_S)
+            self._late_since = math.inf  # said
+        if aside.num_waiting > _MAX_WAITING:
+            return
+        job = aside.submit(lambda: self._append(event, data))
+        try:
+            job.wait(_PATIENCE_S if self._late_since is None else 0.0)
+        except TimeoutError:
+            self._late_since = now if self._late_since is None else self._late_since
+
+    def _append(self, event: str, data: bytes) -> None:
         with self._lock:
             self.counters[event] = self.counters.get(event, 0) + 1
             if self._broken:

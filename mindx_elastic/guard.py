@@ -28,7 +28,9 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.last_resort import LastResort
 from mindx_elastic.listening import Listening, find_peers
+from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
@@ -169,10 +171,17 @@ class Guard:
         self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
+        # Closed last: closing what comes below may take long, and the deadline must be kept meanwhile.
+        relay = LogRelay()
+        stack.callback(relay.close)
+        relay.open()
+        closing = stack.enter_context(ExitStack())
         wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
         self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
         directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
+        stack.callback(self._events.close)
+        self._events.write_aside()
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
@@ -190,7 +199,7 @@ class Guard:
             around=self._around,
         )
         self._take_over(start, settings)
-        self._start_stages(stack, settings)
+        self._start_stages(stack, settings, relay, closing)
         self._around.enter(
             start,
             self._collector,
@@ -214,7 +223,7 @@ class Guard:
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
-    def _start_stages(self, stack: ExitStack, settings: Settings) -> None:
+    def _start_stages(self, stack: ExitStack, settings: Settings, relay: LogRelay, closing: ExitStack) -> None:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
@@ -228,6 +237,8 @@ class Guard:
         stack.callback(peers.close)
         self._listening = Listening(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listening.hear_signal)
+        last_resort = LastResort(watcher)
+        closing.callback(last_resort.stop)
         self.stopper = Stopper(
             step_gate=self._step_gate,
             update_gate=self._update_gate,
@@ -241,11 +252,16 @@ class Guard:
             already_durable=self._already_durable,
             peers_gone=peers.look,
             page=self._around.page,
+            last_resort=last_resort,
+            relay=relay,
         )
         watcher.start()
+        last_resort.start(self.stopper)
+        relay.threads |= {watcher.ident, last_resort.ident}
         stack.callback(watcher.stop)
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
         self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
+        last_resort.watch_signals(self._listening.alarm_of)
 
     def _close_saver(self) -> None:
         alarm = None if self.stopper.finished else self.stopper.alarm
