@@ -23,7 +23,8 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
@@ -216,6 +217,7 @@ class Guard:
         position = self._collector.position
         self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
         self.resumed_from_step = start.step
+        self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
@@ -227,6 +229,8 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._window = UpdateWindow(self._collector, self._update_gate)
+        self._warned = False
         self._orders = GradientOrders(
             self._targets, self._collector, world_size=self.ranks.world_size, by_hand=bool(self._layouts)
         )
@@ -279,6 +283,8 @@ class Guard:
                 self._saver.prune(policy)
             self._events.emit("end", step=self._step, outcome="finished")
             return
+        if not isinstance(error, GracefulExit):
+            self._complete_step(error)
         if hasattr(self.loader, "shutdown"):
             self.loader.shutdown()  # a stuck loader worker would hold up the way out
         if isinstance(error, GracefulExit):
@@ -359,6 +365,9 @@ class Guard:
             return
         self._orders.at_boundary()
         self._pass_boundary()
+        self._window.at_boundary(self._step)
+        if not self._warned:
+            self._warn_of_the_window()
 
     def _pass_boundary(self) -> None:
         position = self.position
@@ -367,6 +376,44 @@ class Guard:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+
+    def _warn_of_the_window(self) -> None:
+        """Once, when enough steps were seen: what an exception in the wrong place would cost."""
+        if self._warned or self._window.num_windows < 2:
+            return
+        self._warned = True
+        reasons = self._window.standing()
+        protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
+        answers = any("exception" in policy.alarms and policy.save for policy in self._policies)
+        if reasons and answers and not protected:
+            logger.warning(
+                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
+                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
+                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
+                "; ".join(reasons),
+            )
+
+    def _complete_step(self, error: BaseException) -> None:
+        """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""
+        if self._update_gate.state is GateState.CLEAN:
+            return
+        pending = self._window.pending(error)
+        if pending:
+            self.stopper.pending = "; ".join(pending)
+            return
+        try:
+            self.boundary()
+        except Exception as problem:  # a `state_dict` of the program's
+            self.stopper.pending = f"{type(problem).__name__}: {problem}"
+            return
+        self._log_filter.step = self._step
+        self._step_gate.arrive(self._step)
+        text = (
+            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps show"
+        )
+        logger.warning(
+            f"{text}, nothing of the step is left to do, so it counts as done", self._step, self._window.num_windows
+        )
 
     def finish_step(self, *, retake: bool = False) -> None:
         """Second half of `step_end`: periodic saves and the stop.

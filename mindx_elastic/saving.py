@@ -51,6 +51,8 @@ class Saver:
         """Gives the ranks known to be dead."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
         """Of every file's header."""
+        self.newest_step = 0
+        """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
@@ -218,6 +220,7 @@ class Saver:
         result = self._write_files(path, state, info, also)
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
+        self.newest_step = max(self.newest_step, info.step)
         speed = result.nbytes / max(result.duration_s, 1e-6)
         self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
         self.events.emit(

@@ -70,6 +70,8 @@ class Stopper:
         self.path: Path | None = None
         self.saved_step: int | None = None
         self.failure: str | None = None
+        self.pending = ""
+        """After an exception in mid-step: what keeps the state from being the coming boundary."""
         self._already_durable = already_durable
         self._phase = StopPhase.TRAINING
         self._changed = threading.Condition()
@@ -450,9 +452,15 @@ class Stopper:
             if self._owner != threading.get_ident():
                 return
             self._writing = True
+        problem = f"{problem} ({self.pending})" if self.pending else problem
         self.failure = problem
         step = self.saver.collector.position.step
         remedy = "the newest complete checkpoint on disk stands in"
+        if self.saver.newest_step < step:
+            remedy += (
+                f"; this process knows of step {self.saver.newest_step}, so up to {step - self.saver.newest_step} "
+            )
+            remedy += "steps are done again"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self.events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._move(StopPhase.FAILED)

@@ -39,7 +39,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -74,6 +74,18 @@ class UpdateGate:
         """How long updates have waited for copies so far, in seconds."""
         self.unguarded = False
         """The program has updated parameters without an optimizer: no hook tells, so nothing waits at this gate."""
+        self.at_last_update: Callable[[], None] | None = None
+        """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
+        self.had_updates = False
+        """Whether an optimizer has stepped in the step that the last boundary has ended."""
+        self.steady = True
+        """Whether in every step with updates each optimizer has stepped equally often."""
+        self.even = True
+        """Whether in every step with updates the parameters were changed in place equally often (no EMA now and then)."""
+        self._num_changes: int | None = None
+        self._updates: dict[int, int] = {}  # in this step, by optimizer
+        self._usual: dict[int, int] = {}
+        self._changes: tuple[list[int], list[int]] = ([], [])  # version counters around the last step with updates
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
@@ -88,7 +100,7 @@ class UpdateGate:
         self._versions = [p._version for p in parameters]
         self._handles = [
             register_optimizer_step_pre_hook(lambda *_: self.begin_update()),
-            register_optimizer_step_post_hook(lambda *_: self.end_update()),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self.end_update(id(optimizer))),
         ]
         _watching.add(self)
 
@@ -106,12 +118,34 @@ class UpdateGate:
             self._running += 1
             self._state = GateState.UPDATING
 
-    def end_update(self) -> None:
+    def end_update(self, optimizer: int = 0) -> None:
+        """`optimizer`: which one, its `id`."""
         with self._changed:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
+            self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
             if self._running == 0:
                 self._state = GateState.DIRTY
+            look = self.at_last_update
+            if look is None or self._running or self._updates != self._usual:
+                return
+        look()
+
+    def unusual_updates(self, named: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never: each
+
+        with how often, and how often it usually does. Any thread.
+        """
+        with self._changed:
+            keys = dict.fromkeys([*named, *self._usual, *self._updates])
+            counts = [(key, self._updates.get(key, 0), self._usual.get(key, 0)) for key in keys]
+        return [(key, done, usual) for key, done, usual in counts if done != usual or usual == 0]
+
+    def unusual_changes(self) -> int:
+        """How many parameters were changed in place more or less often than in the last step with updates."""
+        then = [after - before for before, after in zip(*self._changes, strict=True)]
+        now = [p._version - at for p, at in zip(self._parameters, self._versions, strict=True)]
+        return len(now) if len(then) != len(now) else sum(a != b for a, b in zip(then, now, strict=True))
 
     def pass_boundary(self, copy_volatile: Callable[[], None]) -> bool:
         """The boundary is reached: copy the volatile state and be clean. Waits while somebody reads.
@@ -131,6 +165,14 @@ class UpdateGate:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self._state = GateState.CLEAN
+            self.had_updates = bool(self._updates)
+            if self.had_updates:
+                self.steady = self.steady and (not self._usual or self._usual == self._updates)
+                self._usual, self._updates = self._updates, {}
+                self._changes = (self._versions, versions)
+                num_changes = sum(versions) - sum(self._versions)
+                self.even = self.even and self._num_changes in (None, num_changes)
+                self._num_changes = num_changes
             self._versions = versions
             if self._waiters:
                 self._changed.notify_all()
