@@ -263,6 +263,7 @@ class Guard:
         last_resort.start(self.stopper)
         relay.threads |= {watcher.ident, last_resort.ident}
         stack.callback(watcher.stop)
+        self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
         self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listening.alarm_of)

@@ -24,6 +24,7 @@ from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
@@ -57,6 +58,8 @@ class Saver:
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
+        self.reserve: Reserve | None = None
+        """What a dying save is made with where nothing more can be had."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
         self._background = _Background()
@@ -75,6 +78,8 @@ class Saver:
         copies of it. Raises SaveError.
         """
         began = time.monotonic()
+        if self.reserve is not None:
+            self.reserve.release()
         position = self.collector.position
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
@@ -151,6 +156,16 @@ class Saver:
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
         return self._write(self.folder(directory) / name if path is None else path, state, info)
 
+    def prepare(self, *, asynchronous: bool) -> None:
+        """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
+        try:
+            # A parameter, the two moments of Adam and its step count, and about as much again in names.
+            self.reserve = Reserve(5 * len(self.collector.parameters))
+            if asynchronous:
+                self._background.start()
+        except (OSError, RuntimeError, MemoryError) as error:
+            logger.warning("no memory or thread can be kept back for a dying save (%s)", error)
+
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
         return self._background.drain(timeout_s)
@@ -159,6 +174,8 @@ class Saver:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._background.close(timeout_s)
+        if self.reserve is not None:
+            self.reserve.close()
         if self.mirror is not None:
             self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
@@ -217,7 +234,7 @@ class Saver:
         finish: Callable[[Path], Path] = lambda path: path,
         dying: bool = False,
     ) -> SaveResult:
-        result = self._write_files(path, state, info, also)
+        result = self._write_files(path, state, info, also, reserve=self.reserve if dying else None)
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
         self.newest_step = max(self.newest_step, info.step)
@@ -237,11 +254,13 @@ class Saver:
             self.mirror.submit(result.path, info.step)
         return result
 
-    def _write_files(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path]) -> SaveResult:
+    def _write_files(
+        self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path], *, reserve: Reserve | None = None
+    ) -> SaveResult:
         def write() -> SaveResult:
             for target in (path, *also):
                 target.parent.mkdir(parents=True, exist_ok=True)
-            return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also)
+            return write_checkpoint(path, state, info, layout=self.collector.layout(), also=also, reserve=reserve)
 
         try:
             return write()
@@ -323,10 +342,15 @@ class _Background:
         self._idle = threading.Condition()
         self._open = 0
 
-    def submit(self, job: Callable[[], bool]) -> None:
+    def start(self) -> None:
+        """Make the thread now, as long as one can be had. Raises RuntimeError."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def submit(self, job: Callable[[], bool]) -> None:
+        self.start()
         with self._idle:
             self._open += 1
         self._jobs.put(job)

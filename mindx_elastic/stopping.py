@@ -452,7 +452,8 @@ class Stopper:
             if self._owner != threading.get_ident():
                 return
             self._writing = True
-        problem = f"{problem} ({self.pending})" if self.pending else problem
+        if self.pending not in ("", problem):
+            problem = f"{problem} ({self.pending})"
         self.failure = problem
         step = self.saver.collector.position.step
         remedy = "the newest complete checkpoint on disk stands in"

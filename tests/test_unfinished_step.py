@@ -112,7 +112,7 @@ class Window:
         self.first.zero_grad()
         loss = self.network(self.x).square().mean()
         loss.backward()
-        return float(loss)
+        return float(loss.detach())
 
     def move_average(self) -> None:
         with torch.no_grad():

@@ -63,3 +63,19 @@ def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
         job.signal_launcher(signal.SIGCONT)
         job.wait()
     assert set(saved_steps(tmp_path)) == {0, 1}, job.report()
+
+
+@pytest.mark.parametrize(("spare_mib", "ranks"), [(8, 1), (8, 2), pytest.param(1, 1, marks=pytest.mark.drill)])
+def test_a_dying_save_needs_no_new_thread_and_little_memory(
+    tmp_path: Path, reference: Reference, spare_mib: int, ranks: int
+) -> None:
+    env = {"SCARCE_MIB": str(spare_mib), "MINDX_ARENA_DIR": "none"}
+    with start_job("scarce.py", tmp_path, "--hold-at", 7, ranks=ranks, env=env) as job:
+        job.wait_for(f"SCARCE {spare_mib}", count=ranks)
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(0)
+        job.expect(143 if ranks == 1 else 1)
+        assert not job.matches("can't start new thread|MemoryError|Cannot allocate"), job.report()
+    assert saved_steps(tmp_path) == dict.fromkeys(range(ranks), 8), job.report()
+    resumed = resume(tmp_path, ranks)
+    assert resumed.hashes() == reference(ranks).hashes(), resumed.report()
