@@ -1,7 +1,7 @@
 """The last resort: a thread that saves and leaves in time when everything else that should do so is stuck.
 
-It sleeps from the guard's entry on, and an alarm arms it. It waits for no store, no log, no lock that a stuck thread may
-hold. What lies between an alarm and the end of the process, and what bounds it:
+It sleeps from the guard's entry on, and an alarm arms it. It waits for no store, no log, no lock that a stuck thread
+may hold. What lies between an alarm and the end of the process, and what bounds it:
 
 ==============================  ===========================================  =======================================
 wait                            of                                           bound

@@ -28,7 +28,7 @@ _FLUSH_S = 1.0
 
 
 class WayOut:
-    """One per stopper. The training thread calls `come_out`, sets `dismissed`; the watcher's or last resort's, the rest."""
+    """One per stopper. The training thread calls `come_out`, sets `dismissed`; watcher and last resort do the rest."""
 
     def __init__(
         self,

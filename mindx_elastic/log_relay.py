@@ -1,7 +1,7 @@
 """Log lines of the threads that stop a job, written by another thread: stderr may be a full pipe that nobody reads.
 
-The lock of a log handler is held while it writes. A thread that logged by itself would wait there for ever, also when it
-is another thread that hangs in the pipe.
+The lock of a log handler is held while it writes. A thread that logged by itself would wait there for ever, also when
+it is another thread that hangs in the pipe.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class LogRelay(logging.Filter):
         return False
 
     def do(self, work: Callable[[], object], timeout_s: float) -> None:
-        """Do what may hang (writing, flushing) for `timeout_s` seconds at most; not at all behind what hangs already."""
+        """Do what may hang (writing, flushing); wait `timeout_s` seconds at most, not at all behind what hangs."""
         patience_s = 0.0 if self._hand.busy else timeout_s
         with suppress(TimeoutError, OSError, ValueError):  # a closed pipe must not keep a dying process
             self._hand.call(work, patience_s)

@@ -159,8 +159,7 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
         try:
-            # A parameter, the two moments of Adam and its step count, and about as much again in names.
-            self.reserve = Reserve(5 * len(self.collector.parameters))
+            self.reserve = Reserve(len(self.collector.parameters))
             if asynchronous:
                 self._background.start()
         except (OSError, RuntimeError, MemoryError) as error:

@@ -149,7 +149,7 @@ class Stopper:
         if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
             self._salvage(alarm)  # between two steps: the boundary is already here, and an evaluation may take long
 
-    # --- the last resort (its thread) -----------------------------------------------------------------------------------
+    # --- the last resort (its thread) ---------------------------------------------------------------------------------
 
     def take_over_alarm(self, alarm: Alarm) -> None:
         """A signal that the watcher does not read. Alone: without it nobody can ask the others."""
@@ -159,7 +159,7 @@ class Stopper:
             self._say(alarm)
 
     def is_stuck(self, patience_s: float) -> bool:
-        """Whether a stop that ought to be saved by now is held up by the watcher, or by whoever has claimed the save."""
+        """Whether a stop that ought to be saved by now is held up by the watcher, or by the owner of the claim."""
         before = time.monotonic() - patience_s
         busy_since = self.watcher.busy_since
         with self._changed:

@@ -35,7 +35,8 @@ class Meter:
     """A user's own object with state."""
 
     def __init__(self) -> None:
-        self.total, self.seen = 0.0, []
+        self.total = 0.0
+        self.seen: list[float] = []
 
     def update(self, loss: float) -> None:
         self.total += loss

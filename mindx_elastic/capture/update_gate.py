@@ -81,7 +81,7 @@ class UpdateGate:
         self.steady = True
         """Whether in every step with updates each optimizer has stepped equally often."""
         self.even = True
-        """Whether in every step with updates the parameters were changed in place equally often (no EMA now and then)."""
+        """Whether in every step with updates the parameters were changed in place equally often."""
         self._num_changes: int | None = None
         self._updates: dict[int, int] = {}  # in this step, by optimizer
         self._usual: dict[int, int] = {}

@@ -14,9 +14,9 @@ parameters (EMA, clipping)        each was changed in place as often as in the s
 random numbers, buffers           never: how many more would have been drawn is not known
 ================================  =====================================================================================
 
-Looked at are the first steps of a process and then two in fifty (also where people count from 0), so that what is done
-only now and then is seen too; the others cost nothing. It stays a conclusion from what was seen: code of the window that
-has never run in a step that was looked at is not known.
+Looked at are the first steps of a process and then two in fifty (also where people count from 0), so that what is
+done only now and then is seen too; the others cost nothing. It stays a conclusion from what was seen: code of the
+window that has never run in a step that was looked at is not known.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class UpdateWindow:
         return found
 
     def _is_scheduled(self, name: str) -> bool:
-        """Whether `name` is an optimizer whose options a named scheduler sets: whether that one has moved tells more."""
+        """Whether `name` is an optimizer whose options a named scheduler sets: that one tells more."""
         component = self._collector.components[name]
         if not isinstance(component, OptimizerComponent):
             return False

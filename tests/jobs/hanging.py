@@ -1,4 +1,4 @@
-"""``loop.py`` with one thing that hangs for ever: ``LOOP_HANGS=copy|stderr|watcher``. Prints ``HANGS what`` once it does.
+"""``loop.py`` with one thing that hangs for ever: ``LOOP_HANGS=copy|log|stderr|watcher``. Prints ``HANGS what``.
 
 The real waits, not a slow machine: what hangs never comes back, so no test need look at a clock.
 """
@@ -45,6 +45,11 @@ def hang_in_stderr() -> None:
     os.dup2(end, 2)
 
 
+def log_for_ever() -> None:
+    loop.say("HANGS stderr")
+    logging.getLogger("mindx_elastic").error("full")
+
+
 class Trainer(loop.Trainer):
     """Begins to hang at the step that it is held at."""
 
@@ -54,10 +59,7 @@ class Trainer(loop.Trainer):
             if fault == "stderr":
                 hang_in_stderr()
                 # The lock of the handler is held by a thread that hangs in its write.
-                threading.Thread(
-                    target=lambda: (loop.say("HANGS stderr"), logging.getLogger("mindx_elastic").error("full")),
-                    daemon=True,
-                ).start()
+                threading.Thread(target=log_for_ever, daemon=True).start()
             elif fault == "watcher":
                 self.guard._watcher.post(lambda: hang("watcher"))
             elif fault == "log":
