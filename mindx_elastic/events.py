@@ -11,6 +11,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import os
 import stat
 import sys
@@ -19,6 +20,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from mindx_elastic.ready_thread import ReadyThread
 
 __all__ = [
     "GENERATION_BYTES",
@@ -44,6 +47,9 @@ _CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
 _LOOKS, _LOOK_AGAIN_S = 3, 0.002
 _FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
+_HANGS_S = 10.0
+_MAX_WAITING = 1000  # lines kept in memory for a log that hangs
 
 
 class RankFilter(logging.Filter):
@@ -104,11 +110,28 @@ class EventLog:
         self._waiting: list[tuple[str, bytes]] = []
         self._lost = 0
         self._recorded_run: str | None = None
+        self._aside: ReadyThread | None = None
+        self._late_since: float | None = None
 
     @property
     def is_recorded(self) -> bool:
         """Whether the file has a line of this run from this process. Any thread."""
         return self._recorded_run == self.run_id
+
+    def write_aside(self) -> None:
+        """From now on another thread writes, and no event is waited for longer than a moment.
+
+        The file system of a log may hang, and must not keep a job from stopping. Raises RuntimeError when there can be
+        no more threads.
+        """
+        self._aside = ReadyThread("mindx-events")
+        self._aside.start()
+
+    def close(self) -> None:
+        """End that thread; what hangs is left alone."""
+        if self._aside is not None:
+            self._aside.close(_PATIENCE_S)
+            self._aside = None
 
     def has_ended(self, rank: int) -> bool:
         """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
@@ -146,6 +169,27 @@ class EventLog:
         }
         data = (json.dumps(fields, default=str) + "\n").encode()
         run_id = self.run_id
+        if self._aside is None:
+            self._record(event, data, run_id)
+        else:
+            self._record_aside(self._aside, event, data, run_id)
+
+    def _record_aside(self, aside: ReadyThread, event: str, data: bytes, run_id: str) -> None:
+        now = time.monotonic()
+        if not aside.busy:
+            self._late_since = None
+        elif self._late_since is not None and now - self._late_since > _HANGS_S:
+            logger.warning("%s has not taken an event for %.0f s; nobody waits for it", self.path, _HANGS_S)
+            self._late_since = math.inf  # said
+        if aside.num_waiting > _MAX_WAITING:
+            return
+        job = aside.submit(lambda: self._record(event, data, run_id))
+        try:
+            job.wait(_PATIENCE_S if self._late_since is None else 0.0)
+        except TimeoutError:
+            self._late_since = now if self._late_since is None else self._late_since
+
+    def _record(self, event: str, data: bytes, run_id: str) -> None:
         with self._lock:
             self.counters[event] = self.counters.get(event, 0) + 1
             was_broken = bool(self._waiting)

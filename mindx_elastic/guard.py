@@ -24,12 +24,15 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.last_resort import LastResort
 from mindx_elastic.listening import Listening, find_peers
+from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
@@ -168,11 +171,18 @@ class Guard:
         self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
+        # Closed last: closing what comes below may take long, and the deadline must be kept meanwhile.
+        relay = LogRelay()
+        stack.callback(relay.close)
+        relay.open()
+        closing = stack.enter_context(ExitStack())
         wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
         self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
         directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._current_epoch = epoch_reader(self.loader)
+        stack.callback(self._events.close)
+        self._events.write_aside()
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
@@ -198,7 +208,7 @@ class Guard:
             around=self._around,
         )
         self._take_over(start, settings)
-        self._start_stages(stack, settings)
+        self._start_stages(stack, settings, relay, closing)
         self._around.enter(
             start,
             self._collector,
@@ -215,6 +225,7 @@ class Guard:
         position = self._collector.position
         self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
         self.resumed_from_step = start.step
+        self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
@@ -222,10 +233,12 @@ class Guard:
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
-    def _start_stages(self, stack: ExitStack, settings: Settings) -> None:
+    def _start_stages(self, stack: ExitStack, settings: Settings, relay: LogRelay, closing: ExitStack) -> None:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._window = UpdateWindow(self._collector, self._update_gate)
+        self._warned = False
         self._orders = GradientOrders(
             self._targets,
             self._collector,
@@ -239,6 +252,8 @@ class Guard:
         stack.callback(peers.close)
         self._listening = Listening(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listening.hear_signal)
+        last_resort = LastResort(watcher)
+        closing.callback(last_resort.stop)
         self.stopper = Stopper(
             step_gate=self._step_gate,
             update_gate=self._update_gate,
@@ -252,11 +267,17 @@ class Guard:
             already_durable=self._already_durable,
             peers_gone=peers.look,
             page=self._around.page,
+            last_resort=last_resort,
+            relay=relay,
         )
         watcher.start()
+        last_resort.start(self.stopper)
+        relay.threads |= {watcher.ident, last_resort.ident}
         stack.callback(watcher.stop)
+        self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
         self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
+        last_resort.watch_signals(self._listening.alarm_of)
 
     def _close_saver(self) -> None:
         alarm = None if self.stopper.finished else self.stopper.alarm
@@ -274,6 +295,8 @@ class Guard:
                 self._saver.prune(policy)
             self._events.emit("end", step=self._step, outcome="finished")
             return
+        if not isinstance(error, GracefulExit):
+            self._complete_step(error)
         if hasattr(self.loader, "shutdown"):
             self.loader.shutdown()  # a stuck loader worker would hold up the way out
         if isinstance(error, GracefulExit):
@@ -355,6 +378,9 @@ class Guard:
             return
         self._orders.at_boundary()
         self._pass_boundary()
+        self._window.at_boundary(self._step)
+        if not self._warned:
+            self._warn_of_the_window()
 
     def _pass_boundary(self) -> None:
         position = self.position
@@ -363,6 +389,44 @@ class Guard:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+
+    def _warn_of_the_window(self) -> None:
+        """Once, when enough steps were seen: what an exception in the wrong place would cost."""
+        if self._warned or self._window.num_windows < 2:
+            return
+        self._warned = True
+        reasons = self._window.standing()
+        protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
+        answers = any("exception" in policy.alarms and policy.save for policy in self._policies)
+        if reasons and answers and not protected:
+            logger.warning(
+                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
+                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
+                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
+                "; ".join(reasons),
+            )
+
+    def _complete_step(self, error: BaseException) -> None:
+        """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""
+        if self._update_gate.state is GateState.CLEAN:
+            return
+        pending = self._window.pending(error)
+        if pending:
+            self.stopper.pending = "; ".join(pending)
+            return
+        try:
+            self.boundary()
+        except Exception as problem:  # a `state_dict` of the program's
+            self.stopper.pending = f"{type(problem).__name__}: {problem}"
+            return
+        self._log_filter.step = self._step
+        self._step_gate.arrive(self._step)
+        text = (
+            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps show"
+        )
+        logger.warning(
+            f"{text}, nothing of the step is left to do, so it counts as done", self._step, self._window.num_windows
+        )
 
     def finish_step(self, *, retake: bool = False) -> None:
         """Second half of `step_end`: periodic saves and the stop.

@@ -16,6 +16,7 @@ from contextlib import suppress
 from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.stop_phase import FINAL, StopPhase
 
 __all__ = ["LAST_MOMENT_S", "WayOut", "end_process"]
@@ -23,13 +24,20 @@ __all__ = ["LAST_MOMENT_S", "WayOut", "end_process"]
 LAST_MOMENT_S = 0.3  # before the deadline: leave, or be killed with nothing said
 _PATIENCE_S = 3.0  # how long a settled rank waits for its training thread to come out by itself
 _RECHECK_S = 1.0
+_FLUSH_S = 1.0
 
 
 class WayOut:
-    """One per stopper. The training thread calls `come_out`, sets `dismissed`; the rest runs in the watcher thread."""
+    """One per stopper. The training thread calls `come_out`, sets `dismissed`; watcher and last resort do the rest."""
 
-    def __init__(self, watcher: Watcher, events: EventLog, phase: Callable[[], StopPhase]) -> None:
-        self._watcher, self._events, self._phase = watcher, events, phase
+    def __init__(
+        self,
+        watcher: Watcher,
+        events: EventLog,
+        phase: Callable[[], StopPhase],
+        relay: LogRelay | None = None,
+    ) -> None:
+        self._watcher, self._events, self._phase, self._relay = watcher, events, phase, relay
         self.coming_out = False
         """The training thread is leaving by itself, perhaps exporting the network on its way."""
         self.dismissed = False
@@ -66,7 +74,11 @@ class WayOut:
             return
         logger.warning("the training thread does not come back; leaving with exit code %d", alarm.exit_code)
         self._events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
-        end_process(alarm.exit_code)
+        end_process(alarm.exit_code, self._relay)
+
+    def leave_now(self, alarm: Alarm) -> None:
+        """Last resort: as `guard_deadline` does, should the watcher hang."""
+        self._leave(alarm)
 
 
 def _end_quickly() -> None:
@@ -82,12 +94,18 @@ def _end_quickly() -> None:
     gc.freeze()
 
 
-def end_process(exit_code: int) -> None:
-    """Kill the children (loader workers), flush what was printed and logged, and leave. Any thread; never returns."""
+def end_process(exit_code: int, relay: LogRelay | None = None) -> None:
+    """Kill the children (loader workers), flush what was printed and logged, and leave. Any thread; never returns.
+
+    Flushing may hang (a full pipe, a lock of a thread that hangs in it): `relay` bounds it.
+    """
     for child in multiprocessing.active_children():
         child.kill()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # a closed pipe must not keep a dying process
-            stream.flush()
-    logging.shutdown()
+    if relay is not None:
+        relay.flush(_FLUSH_S)
+    else:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a closed pipe must not keep a dying process
+                stream.flush()
+        logging.shutdown()
     os._exit(exit_code)

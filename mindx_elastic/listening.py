@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
@@ -74,6 +74,17 @@ class Listening:
 
     def _hear_fault(self, event: FaultEvent) -> None:
         self._stopper.hear(self._stopper.alarms.of_fault(event.reason))
+
+    def alarm_of(self, signum: int) -> Alarm | None:
+        """What a signal that the watcher does not read would become; None: not known without it. The last resort."""
+        alarms = self._stopper.alarms
+        if self._stopper.finished or not self.handlers.has(signum):
+            return None
+        if signum in self._own_signals:
+            return alarms.of_signal(signum)
+        if signum == signal.SIGTERM:
+            return alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
+        return None  # an order of the agent's; a SIGTERM follows where it is not obeyed
 
     def hear_signal(self, signum: int) -> None:
         """Watcher thread."""

@@ -47,6 +47,11 @@ class Memory:
         """What ``auto`` came to in an attempt before; 0: not known."""
         return self._arena.interval if self._every is None else 0
 
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether this rank or another one of the machine copies the state now and then."""
+        return self._snapshotter is not None and not self._snapshotter.broken
+
     def take_over(self, interval: int) -> None:
         """All ranks know this `interval` from an attempt before: it need not be measured again."""
         if self._every is None and interval > 0:

@@ -26,6 +26,7 @@ from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
@@ -58,10 +59,14 @@ class Saver:
         """Gives the ranks known to be dead."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
         """Of every file's header."""
+        self.newest_step = 0
+        """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
         self.bytes_per_s: float | None = None
         """Speed of this process's slowest save so far, for the deadline's reserve."""
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
+        self.reserve: Reserve | None = None
+        """What a dying save is made with where nothing more can be had."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
         self.first_save: FirstSave | None = None
@@ -82,6 +87,8 @@ class Saver:
         copies of it. Raises SaveError.
         """
         began = time.monotonic()
+        if self.reserve is not None:
+            self.reserve.release()
         position = self.collector.position
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
@@ -164,6 +171,15 @@ class Saver:
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
         return self._write(self.folder(directory) / name if path is None else path, state, info)
 
+    def prepare(self, *, asynchronous: bool) -> None:
+        """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
+        try:
+            self.reserve = Reserve(len(self.collector.parameters))
+            if asynchronous:
+                self._background.start()
+        except (OSError, RuntimeError, MemoryError) as error:
+            logger.warning("no memory or thread can be kept back for a dying save (%s)", error)
+
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
         return self._background.drain(timeout_s)
@@ -172,6 +188,8 @@ class Saver:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._background.close(timeout_s)
+        if self.reserve is not None:
+            self.reserve.close()
         if self.mirror is not None:
             self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 
@@ -236,9 +254,10 @@ class Saver:
         finish: Callable[[Path], Path] = lambda path: path,
         dying: bool = False,
     ) -> SaveResult:
-        result = self._write_files(path, state, info, also)
+        result = self._write_files(path, state, info, also, reserve=self.reserve if dying else None)
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
+        self.newest_step = max(self.newest_step, info.step)
         speed = result.nbytes / max(result.duration_s, 1e-6)
         self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
         self.events.emit(
@@ -255,7 +274,9 @@ class Saver:
             self.mirror.submit(result.path, info.step)
         return result
 
-    def _write_files(self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path]) -> SaveResult:
+    def _write_files(
+        self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path], *, reserve: Reserve | None = None
+    ) -> SaveResult:
         def write() -> SaveResult:
             for target in (path, *also):
                 make_directory_durable(target.parent)
@@ -266,6 +287,7 @@ class Saver:
                 layout=self.collector.layout(),
                 also=also,
                 before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+                reserve=reserve,
             )
 
         try:
@@ -353,6 +375,13 @@ class _Background:
         self._idle = threading.Condition()
         self._open = 0
 
+    def start(self) -> None:
+        """Make the thread now, as long as one can be had. Raises RuntimeError."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
+            thread.start()
+            self._thread = thread
+
     def reserve(self) -> None:
         """Training thread, before it copies: wait until there is room for one more. `submit` or `give_up` follows."""
         with self._idle:
@@ -366,9 +395,7 @@ class _Background:
             self._idle.notify_all()
 
     def submit(self, job: Callable[[], bool]) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
-            self._thread.start()
+        self.start()
         self._jobs.put(job)
 
     def drain(self, timeout_s: float | None) -> bool:

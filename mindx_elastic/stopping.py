@@ -1,7 +1,8 @@
 """How a job stops: from an alarm, over the agreement, to a durable checkpoint and the way out.
 
 One `Stopper` a guard. Alarms come in on the watcher thread (signals, flag file, other ranks) or on the training thread
-(exceptions). Whoever gets there first *claims* the save; the other one waits for it.
+(exceptions). Whoever gets there first *claims* the save; the other one waits for it. A claim whose owner has not begun
+to write when time runs out is taken away by the last resort (`last_resort`), and its owner finds that it has lost it.
 
 The phases and what is true in each: see `stop_phase`.
 """
@@ -24,7 +25,9 @@ from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.last_resort import LastResort
 from mindx_elastic.leaving import LAST_MOMENT_S, WayOut
+from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.policy import ExitPolicy, keep_consistent
 from mindx_elastic.saving import Saver
 from mindx_elastic.status_page import StatusPage, WorkerPhase
@@ -54,6 +57,8 @@ class Stopper:
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage | None = None,
+        last_resort: LastResort | None = None,
+        relay: LogRelay | None = None,
     ) -> None:
         self.step_gate, self.update_gate, self.exchange, self.watcher = step_gate, update_gate, exchange, watcher
         self.saver, self.ranks, self.settings, self.events = saver, ranks, settings, events
@@ -65,13 +70,20 @@ class Stopper:
         self.path: Path | None = None
         self.saved_step: int | None = None
         self.failure: str | None = None
+        self.pending = ""
+        """After an exception in mid-step: what keeps the state from being the coming boundary."""
         self._already_durable = already_durable
         self._phase = StopPhase.TRAINING
         self._changed = threading.Condition()
         self._stop_decision: Decision | None = None
         self._salvage_decision: Decision | None = None
-        self.way_out = WayOut(watcher, events, lambda: self._phase)
+        self._owner: int | None = None  # thread that has claimed the save
+        self._claimed_at = 0.0
+        self._writing = False
+        self._last_resort, self._relay = last_resort, relay
+        self.way_out = WayOut(watcher, events, lambda: self._phase, relay)
         self._heard_at = 0.0
+        self._failing = False  # an exception has left the block
         self._ending = False  # the training thread waits for the others at the end of the block
 
     @property
@@ -109,17 +121,18 @@ class Stopper:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
         if not self._accept(alarm):
             return
+        has_failed = alarm.kind in ("exception", "peer")  # a rank: no coming boundary is sure to be reached
+        offer = 0 if has_failed else self.step_gate.close()  # before any line is written, which may take its time
+        self._say(alarm)
         if alarm.origin == self.ranks.rank:
             self._tell_others(alarm)
         if alarm.kind == "peer":
             self.exchange.abandon(alarm.reason)
-        if alarm.kind in ("exception", "peer"):  # a rank has failed: no coming boundary is sure to be reached
+        if has_failed:
             self._salvage(alarm)
             return
         self.way_out.guard_deadline(alarm)
-        reserve = reserve_s(self.saver.expected_bytes, alarm.deadline.grace_s, bytes_per_s=self.saver.bytes_per_s)
-        self.watcher.call_at(alarm.deadline.salvage_at(reserve), lambda: self._salvage(alarm))
-        offer = self.step_gate.close()
+        self.watcher.call_at(alarm.deadline.salvage_at(self._reserve_s(alarm)), lambda: self._salvage(alarm))
         bound = min(self.settings.agreement_s, max(0.1, alarm.deadline.remaining_s() / 3))
         decision = self._stop_decision = self.exchange.decide("stop", offer, bound)
         self.events.emit("agreement", step=decision.step, reason=decision.reason, offer=offer)
@@ -135,6 +148,56 @@ class Stopper:
         self.step_gate.open_until(decision.step)
         if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
             self._salvage(alarm)  # between two steps: the boundary is already here, and an evaluation may take long
+
+    # --- the last resort (its thread) ---------------------------------------------------------------------------------
+
+    def take_over_alarm(self, alarm: Alarm) -> None:
+        """A signal that the watcher does not read. Alone: without it nobody can ask the others."""
+        if self._accept(alarm):
+            if self.ranks.world_size == 1:
+                self.step_gate.open_until(0)  # the training thread saves at the coming boundary
+            self._say(alarm)
+
+    def is_stuck(self, patience_s: float) -> bool:
+        """Whether a stop that ought to be saved by now is held up by the watcher, or by the owner of the claim."""
+        before = time.monotonic() - patience_s
+        busy_since = self.watcher.busy_since
+        with self._changed:
+            if self._phase is StopPhase.SAVING:
+                return not self._writing and self._claimed_at < before
+            return self._phase is StopPhase.STOPPING and busy_since is not None and busy_since < before
+
+    @property
+    def comes_out(self) -> bool:
+        """Whether the training thread is on its way out of the guard."""
+        return self._failing or self.way_out.coming_out
+
+    @property
+    def settled(self) -> bool:
+        """Whether the save is over, one way or the other."""
+        return self._phase in FINAL
+
+    def save_as_last_resort(self, alarm: Alarm) -> None:
+        """Save the last boundary alone, unless somebody is writing it: nothing here waits for a thread or the store."""
+        with self._changed:
+            if self._phase not in (StopPhase.STOPPING, StopPhase.SAVING) or self._writing or self.way_out.dismissed:
+                return
+            held_up = "the save" if self._phase is StopPhase.SAVING else "the stop"
+            self._phase = StopPhase.SAVING
+            self._own()
+        logger.warning("%s is held up; saving the last boundary from beside it", held_up)
+        try:
+            with self.update_gate.hold(0.05) as problem:
+                if problem:
+                    self._refuse(problem)
+                else:
+                    self._write(alarm, alone=True)
+        except BaseException:
+            if self._owner == threading.get_ident():
+                self._move(StopPhase.FAILED)
+            raise
+        finally:
+            self.step_gate.open_until(0)
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
@@ -152,6 +215,7 @@ class Stopper:
 
     def on_exception(self, error: BaseException) -> None:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
+        self._failing = True
         self.update_gate.give_up()
         if self._phase is StopPhase.TRAINING:
             gone = [rank for rank in self._peers_gone_soon(error) if self._died(rank)]
@@ -159,6 +223,7 @@ class Stopper:
             if not any(alarm.kind in policy.alarms for policy in self.policies):
                 return
             if self._accept(alarm):
+                self._say(alarm)
                 self._tell_others(alarm)
         assert self.alarm is not None
         self._salvage(self.alarm, can_wait=False)
@@ -271,6 +336,7 @@ class Stopper:
                 self._refuse(problem)
             else:
                 self._write(alarm)
+        self.wait_while_saving()  # for the last resort, where it was faster
 
     def _salvage(self, alarm: Alarm, *, can_wait: bool = True) -> None:
         """Save the last boundary from beside the training thread, or from its failing end. Either thread.
@@ -286,7 +352,7 @@ class Stopper:
             self._salvage_claimed(alarm, can_wait=can_wait)
         except BaseException:
             # An error of ours: the other thread must not wait for ever. (Without one the claim may be its own by now.)
-            if self._phase is StopPhase.SAVING:
+            if self._owner == threading.get_ident():
                 self._move(StopPhase.FAILED)
             raise
 
@@ -312,10 +378,13 @@ class Stopper:
         if can_wait:
             self.step_gate.open_until(0)
             self.way_out.leave_soon(alarm)
+        else:
+            self.wait_while_saving()
 
     def _give_up_claim(self, alarm: Alarm, decision: Decision) -> None:
         """Let the training thread run to its boundary, where it saves; look again shortly before the end."""
-        self._move(StopPhase.STOPPING)
+        if not self._move(StopPhase.STOPPING):
+            return
         self.step_gate.open_until(decision.step or 0)
         self.watcher.call_at(alarm.deadline.at - 2 * LAST_MOMENT_S, lambda: self._salvage(alarm))
 
@@ -327,8 +396,17 @@ class Stopper:
             )
         return self._salvage_decision
 
-    def _write(self, alarm: Alarm) -> None:
-        """The claim is ours: write the files of every policy that answers this alarm."""
+    def _write(self, alarm: Alarm, *, alone: bool = False) -> None:
+        """If the claim is still ours: write the files of every policy that answers this alarm.
+
+        alone: as the last resort, which waits for nobody.
+        """
+        if not alone:
+            self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
+        with self._changed:
+            if self._owner != threading.get_ident():
+                return
+            self._writing = True
         step = self.saver.collector.position.step
         # Before the first step there is nothing to lose, and a file of it would bind the next start to this very model.
         wanted = [p for p in self.alarms.answering(alarm) if p.save and (step > 0 or p.kind == "eval")]
@@ -348,7 +426,6 @@ class Stopper:
             problem = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
             self._refuse(problem, "no consistent replica")
             return
-        self.saver.drain(max(0.0, alarm.deadline.remaining_s() / 3))
         try:
             result = self.saver.save_dying(wanted, alarm.reason, time_left_s=alarm.deadline.remaining_s())
         except Exception as error:
@@ -371,9 +448,20 @@ class Stopper:
         self._move(StopPhase.SAVED)
 
     def _refuse(self, problem: str, short: str = "state is not at a boundary") -> None:
+        with self._changed:
+            if self._owner != threading.get_ident():
+                return
+            self._writing = True
+        if self.pending not in ("", problem):
+            problem = f"{problem} ({self.pending})"
         self.failure = problem
         step = self.saver.collector.position.step
         remedy = "the newest complete checkpoint on disk stands in"
+        if self.saver.newest_step < step:
+            remedy += (
+                f"; this process knows of step {self.saver.newest_step}, so up to {step - self.saver.newest_step} "
+            )
+            remedy += "steps are done again"
         logger.error("the boundary after step %d cannot be saved: %s; %s", step, problem, remedy)
         self.events.emit("save", step=step, reason=problem, outcome=f"refused: {short}")
         self._move(StopPhase.FAILED)
@@ -388,9 +476,16 @@ class Stopper:
             self._heard_at = time.monotonic()
             self._phase = StopPhase.STOPPING
             self._changed.notify_all()
+        if self._relay is not None:
+            self._relay.hurry = True
+        if self._last_resort is not None:  # first of all: whatever comes now may hang
+            self._last_resort.arm(alarm, alarm.deadline.at - max(self._reserve_s(alarm) / 2, 2 * LAST_MOMENT_S))
         if self._page is not None:
             self._page.set_text("reason", alarm.reason)
             self._page.set(phase=WorkerPhase.STOPPING, alarm_ns=time.monotonic_ns())
+        return True
+
+    def _say(self, alarm: Alarm) -> None:
         self.events.emit("alarm", step=self.step_gate.step, reason=alarm.reason, outcome="stopping", kind=alarm.kind)
         if alarm.kind == "exception":
             logger.error("%s; saving the last boundary", alarm.reason)
@@ -399,7 +494,10 @@ class Stopper:
             left = alarm.deadline.remaining_s()
             logger.warning("%s%s; the process must be gone in %.1f s", alarm.reason, heard, left)
             logger.warning("Graceful exit is triggered, stop training.")
-        return True
+
+    def _reserve_s(self, alarm: Alarm) -> float:
+        saver = self.saver
+        return reserve_s(saver.expected_bytes, alarm.deadline.grace_s, bytes_per_s=saver.bytes_per_s)
 
     def _tell_others(self, alarm: Alarm) -> None:
         self.exchange.request(self.alarms.for_peers(alarm))
@@ -409,11 +507,19 @@ class Stopper:
             if self._phase is not StopPhase.STOPPING:
                 return False
             self._phase = StopPhase.SAVING
+            self._own()
             return True
 
-    def _move(self, phase: StopPhase) -> None:
+    def _own(self) -> None:
+        self._owner, self._claimed_at, self._writing = threading.get_ident(), time.monotonic(), False
+
+    def _move(self, phase: StopPhase) -> bool:
+        """The claim's owner: go on to `phase`. False: the last resort has taken the claim."""
         with self._changed:
+            if self._owner not in (None, threading.get_ident()):
+                return False
             if phase not in MOVES[self._phase]:
                 raise RuntimeError(f"a stop cannot go from {self._phase.name} to {phase.name}")
-            self._phase = phase
+            self._phase, self._owner, self._writing = phase, None, False
             self._changed.notify_all()
+            return True

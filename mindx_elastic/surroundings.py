@@ -91,6 +91,11 @@ class Surroundings:
         """The job's folder in shared memory."""
         return None if self.memory is None else self.memory.folder
 
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether the state lies in memory every few steps."""
+        return self.memory is not None and self.memory.takes_snapshots
+
     def announce(self, found: Resumed | None) -> None:
         """Tell the agent what is about to be loaded."""
         if self.link is not None and found is not None:

@@ -80,6 +80,10 @@ class Job:
     def signal_rank(self, rank: int, signum: int = signal.SIGTERM) -> None:
         os.kill(self.pids()[rank], signum)
 
+    def signal_launcher(self, signum: int) -> None:
+        """Torchrun, or the agent; a job of one rank without one is its own."""
+        os.kill(self.process.pid, signum)
+
     def wait(self, timeout_s: float = _TIMEOUT_S) -> int:
         """Exit code of the launched process, once all its output has been read."""
         try:

@@ -32,7 +32,7 @@ class Leaving:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.codes: list[int] = []
-        monkeypatch.setattr("mindx_elastic.leaving.end_process", self.codes.append)
+        monkeypatch.setattr("mindx_elastic.leaving.end_process", lambda code, relay: self.codes.append(code))
         self.timers = Timers()
         self.phase = StopPhase.SAVED
         self.way_out = WayOut(self.timers, EventLog(directory / "events.jsonl"), lambda: self.phase)

@@ -187,7 +187,7 @@ def test_forward_goes_on_and_the_update_waits(make: Make, monkeypatch: pytest.Mo
 
     thread = threading.Thread(target=update)
     thread.start()
-    wait_until(lambda: worker.gate._lock.locked() and not updated.is_set(), "the update at the gate")
+    wait_until(lambda: worker.gate._writers == 1, "the update at the gate")
     assert not updated.wait(0.05)
     assert_same(worker.collector.state()["model"], weights)
     stop.go.set()

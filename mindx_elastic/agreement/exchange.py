@@ -37,6 +37,7 @@ from mindx_elastic.agreement.stop_step import (
     parse_offer,
 )
 from mindx_elastic.events import logger
+from mindx_elastic.ready_thread import ReadyThread
 
 __all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
 
@@ -187,6 +188,8 @@ class StoreExchange(Gathering):
         self._closed = self._lost = False
         self._listener: threading.Thread | None = None
         self._offered: set[str] = set()
+        self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
+        self._choosing = threading.Lock()
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         def run() -> None:
@@ -203,6 +206,8 @@ class StoreExchange(Gathering):
 
         self._listener = threading.Thread(target=run, name="mindx-listener", daemon=True)
         self._listener.start()
+        for caller in self._callers:  # now: a dying process may have no room for another thread
+            caller.start()
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         mine = dict(content)
@@ -332,11 +337,13 @@ class StoreExchange(Gathering):
             self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
+        for caller in self._callers:
+            caller.close(0.0 if caller.busy else 2.0)
         if self._listener is not None:
             self._listener.join(timeout=2.0)
 
     def _bounded(self, work: Callable[[], _T], timeout_s: float, *, give_up: bool = True) -> _T:
-        """Run a store call in a thread of its own, for `timeout_s` seconds at most.
+        """Run a store call in one of our ready threads, and wait `timeout_s` seconds at most.
 
         Store calls other than `wait` have no time-out: with the store's host frozen or cut off they would hold the
         watcher past the deadline. A store that has not answered once is not asked again. Raises TimeoutError or the
@@ -344,24 +351,18 @@ class StoreExchange(Gathering):
         """
         if self._lost:
             raise TimeoutError("the store did not answer before")
-        box: list[_T] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                box.append(work())
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="mindx-store", daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if thread.is_alive():
+        with self._choosing:
+            caller = next((c for c in self._callers if not c.busy), None)
+            if caller is None:  # both wait for a slow answer (`try_collect` does not give the store up)
+                self._callers.append(caller := ReadyThread("mindx-store"))
+            job = caller.submit(work)
+        try:
+            return job.wait(timeout_s)
+        except TimeoutError:
+            if job.done.is_set():
+                raise  # the call's own
             self._lost = give_up
-            raise TimeoutError(f"the store did not answer in {timeout_s:g} s")
-        if errors:
-            raise errors[0]
-        return box[0]
+            raise TimeoutError(f"the store did not answer in {timeout_s:g} s") from None
 
     def _offer(self, name: str, offer: Offer) -> bool:
         """Publish an offer; True when it was the last one missing."""

@@ -111,6 +111,10 @@ class SignalHandlers:
             with suppress(OSError):  # its owner is gone, or its buffer is full: then it is awake anyway
                 os.write(self._previous_fd, bytes([signum]))
 
+    def has(self, signum: int) -> bool:
+        """Whether the number is one of ours now. Any thread."""
+        return not self._closed and signum in self._previous
+
     def hear(self, signum: int) -> bool:
         """Watcher thread: whether the number that came through the descriptor is one of ours."""
         with self._lock:

@@ -24,6 +24,7 @@ from mindx_elastic.events import logger
 
 __all__ = ["Watcher"]
 
+_HANGS_S = 60.0
 _POST = 0  # a byte that is no signal number: something lies in the inbox
 
 
@@ -47,12 +48,27 @@ class Watcher:
         self._poll = select.poll()  # not select(): it cannot watch descriptors from 1024 on
         self._poll.register(self._receiver, select.POLLIN)
         self._stopping = False
+        self.busy_since: float | None = None
+        """When the callback in progress began (`time.monotonic` seconds); None: it sleeps. Any thread may look."""
         self._thread = threading.Thread(target=self._run, name="mindx-watcher", daemon=True)
 
     @property
     def wakeup_fd(self) -> int:
         """The descriptor for `signal.set_wakeup_fd`."""
         return self._sender.fileno()
+
+    @property
+    def receiver_fd(self) -> int:
+        """Where the signals arrive. Whoever else polls it must not read from it; see `unheard`."""
+        return self._receiver.fileno()
+
+    def unheard(self) -> list[int]:
+        """Signals that have arrived and that this thread has not read yet: it is busy, or hangs. Any thread."""
+        try:
+            waiting = self._receiver.recv(4096, socket.MSG_PEEK)
+        except OSError:  # nothing, or closed
+            return []
+        return [number for number in waiting if number != _POST]
 
     @property
     def ident(self) -> int | None:
@@ -63,11 +79,17 @@ class Watcher:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped."""
+        """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped.
+
+        A callback that hangs (in a file system) is left behind after a while, with its thread.
+        """
         self._stopping = True
         self._wake()
         if self._thread.is_alive():
-            self._thread.join()
+            self._thread.join(_HANGS_S)
+            if self._thread.is_alive():
+                logger.warning("the watcher hangs in a call of the system; leaving without it")
+                return
         self._receiver.close()
         self._sender.close()
 
@@ -121,7 +143,10 @@ class Watcher:
             return b""
 
     def _call(self, callback: Callable[[], None]) -> None:
+        self.busy_since = time.monotonic()
         try:
             callback()
         except Exception:
             logger.exception("the watcher met an unexpected error; it goes on listening")
+        finally:
+            self.busy_since = None

@@ -38,6 +38,11 @@ class Collector:
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.snapshot`."""
 
     @property
+    def rng(self) -> dict[str, Any]:
+        """The generators as they were at the boundary, as `capture_rng` gives them."""
+        return self._rng
+
+    @property
     def parameters(self) -> list[torch.Tensor]:
         """Every parameter whose in-place change outside an optimizer would tear the state."""
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]

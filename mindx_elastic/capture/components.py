@@ -127,7 +127,7 @@ class ModuleComponent:
             self._copies = self._block.views
             self._live, self._dense = live, None not in live
             self._shapes = [None if t is None else t.shape for t in live]
-        self._extra_copies = {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+        self._extra_copies = self.look()
 
     @torch.no_grad()
     def copy_ahead(self) -> bool:
@@ -144,6 +144,25 @@ class ModuleComponent:
     def ahead_came_true(self) -> bool:
         """At a boundary: whether its buffers are those that `copy_ahead` saw."""
         return self._ahead.places == self._block.places and torch.equal(self._ahead.flat, self._block.flat)
+
+    def live_buffers(self) -> list[torch.Tensor | None]:
+        """The saved buffers as they are now, not copied."""
+        return [slots[key] for slots, key in self._slots]
+
+    def has_buffers(self, block: BufferBlock) -> bool:
+        """Whether the boundary's copies are those of `block`, which was made of `live_buffers`."""
+        if block.places != self._block.places or not torch.equal(block.flat, self._block.flat):
+            return False
+        views = zip(block.views, self._block.views, block.places, strict=True)
+        outside = ((one, other) for one, other, place in views if place is None)
+        return all(
+            one is other or (one is not None and other is not None and torch.equal(one, other))
+            for one, other in outside
+        )
+
+    def look(self) -> dict[str, Any]:
+        """Extra state as it is now, in the form of `extras`."""
+        return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
 
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, places (JSON) and bytes. Those outside of the block are left out."""
@@ -253,7 +272,11 @@ class OptimizerComponent:
         return [p for group in self.local.param_groups for p in group["params"]]
 
     def copy(self) -> None:
-        self._groups = [
+        self._groups = self.look()
+
+    def look(self) -> list[dict[str, Any]]:
+        """The options of the groups as they are now, in the form of `groups`."""
+        return [
             {key: copy_tree(value) for key, value in group.items() if key != "params"}
             for group in self.optimizer.param_groups
         ]
@@ -377,7 +400,11 @@ class PlainComponent:
         self.copy()
 
     def copy(self) -> None:
-        self._copy = copy_tree(self.target.state_dict())
+        self._copy = self.look()
+
+    def look(self) -> Any:
+        """The state as it is now."""
+        return copy_tree(self.target.state_dict())
 
     def state(self) -> Any:
         return self._copy

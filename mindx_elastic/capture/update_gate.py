@@ -4,9 +4,29 @@
 CLEAN     nothing has stepped since the boundary: live stable state + volatile copy = the boundary, exactly
 UPDATING  an ``optimizer.step()`` runs, or was cut off by an exception
 DIRTY     one has run and the boundary is not reached yet (second optimizer, EMA)
+PASSING   the boundary is reached and its volatile state is being copied (or the copy has failed)
 ========  ================================================================================================
 
-Whoever reads live state holds the gate; ``optimizer.step()`` waits for it. Forward and backward do not.
+It is a readers/writer gate. Readers: the copy of a snapshot (`lend`, `give_back`) and whoever saves (`hold`). Writers:
+``optimizer.step()`` (`begin_update`) and the boundary (`pass_boundary`). Forward and backward are neither.
+
+================  =========================  ==============================  ==================================
+asks              no reader, CLEAN           readers, CLEAN                  UPDATING, DIRTY, PASSING
+================  =========================  ==============================  ==================================
+`hold`            reads                      reads beside them, at once      waits for CLEAN up to its time-out, then
+                                                                             reads with the reason why it is not
+`lend`            reads                      reads beside them               (the training thread asks at a boundary)
+`begin_update`    UPDATING                   waits until nobody reads        UPDATING, once nobody reads
+`pass_boundary`   PASSING, then CLEAN        waits until nobody reads        PASSING, then CLEAN, once nobody reads
+================  =========================  ==============================  ==================================
+
+A reader never waits for a writer that waits: a dying save must get in beside a slow copy, in front of the training
+thread that waits for the same copy. The writer does not starve, for the readers that can come while it waits are few:
+the thread that takes snapshots and saves between steps is the waiting one itself, so there is the copy that it lent
+to, and the one save of a stop.
+
+No thread keeps the lock inside for longer than a few assignments; who waits, waits without it. So nobody who asks can
+be held up by a thread that is stuck while it reads, but for a writer, which must be.
 
 Torch's optimizer hooks are global (`register_optimizer_step_pre_hook`), so an optimizer that nobody told us about is
 seen too, and one that steps inside backward. An update without any optimizer (``with torch.no_grad(): p -= ...``) shows
@@ -15,9 +35,11 @@ in the parameters' version counters, which are compared before and after a read.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
@@ -26,8 +48,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 __all__ = ["GateState", "UpdateGate"]
 
-_COPY_S = 600.0  # the first copy of a large state, into memory that was never touched, is slow
-
 
 class GateState(Enum):
     """See the module's table."""
@@ -35,6 +55,7 @@ class GateState(Enum):
     CLEAN = "live state is the last boundary"
     UPDATING = "an optimizer step is in progress"
     DIRTY = "updated, boundary not reached"
+    PASSING = "the boundary is being copied"
 
 
 class UpdateGate:
@@ -44,9 +65,8 @@ class UpdateGate:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._clean = threading.Condition(self._lock)
-        self._waiters = 0
+        self._changed = threading.Condition(threading.Lock())
+        self._readers = self._writers = self._waiters = 0
         self._hopeless = False
         self._state = GateState.CLEAN
         self._running = 0
@@ -54,6 +74,18 @@ class UpdateGate:
         """How long updates have waited for copies so far, in seconds."""
         self.unguarded = False
         """The program has updated parameters without an optimizer: no hook tells, so nothing waits at this gate."""
+        self.at_last_update: Callable[[], None] | None = None
+        """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
+        self.had_updates = False
+        """Whether an optimizer has stepped in the step that the last boundary has ended."""
+        self.steady = True
+        """Whether in every step with updates each optimizer has stepped equally often."""
+        self.even = True
+        """Whether in every step with updates the parameters were changed in place equally often."""
+        self._num_changes: int | None = None
+        self._updates: dict[int, int] = {}  # in this step, by optimizer
+        self._usual: dict[int, int] = {}
+        self._changes: tuple[list[int], list[int]] = ([], [])  # version counters around the last step with updates
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
@@ -68,91 +100,138 @@ class UpdateGate:
         self._versions = [p._version for p in parameters]
         self._handles = [
             register_optimizer_step_pre_hook(lambda *_: self.begin_update()),
-            register_optimizer_step_post_hook(lambda *_: self.end_update()),
+            register_optimizer_step_post_hook(lambda optimizer, *_: self.end_update(id(optimizer))),
         ]
+        _watching.add(self)
 
     def unwatch(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        _watching.discard(self)
 
     def begin_update(self) -> None:
-        """Waits while somebody holds the gate."""
-        if not self._lock.acquire(blocking=False):
-            began = time.perf_counter()
-            self._lock.acquire()
-            self.waited_s += time.perf_counter() - began
-        try:
+        """Waits while somebody reads."""
+        with self._changed:
+            if self._readers:
+                self._wait_for_readers()
             self._running += 1
             self._state = GateState.UPDATING
-        finally:
-            self._lock.release()
 
-    def end_update(self) -> None:
-        with self._lock:
+    def end_update(self, optimizer: int = 0) -> None:
+        """`optimizer`: which one, its `id`."""
+        with self._changed:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
+            self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
             if self._running == 0:
                 self._state = GateState.DIRTY
+            look = self.at_last_update
+            if look is None or self._running or self._updates != self._usual:
+                return
+        look()
+
+    def unusual_updates(self, named: Iterable[int]) -> list[tuple[int, int, int]]:
+        """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never: each
+
+        with how often, and how often it usually does. Any thread.
+        """
+        with self._changed:
+            keys = dict.fromkeys([*named, *self._usual, *self._updates])
+            counts = [(key, self._updates.get(key, 0), self._usual.get(key, 0)) for key in keys]
+        return [(key, done, usual) for key, done, usual in counts if done != usual or usual == 0]
+
+    def unusual_changes(self) -> int:
+        """How many parameters were changed in place more or less often than in the last step with updates."""
+        then = [after - before for before, after in zip(*self._changes, strict=True)]
+        now = [p._version - at for p, at in zip(self._parameters, self._versions, strict=True)]
+        return len(now) if len(then) != len(now) else sum(a != b for a, b in zip(then, now, strict=True))
 
     def pass_boundary(self, copy_volatile: Callable[[], None]) -> bool:
-        """The boundary is reached: copy the volatile state and be clean.
+        """The boundary is reached: copy the volatile state and be clean. Waits while somebody reads.
 
         Returns False when an update that began never ended (an exception inside ``optimizer.step()`` that the program
-        swallowed): the caller says so, the program has chosen to go on from there.
+        swallowed): the caller says so, the program has chosen to go on from there. An exception in `copy_volatile`
+        leaves the gate not clean: half of the copy may be the last boundary's.
         """
-        with self._lock:
+        with self._changed:
+            if self._readers:
+                self._wait_for_readers()
             torn = self._running > 0
-            copy_volatile()
+            before, self._state = self._state, GateState.PASSING
+        copy_volatile()  # runs code of the program (`state_dict`), so not under the lock
+        versions = [p._version for p in self._parameters]
+        with self._changed:
             self._running = 0
-            versions = [p._version for p in self._parameters]
-            self.unguarded |= self._state is GateState.CLEAN and versions != self._versions
+            self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self._state = GateState.CLEAN
+            self.had_updates = bool(self._updates)
+            if self.had_updates:
+                self.steady = self.steady and (not self._usual or self._usual == self._updates)
+                self._usual, self._updates = self._updates, {}
+                self._changes = (self._versions, versions)
+                num_changes = sum(versions) - sum(self._versions)
+                self.even = self.even and self._num_changes in (None, num_changes)
+                self._num_changes = num_changes
             self._versions = versions
             if self._waiters:
-                self._clean.notify_all()
-            return not torn
+                self._changed.notify_all()
+        return not torn
+
+    def _wait_for_readers(self) -> None:
+        began = time.perf_counter()
+        self._writers += 1
+        try:
+            while self._readers:
+                self._changed.wait()
+        finally:
+            self._writers -= 1
+            self.waited_s += time.perf_counter() - began
 
     def give_up(self) -> None:
         """The training thread has failed: no boundary will come, nobody need wait for one. Any thread."""
-        with self._lock:
+        with self._changed:
             self._hopeless = True
-            self._clean.notify_all()
+            self._changed.notify_all()
 
     def lend(self) -> None:
-        """Training thread, right after a boundary: close the gate for a copy that another thread makes.
+        """Training thread, right after a boundary: a copy that another thread makes reads from now on.
 
         `give_back` must follow, in any thread. The next update, and the next boundary, wait for it.
         """
-        self._lock.acquire()
+        with self._changed:
+            self._readers += 1
 
     def give_back(self) -> None:
         """The copy that `lend` was for is complete. Any thread."""
-        self._lock.release()
+        with self._changed:
+            self._readers -= 1
+            if self._writers and not self._readers:
+                self._changed.notify_all()
 
     @contextmanager
     def hold(self, timeout_s: float) -> Iterator[str | None]:
-        """Hold the gate while it is clean. Yields None, or why the live state is not the last boundary.
+        """Read while the state is clean, beside other readers. Yields None, or why it is not the last boundary.
 
-        Waits up to `timeout_s` seconds for an update in progress to reach its boundary, and for a copy in progress as
-        long as such a thing may take.
+        Waits up to `timeout_s` seconds for an update in progress to reach its boundary. Any thread. No update begins
+        and no boundary is passed inside, whatever was yielded.
         """
         end = time.monotonic() + timeout_s
-        if not self._lock.acquire(timeout=max(_COPY_S, timeout_s)):
-            yield "another capture holds the update gate"
-            return
-        try:
+        with self._changed:
             self._waiters += 1
             try:
                 while self._state is not GateState.CLEAN:
                     left = end - time.monotonic()
-                    if left <= 0 or self._hopeless or not self._clean.wait(left):
+                    if left <= 0 or self._hopeless or not self._changed.wait(left):
                         break
             finally:
                 self._waiters -= 1
-            yield self._why_not_clean()
+            self._readers += 1
+            problem = self._why_not_clean()
+        try:
+            yield problem
         finally:
-            self._lock.release()
+            self.give_back()
 
     def window_open(self) -> bool:
         """Whether gradients wait for an update that has not come since the boundary (gradient accumulation)."""
@@ -173,4 +252,23 @@ class UpdateGate:
             return "an optimizer.step() was in progress or failed half-way"
         if self._state is GateState.DIRTY:
             return "an optimizer had stepped and the boundary was not reached"
+        if self._state is GateState.PASSING:
+            return "the boundary was being copied, or its copy failed"
         return self.changed_since_boundary()
+
+
+_watching: weakref.WeakSet[UpdateGate] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    """A forked child has none of the reading threads, and perhaps a lock that one of them held: its own optimizers must
+
+    not wait for them. What the child trains is not what is saved.
+    """
+    for gate in list(_watching):
+        gate._changed = threading.Condition(threading.Lock())
+        gate._readers = gate._writers = gate._waiters = 0
+        gate.unwatch()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

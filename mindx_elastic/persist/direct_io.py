@@ -19,9 +19,15 @@ import mmap
 import os
 import queue
 import threading
+from typing import TYPE_CHECKING
 
 import torch
 import xxhash
+
+from mindx_elastic.ready_thread import Job
+
+if TYPE_CHECKING:
+    from mindx_elastic.persist.reserve import Reserve
 
 __all__ = ["ALIGNMENT", "BlockWriter", "preallocate"]
 
@@ -60,10 +66,14 @@ class BlockWriter:
     at full speed. `close` ends the second thread; call it in any case.
     """
 
-    def __init__(self, fd: int, offset: int, *, pinned: bool = False) -> None:
+    def __init__(self, fd: int, offset: int, *, pinned: bool = False, reserve: Reserve | None = None) -> None:
+        """reserve: take memory and thread from there, if another save has not; pinned is not heeded then."""
         self._fd = fd
         self._offset = offset
-        self._blocks = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned).view(NUM_BLOCKS, BLOCK_BYTES)
+        held = None if reserve is None else reserve.take()
+        self._reserve = None if held is None else reserve
+        memory = _aligned_memory(NUM_BLOCKS * BLOCK_BYTES, pinned) if held is None else held
+        self._blocks = memory.view(NUM_BLOCKS, BLOCK_BYTES)
         self._views = [memoryview(block.numpy()) for block in self._blocks]
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
         for index in range(NUM_BLOCKS):
@@ -72,14 +82,16 @@ class BlockWriter:
         self._current, self._fill = self._free.get(), 0
         self._error: BaseException | None = None
         self._direct = _set_direct(fd, True)
-        self._thread = self._start()
+        self._thread: threading.Thread | Job[None] | None = self._start()
 
     @property
     def direct(self) -> bool:
         """Whether the file system has accepted direct I/O so far."""
         return self._direct
 
-    def _start(self) -> threading.Thread | None:
+    def _start(self) -> threading.Thread | Job[None] | None:
+        if self._reserve is not None:
+            return self._reserve.writer.submit(self._write_blocks)
         thread = threading.Thread(target=self._write_blocks, name="mindx-persist-write", daemon=True)
         try:
             thread.start()
@@ -113,7 +125,7 @@ class BlockWriter:
             self._views[self._current][self._fill : self._fill + padding] = bytes(padding)
             self._fill += padding
             self._submit()
-        self.close()
+        self._end_thread()
         if self._error is not None:
             raise self._error
 
@@ -145,9 +157,20 @@ class BlockWriter:
 
     def close(self) -> None:
         """End the second thread after the blocks that it already has; harmless when called again."""
-        if self._thread is not None and self._thread.is_alive():
-            self._full.put(None)
-            self._thread.join()
+        self._end_thread()
+        reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            reserve.give_back()
+
+    def _end_thread(self) -> None:
+        if self._thread is None:
+            return
+        thread, self._thread = self._thread, None
+        self._full.put(None)
+        if isinstance(thread, Job):
+            thread.done.wait()
+        else:
+            thread.join()
 
     def _write_blocks(self) -> None:
         while (item := self._full.get()) is not None:

@@ -25,6 +25,7 @@ from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, draft_header, flatten, place_tensors, read_header, seal_header
 from mindx_elastic.persist.packed import flat_bytes
+from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -62,6 +63,7 @@ def write_checkpoint(
     layout: Mapping[str, Any] | None = None,
     also: Sequence[StrPath] = (),
     before_publish: Callable[[Path], None] = lambda temp: None,
+    reserve: Reserve | None = None,
 ) -> SaveResult:
     """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
 
@@ -69,6 +71,7 @@ def write_checkpoint(
     may change them meanwhile; work that produces accelerator tensors must be done, or queued on the calling thread's
     current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
     bytes (hard links, or copies where links are not possible), each put in place atomically, once `path` is durable.
+    reserve: memory and a thread for a process that may get no more of either.
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
     may be the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must
@@ -86,7 +89,7 @@ def write_checkpoint(
     info = info if info.torch_version else replace(info, torch_version=torch.__version__)
     tree, tensors = flatten(state)
     others = [name for name in dict.fromkeys(map(Path, also)) if name != path]
-    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish)
+    save = _Save(path, others, info, tree, tensors, layout or {}, before_publish, reserve)
     try:
         save.run()
     except (OSError, MemoryError, RuntimeError) as error:
@@ -112,8 +115,9 @@ class _Save:
         tensors: dict[str, torch.Tensor],
         layout: Mapping[str, Any],
         before_publish: Callable[[Path], None] = lambda temp: None,
+        reserve: Reserve | None = None,
     ) -> None:
-        self.before_publish = before_publish
+        self.before_publish, self.reserve_held = before_publish, reserve
         self.path, self.also, self.info = path, also, info
         self.target = path  # the name that is worked on
         self.durable = False
@@ -139,7 +143,7 @@ class _Save:
 
     def write(self, fd: int) -> None:
         pinned = any(tensor.device.type == "cuda" for tensor in self.tensors.values())
-        blocks = BlockWriter(fd, len(self.header), pinned=pinned)
+        blocks = BlockWriter(fd, len(self.header), pinned=pinned, reserve=self.reserve_held)
         with contextlib.closing(blocks):
             digests = {entry.name: blocks.put(flat_bytes(self.tensors[entry.name])) for entry in self.entries}
             blocks.finish()

@@ -212,8 +212,10 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreExchange]:
     monkeypatch.setattr("mindx_elastic.agreement.exchange._ANSWER_S", 0.1)
     store: Store = FrozenStore()
     assert isinstance(store, FrozenStore)
-    yield StoreExchange(lambda: store, rank=0, world_size=2)
+    exchange = StoreExchange(lambda: store, rank=0, world_size=2)
+    yield exchange
     store.thaw.set()
+    exchange.close()
     for thread in threading.enumerate():
         if thread.name == "mindx-store":
             thread.join(30)

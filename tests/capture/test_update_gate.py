@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,8 +14,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from mindx_elastic.capture import update_gate
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from tests.harness import wait_until
 
 WAIT_S = 30.0
 
@@ -185,7 +188,7 @@ def test_an_exception_in_the_copy_leaves_the_gate_usable_and_not_clean(gate: Upd
 
     with pytest.raises(ValueError, match="injected"):
         gate.pass_boundary(fail)
-    assert problem(gate)
+    assert problem(gate) == "the boundary was being copied, or its copy failed"
     assert gate.pass_boundary(lambda: None)
 
 
@@ -227,13 +230,83 @@ def test_hold_waits_for_the_boundary(gate: UpdateGate, layer: nn.Linear) -> None
     assert order == ["boundary", "captured: None"]
 
 
-def test_a_second_capture_does_not_wait_for_ever(gate: UpdateGate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(update_gate, "_COPY_S", 0.05)
+def test_a_dying_save_gets_in_beside_a_copy_and_before_a_writer_that_waits_for_it(
+    gate: UpdateGate, layer: nn.Linear
+) -> None:
+    backward(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    gate.lend()
+    stepping = start(optimizer.step)
+    wait_until(lambda: gate._writers == 1, "the update waits for the copy", WAIT_S)
+    before = layer.weight.clone()
+    for _ in range(3):
+        with gate.hold(0.0) as found:
+            assert found is None and gate.state is GateState.CLEAN
+            assert torch.equal(layer.weight, before)
     with gate.hold(0.0):
-        results: list[str | None] = []
-        start(lambda: results.append(problem(gate))).join(WAIT_S)
-    assert results == ["another capture holds the update gate"]
+        start(gate.give_back).join(WAIT_S)  # any thread
+        stepping.join(0.05)  # not for ordering: the longer, the surer
+        assert stepping.is_alive() and torch.equal(layer.weight, before), "the copy is done, the save is not"
+    stepping.join(WAIT_S)
+    assert gate.state is GateState.DIRTY and not torch.equal(layer.weight, before)
+
+
+def test_the_boundary_waits_for_readers_too(gate: UpdateGate) -> None:
+    copied: list[int] = []
+    gate.lend()
+    passing = start(lambda: gate.pass_boundary(lambda: copied.append(1)))
+    wait_until(lambda: gate._writers == 1, "the boundary waits for the copy", WAIT_S)
+    assert problem(gate) is None and copied == []
+    gate.give_back()
+    passing.join(WAIT_S)
+    assert copied == [1]
+
+
+def test_whoever_asks_while_the_boundary_is_copied_waits_with_a_bound(gate: UpdateGate) -> None:
+    seen: list[str | None] = []
+    gate.pass_boundary(lambda: start(lambda: seen.append(problem(gate))).join(WAIT_S))
+    assert seen == ["the boundary was being copied, or its copy failed"]
     assert problem(gate) is None
+
+
+def test_a_writer_that_waits_is_let_in_however_many_have_read(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    stop = threading.Event()
+
+    def read() -> None:
+        while not stop.is_set():
+            with gate.hold(0.0):
+                pass
+            stop.wait(0.001)
+
+    readers = [start(read) for _ in range(3)]
+    try:
+        for _ in range(50):
+            optimizer.step()
+            gate.pass_boundary(lambda: None)
+    finally:
+        stop.set()
+        for thread in readers:
+            thread.join(WAIT_S)
+    assert gate.waited_s >= 0 and problem(gate) is None
+
+
+def test_a_forked_child_waits_for_no_reader_of_its_parent(gate: UpdateGate, layer: nn.Linear) -> None:
+    backward(layer)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    gate.lend()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # fork beside threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        optimizer.step()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    gate.give_back()
+    optimizer.step()
+    assert gate.state is GateState.DIRTY, "the parent's hooks are still there"
 
 
 def test_an_exception_while_holding_lets_go(gate: UpdateGate) -> None:

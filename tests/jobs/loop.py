@@ -105,7 +105,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument(
-        "--fail-where", choices=("forward", "backward", "optimizer", "between", "after"), default="forward"
+        "--fail-where",
+        choices=("forward", "backward", "optimizer", "between", "scheduler", "late", "after"),
+        default="forward",
     )
     parser.add_argument("--fail-resumed", action="store_true", help="fail at that step after a resume too")
     parser.add_argument("--stuck-at", type=int, default=-1, help="sleep for ever in this step, in C code")
@@ -231,8 +233,12 @@ class Trainer:
             raise RuntimeError("injected between two optimizers")
         self.kill("update", self.guard.position.step + 1)
         self.second.step()
+        if failing and self.args.fail_where == "scheduler":
+            raise RuntimeError("injected before the scheduler")
         self.scheduler.step()
         self.optimizer.zero_grad()
+        if failing and self.args.fail_where == "late":
+            raise RuntimeError("injected where people log")
 
 
 def announce_worker(worker_id: int) -> None:

@@ -20,6 +20,8 @@ pytestmark = pytest.mark.slow
     [
         pytest.param(1, 0, "forward", marks=pytest.mark.drill),
         (1, 0, "after"),
+        (1, 0, "late"),
+        (2, 1, "late"),
         (2, 1, "forward"),
         pytest.param(3, 0, "forward", marks=pytest.mark.drill),
         pytest.param(2, 0, "after", marks=pytest.mark.drill),
@@ -45,7 +47,7 @@ def test_a_crash_in_the_first_step_leaves_no_file(tmp_path: Path, reference: Ref
     assert run_job("loop.py", tmp_path).hashes() == reference(1).hashes()
 
 
-@pytest.mark.parametrize("where", ["optimizer", "between"])
+@pytest.mark.parametrize("where", ["optimizer", "between", "scheduler"])
 def test_a_torn_update_is_not_saved_as_resumable(tmp_path: Path, where: str) -> None:
     job = run_job("loop.py", tmp_path, "--fail-at", 8, "--fail-where", where, code=1)
     assert job.matches("RuntimeError: injected")

@@ -1,0 +1,273 @@
+"""What happens between the last ``optimizer.step()`` of a step and its boundary, learned from the steps before.
+
+An exception there (people log there) finds weights that are no boundary any more and not known to be the coming one.
+They are, if everything that moves in this window has moved. The boundaries of the steps before tell what moves in a
+step; some steps are looked at in the middle as well, right after their last update, and tell what moves in the window:
+
+================================  =====================================================================================
+seen in the window                the state after an exception is the coming boundary if
+================================  =====================================================================================
+nothing moves                     every optimizer has stepped as often as in every step before
+schedulers, scaler, stateful      each value that moved in the step before has moved; numbers that count by as much
+objects, options of groups        (a value that also moves before the window tells nothing: refused)
+parameters (EMA, clipping)        each was changed in place as often as in the step before
+random numbers, buffers           never: how many more would have been drawn is not known
+================================  =====================================================================================
+
+Looked at are the first steps of a process and then two in fifty (also where people count from 0), so that what is
+done only now and then is seen too; the others cost nothing. It stays a conclusion from what was seen: code of the
+window that has never run in a step that was looked at is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.buffer_block import BufferBlock
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.rng import capture_rng, equal_rng
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+
+__all__ = ["UpdateWindow"]
+
+_FIRST, _EVERY = 4, 50
+_ENOUGH = 2
+_Leaves = dict[str, Any]
+
+
+@dataclass
+class _Middle:
+    """The volatile state right after the last update of a step."""
+
+    rng: dict[str, Any]
+    parts: dict[str, _Leaves]
+    buffers: dict[str, BufferBlock]
+
+
+@dataclass
+class _Learned:
+    """What the windows looked at have shown."""
+
+    num_windows: int = 0
+    draws: bool = False
+    buffers: set[str] = field(default_factory=set)
+    moved: dict[str, set[str]] = field(default_factory=dict)
+    """By component: values that have moved in a window."""
+    num_moves: dict[str, int] = field(default_factory=dict)
+    """By component: in how many windows."""
+    both: dict[str, set[str]] = field(default_factory=dict)
+    """And those that have also moved before it, in the same step."""
+
+
+class UpdateWindow:
+    """One per guard. Training thread, but for `_look`, which runs in the thread that updates."""
+
+    def __init__(self, collector: Collector, gate: UpdateGate) -> None:
+        self._collector, self._gate = collector, gate
+        self._learned = _Learned()
+        self._boundaries = 0
+        self._middle: _Middle | None = None
+        self._broken: str | None = None
+        # Copies that nobody changes, so keeping the last two boundaries' costs no copy.
+        self._base: dict[str, Any] = self._references()
+        self._before = self._after = self._base  # around the last step with updates
+
+    @property
+    def num_windows(self) -> int:
+        """How many were looked at."""
+        return self._learned.num_windows
+
+    def at_boundary(self, step: int) -> None:
+        """Boundary `step` has just been copied. Learns from the look into this step and plans the next one."""
+        self._boundaries += 1
+        before, self._base = self._base, self._references()
+        if self._gate.had_updates:  # not in a step that the scaler has skipped
+            self._before, self._after = before, self._base
+        middle, self._middle = self._middle, None
+        if middle is not None and self._broken is None:
+            try:
+                self._learn(middle, before)
+            except Exception as error:  # an object that cannot be compared: no reason to end a training
+                self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
+        wanted = self._broken is None and (self._boundaries <= _FIRST or (step + 1) % _EVERY in (0, 1))
+        self._gate.at_last_update = self._look if wanted else None
+
+    def standing(self) -> list[str]:
+        """Why an exception in the window always costs the step, as far as is known; empty: it does not."""
+        learned = self._learned
+        found = [self._broken] if self._broken else []
+        if not self._gate.steady:
+            found.append("the optimizers do not step equally often in every step")
+        if not self._gate.even:
+            found.append("parameters are not changed in place equally often in every step")
+        if learned.draws:
+            found.append("random numbers are drawn between the last optimizer.step() and step_end()")
+        found += [
+            f"{name}: buffers change between the last optimizer.step() and step_end()" for name in learned.buffers
+        ]
+        for name, values in learned.both.items():
+            found.append(f"{name}: {_some(values)} changes before and after the last optimizer.step()")
+        return found
+
+    def pending(self, error: BaseException | None) -> list[str]:
+        """After an exception: what keeps the live state from being the coming boundary; empty: it is the boundary."""
+        gate, learned = self._gate, self._learned
+        if gate.state is not GateState.DIRTY:
+            return ["an optimizer.step() was in progress or failed half-way"]
+        found = self.standing()
+        names = {id(c.optimizer): n for n, c in self._collector.components.items() if isinstance(c, OptimizerComponent)}
+        found += [
+            f"{names.get(key, 'an optimizer')} has stepped {done} times, in the steps before {usual}"
+            for key, done, usual in gate.unusual_updates(names)
+        ]
+        if learned.num_windows < _ENOUGH:
+            found.append(f"only {learned.num_windows} steps before could tell what belongs to a step")
+        found += self._raised_in(None if error is None else error.__traceback__)
+        if found:
+            return found
+        if changed := gate.unusual_changes():
+            found.append(f"{changed} parameters were not changed in place as often as in the step before")
+        now = self._parts()
+        base, before, after = (_flat_parts(parts) for parts in (self._base, self._before, self._after))
+        for name in learned.moved:
+            missing = {
+                leaf
+                for leaf in learned.moved[name]
+                if not _moved_alike(
+                    (before[name].get(leaf), after[name].get(leaf)), (base[name].get(leaf), now[name].get(leaf))
+                )
+            }
+            if missing:
+                found.append(f"{name} has not moved yet ({_some(missing)})")
+            elif (
+                learned.num_moves[name] < learned.num_windows
+                and not self._is_scheduled(name)
+                and not learned.moved[name] & _differing(base[name], now[name])
+            ):
+                found.append(f"{name} moves in some steps ({_some(learned.moved[name])}) and has not moved in this one")
+        return found
+
+    def _is_scheduled(self, name: str) -> bool:
+        """Whether `name` is an optimizer whose options a named scheduler sets: that one tells more."""
+        component = self._collector.components[name]
+        if not isinstance(component, OptimizerComponent):
+            return False
+        plain = [c.target for c in self._collector.components.values() if isinstance(c, PlainComponent)]
+        return any(getattr(target, "optimizer", None) is component.optimizer for target in plain)
+
+    def _raised_in(self, traceback: TracebackType | None) -> list[str]:
+        """An object that raises half-way through its own step may have moved in part."""
+        targets = {id(c.target): n for n, c in self._collector.components.items() if isinstance(c, PlainComponent)}
+        targets |= {
+            id(c.optimizer): n for n, c in self._collector.components.items() if isinstance(c, OptimizerComponent)
+        }
+        targets |= {id(c.module): n for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
+        while traceback is not None:
+            owner = traceback.tb_frame.f_locals.get("self")
+            if owner is not None and id(owner) in targets:
+                return [f"the exception comes out of {targets[id(owner)]}"]
+            traceback = traceback.tb_next
+        return []
+
+    # --- learning ---
+
+    def _look(self) -> None:
+        """Right after the last update of a step."""
+        try:
+            modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
+            buffers = {name: BufferBlock(component.live_buffers()) for name, component in modules.items()}
+            self._middle = _Middle(capture_rng(), self._parts(), buffers)
+        except Exception as error:  # a `state_dict` of the program's that raises
+            self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
+
+    def _learn(self, middle: _Middle, before: Mapping[str, Any]) -> None:
+        learned, collector = self._learned, self._collector
+        learned.num_windows += 1
+        learned.draws |= not equal_rng(middle.rng, collector.rng)
+        for name, block in middle.buffers.items():
+            component = collector.components[name]
+            assert isinstance(component, ModuleComponent)
+            if not component.has_buffers(block):
+                learned.buffers.add(name)
+        after, first = _flat_parts(self._base), _flat_parts(before)
+        for name, leaves in middle.parts.items():
+            moved = _differing(leaves, after[name])
+            both = moved & _differing(first[name], leaves)
+            if moved:
+                learned.moved.setdefault(name, set()).update(moved)
+                learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
+            if both:
+                learned.both.setdefault(name, set()).update(both)
+
+    def _references(self) -> dict[str, Any]:
+        """The last boundary's copies of everything small, but for generators and buffers."""
+        found: dict[str, Any] = {}
+        for name, component in self._collector.components.items():
+            if isinstance(component, PlainComponent):
+                found[name] = component.state()
+            elif isinstance(component, OptimizerComponent):
+                found[name] = component.groups
+            elif isinstance(component, ModuleComponent):
+                found[name] = component.extras
+        return found
+
+    def _parts(self) -> dict[str, _Leaves]:
+        """The same, live."""
+        found: dict[str, Any] = {}
+        for name, component in self._collector.components.items():
+            if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
+                found[name] = component.look()
+        return _flat_parts(found)
+
+
+def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:
+    return {name: dict(_leaves(value, "")) for name, value in parts.items()}
+
+
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, (dict, list, tuple)):
+        yield f"{place} (length)", len(value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _leaves(item, f"{place}.{number}" if place else str(number))
+    else:
+        yield place, value
+
+
+def _differing(one: _Leaves, other: _Leaves) -> set[str]:
+    changed = {leaf for leaf in one.keys() & other.keys() if not _equal(one[leaf], other[leaf])}
+    return changed | (one.keys() ^ other.keys())
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one.shape == other.shape and bool(torch.equal(one, other))
+    if type(one) is not type(other):
+        return False
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
+
+
+def _moved_alike(then: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """Whether a value has moved in this step as it did in the last one that was completed; each from, to."""
+    if _equal(*then):
+        return True  # it stood still then; most values that move in a window do not always
+    if all(type(value) is int for value in (*then, *now)):
+        return bool(now[1] - now[0] == then[1] - then[0])
+    return not _equal(*now)
+
+
+def _some(values: set[str]) -> str:
+    shown = sorted(values)
+    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")

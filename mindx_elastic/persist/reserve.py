@@ -1,0 +1,65 @@
+"""What a dying save needs, held from the start: a process at its limit gets neither a thread nor memory any more.
+
+* the ring of blocks that a file is written through, with its pages: 16 MiB
+* the thread that writes them
+* room for what Python allocates on the way (the state's tree, the file's header): 4 MiB and 12 KiB a parameter, given
+  back to the system when the save begins
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import threading
+
+import torch
+
+from mindx_elastic.persist.direct_io import BLOCK_BYTES, NUM_BLOCKS
+from mindx_elastic.ready_thread import ReadyThread
+
+__all__ = ["Reserve"]
+
+_LEAST_BYTES = 4 << 20
+_BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
+
+
+class Reserve:
+    """One per guard, for one save at a time. Any thread."""
+
+    def __init__(self, num_parameters: int) -> None:
+        """Raises OSError or RuntimeError when there is no room even now."""
+        self._ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
+        self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_BYTES + _BYTES_PER_PARAMETER * num_parameters)
+        for memory in (self._ring, self._room):
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):
+                    memory.madvise(mmap.MADV_HUGEPAGE)
+            for start in range(0, len(memory), mmap.PAGESIZE):
+                memory[start] = 0  # the page is ours from now on
+        self._blocks = torch.frombuffer(self._ring, dtype=torch.uint8)
+        self._in_use = threading.Lock()
+        self.writer = ReadyThread("mindx-persist-write")
+        self.writer.start()
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is held."""
+        return len(self._ring) + (0 if self._room is None else len(self._room))
+
+    def release(self) -> None:
+        """The save begins: make room for it."""
+        room, self._room = self._room, None
+        if room is not None:
+            room.close()
+
+    def take(self) -> torch.Tensor | None:
+        """The ring; None while another save has it. `give_back` must follow."""
+        return self._blocks if self._in_use.acquire(blocking=False) else None
+
+    def give_back(self) -> None:
+        self._in_use.release()
+
+    def close(self) -> None:
+        """End the thread; the memory goes with the last reference."""
+        self.release()
+        self.writer.close()

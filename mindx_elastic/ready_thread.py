@@ -1,0 +1,126 @@
+"""Work that may never come back (a store, a hanging file system, a full pipe), done by a thread that was made in time.
+
+Whoever asks waits with a bound, so no such thing holds up a stop. The thread exists beforehand: a dying process may
+have no room left for another one ("can't start new thread").
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+__all__ = ["Job", "ReadyThread"]
+
+_T = TypeVar("_T")
+
+
+class Job(Generic[_T]):
+    """One piece of work and what came of it. Made by `ReadyThread.submit`."""
+
+    def __init__(self, work: Callable[[], _T]) -> None:
+        self._work = work
+        self._result: list[_T] = []
+        self._error: BaseException | None = None
+        self.done = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._result.append(self._work())
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout_s: float) -> _T:
+        """What the work has returned. Raises its error, or TimeoutError when it takes longer than `timeout_s` seconds.
+
+        After a time-out the work goes on. Any thread.
+        """
+        if not self.done.wait(max(0.0, timeout_s)):
+            raise TimeoutError(f"not done in {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        return self._result[0]
+
+
+class _Line:
+    """What one thread has to do."""
+
+    def __init__(self) -> None:
+        self.jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()
+        self.lock = threading.Lock()  # over single assignments
+        self.num_open = 0
+
+    def put(self, job: Job[Any]) -> None:
+        with self.lock:
+            self.num_open += 1
+        self.jobs.put(job)
+
+    def run(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job.run()
+            with self.lock:
+                self.num_open -= 1
+            job.done.set()
+            del job  # while nothing is to do, keep nothing of what was
+
+
+class ReadyThread:
+    """One thread, one piece of work at a time, in the order of the calls. Any thread may call; so may several."""
+
+    def __init__(self, name: str) -> None:
+        """The thread starts with the first call, or with `start`."""
+        self.name = name
+        self._renew()
+
+    def _renew(self) -> None:
+        self._pid = os.getpid()
+        self._line = _Line()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether work is under way or waits."""
+        return self._line.num_open > 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Pieces of work that are not done yet."""
+        return self._line.num_open
+
+    def start(self) -> None:
+        """Make the thread now. Raises RuntimeError when the process can have no more threads."""
+        if self._pid != os.getpid():  # a forked child: the thread stayed with the parent
+            self._renew()
+        with self._starting:
+            if self._thread is None:
+                thread = threading.Thread(target=self._line.run, name=self.name, daemon=True)
+                thread.start()
+                self._thread = thread
+
+    def submit(self, work: Callable[[], _T]) -> Job[_T]:
+        """Run `work` in the thread, behind what was submitted before. Raises RuntimeError when it cannot be started."""
+        self.start()
+        job = Job(work)
+        self._line.put(job)
+        return job
+
+    def call(self, work: Callable[[], _T], timeout_s: float) -> _T:
+        """`submit` and `Job.wait` in one; in the thread itself the work is simply done."""
+        if threading.current_thread() is self._thread:
+            return work()
+        return self.submit(work).wait(timeout_s)
+
+    def close(self, timeout_s: float = 2.0) -> None:
+        """End the thread after the work at hand; left alone when that takes longer than `timeout_s` seconds.
+
+        A later call starts another one.
+        """
+        thread, line = self._thread, self._line
+        if self._pid == os.getpid() and thread is not None:
+            self._renew()
+            line.jobs.put(None)
+            if thread is not threading.current_thread():
+                thread.join(timeout_s)
