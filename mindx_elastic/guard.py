@@ -22,6 +22,7 @@ from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import RankInfo, Settings
@@ -131,7 +132,8 @@ class Guard:
         self.resumed_path: Path | None = None
         self.run_id = ""
         self._step = self._epoch = self._step_in_epoch = 0
-        self._cut = True
+        self._cut = self._finished_step = True
+        self._told_changed = self._moved = False
 
     # --- life ---
 
@@ -288,7 +290,7 @@ class Guard:
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
-        return self.resumed_path if self._collector.position.step == self.resumed_from_step else None
+        return None if self._moved else self.resumed_path
 
     # --- steps ---
 
@@ -338,6 +340,7 @@ class Guard:
             self._epoch, self._step_in_epoch = max(1, current_epoch(self.loader), self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
+        self._finished_step = False
         self._cut = not (self._accumulates and self._update_gate.window_open())
         if not self._cut:
             return
@@ -346,6 +349,7 @@ class Guard:
 
     def _pass_boundary(self) -> None:
         position = self.position
+        self._moved = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
@@ -360,6 +364,7 @@ class Guard:
         """
         if retake and self._cut:
             self._pass_boundary()
+        self._finished_step = True
         self._log_filter.step = self._step
         self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):
@@ -375,7 +380,24 @@ class Guard:
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has."""
+        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
+
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
+        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
+        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
+        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
+        latter, as long as the deadline allows.
+        """
+        self._require_entered("outside_step()")
+        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
+        with kept_rng(), self._at_the_boundary() if self._finished_step else self._around.between_steps():
+            yield
+        self._name_changed(before)
+
+    @contextmanager
+    def _at_the_boundary(self) -> Iterator[None]:
+        """Training thread, between two steps: the job can stop at the boundary it has."""
         self._step_gate.leave_step()
         try:
             with self._around.between_steps():
@@ -383,6 +405,22 @@ class Guard:
         finally:
             if self._step_gate.enter_step():
                 self.stopper.at_limit(is_cut=True)
+
+    def _name_changed(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        def same(name: str, buffer: torch.Tensor) -> bool:
+            known, version = before.get(name, (buffer, buffer._version))
+            return known is buffer and version == buffer._version
+
+        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
+        if changed and not self._told_changed:
+            self._told_changed = True
+            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            logger.warning(
+                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
+                "goes on without it. Call eval() on the model first",
+                self._step,
+                names,
+            )
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
@@ -405,7 +443,7 @@ class Guard:
         if problem is not None:
             logger.error("step %d is not saved: %s", self._step, problem)
             return False
-        with self.outside_step():
+        with self._at_the_boundary():
             return self._saver.save_periodic(policy)
 
     def dismiss_stop(self) -> None:

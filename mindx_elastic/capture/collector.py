@@ -43,6 +43,11 @@ class Collector:
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return [p for module in modules for p in module.parameters]
 
+    def live_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The saved buffers of all modules, by place, as they are now."""
+        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        return [(f"{name}.{place}", t) for name, module in modules.items() for place, t in module.live_buffers()]
+
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
         for component in self.components.values():

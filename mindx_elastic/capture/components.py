@@ -145,6 +145,11 @@ class ModuleComponent:
         """At a boundary: whether its buffers are those that `copy_ahead` saw."""
         return self._ahead.places == self._block.places and torch.equal(self._ahead.flat, self._block.flat)
 
+    def live_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The saved buffers themselves, by name."""
+        found = zip(self._slot_names, self._slots, strict=True)
+        return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
+
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, places (JSON) and bytes. Those outside of the block are left out."""
         block = self._ahead if ahead else self._block
