@@ -130,12 +130,16 @@ def test_what_is_drawn_inside_kept_rng_is_not_seen_outside(before: Callable[[], 
     kept = pack_rng(capture_rng())
     expected = draw()
     restore_rng(kept)
-    with pytest.raises(ValueError, match="inside"), kept_rng():
+
+    def nest() -> None:
         with kept_rng():
             torch.manual_seed(5)
             random.seed(5)
             np.random.seed(5)
             draw()
+
+    with pytest.raises(ValueError, match="inside"), kept_rng():
+        nest()
         draw()
         raise ValueError("inside")
     assert draw() == expected
