@@ -29,6 +29,7 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.finishing import keep_last_boundary
 from mindx_elastic.listening import Listening, find_peers
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
@@ -73,6 +74,9 @@ class Guard:
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
     * `grace_s`: seconds from an alarm until the process must be gone; default ``MINDX_GRACE_S`` or 30.
+    * `final_save`: keep the last boundary when the block ends by itself, as
+      ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``, one a rank; default ``MINDX_FINAL_SAVE`` or True. With
+      `policies` those say whether they want it.
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
@@ -98,6 +102,7 @@ class Guard:
         resume: str | Path = "auto",
         grace_s: float | None = None,
         save_on_exception: bool = True,
+        final_save: bool | None = None,
         signals: Sequence[int] = DEFAULT_SIGNALS,
         flag_file: str | Path | None = None,
         policies: Sequence[ExitPolicy] | None = None,
@@ -112,6 +117,9 @@ class Guard:
             raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
+        if final_save is not None and not isinstance(final_save, bool):
+            raise UsageError(f"final_save={final_save!r}: give True, False or None")
+        self._final_save = final_save
         self._allow_shared = allow_shared_directory
         self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
         self.loader = loader
@@ -164,6 +172,8 @@ class Guard:
 
     def _open(self, stack: ExitStack) -> None:
         settings = Settings.from_env()
+        if self._final_save is None:
+            self._final_save = settings.final_save
         if self._grace_s is not None:
             settings = settings.with_grace(self._grace_s)
         self.ranks = current_ranks(RankInfo.from_env())
@@ -213,6 +223,11 @@ class Guard:
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
+        if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
+            logger.info(
+                "that training had ended by itself: its last epoch comes once more without batches, and what follows "
+                "it is left to do"
+            )
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
@@ -259,7 +274,9 @@ class Guard:
             self._saver.drain()
             if self.stopper.at_end():
                 raise self._leave()
-            self._around.finish()
+            with self._around.between_steps():
+                kept = self._keep_last_boundary()
+            self._around.finish(durable=kept)
             self._exchange.leave()
             for policy in self._periodic:
                 self._saver.prune(policy)
@@ -287,6 +304,13 @@ class Guard:
         self._around.leave(self.stopper)
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
+
+    def _keep_last_boundary(self) -> bool:
+        durable = self._already_durable()
+        if durable is None and self.stopper.saved_step == self._collector.position.step:
+            durable = self.stopper.path  # a stop that was the normal end after all
+        policies = self._policies if self._final_save else ()
+        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""

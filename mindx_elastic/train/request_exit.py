@@ -17,7 +17,7 @@ from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
-from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.policy import ExitPolicy, final_name
 from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name
@@ -34,6 +34,8 @@ class OnRequestExit(SavingCallback):
 
     * `save_ckpt`: write ``{file_name}_train.safetensors``, from which the same command goes on (from an evaluation:
       ``{file_name}_eval.safetensors``, the weights only, never resumed from).
+      A training that ends by itself leaves ``{file_name}-{epoch}_{step_in_epoch}_final.safetensors``, see
+      ``MINDX_FINAL_SAVE``.
     * `save_mindir`: also export the network to ``{file_name}_train.pt2`` with `torch.export` (rank 0, for inputs of the
       last batch's shape), once the checkpoint is durable and if the grace period leaves time. A failure is a warning.
     * `directory`: where both go; with several ranks the checkpoint goes into ``rank_{r}/``.
@@ -110,6 +112,7 @@ class OnRequestExit(SavingCallback):
             flag_file=flag,
             exit_codes={} if self.exit_code is None else {"flag": self.exit_code},
             save=self.save_ckpt,
+            final_name=final_name(self.file_name) if self.save_ckpt and mode == "train" else None,
             after_save=self._export if self.save_mindir and mode == "train" else None,
         )
 

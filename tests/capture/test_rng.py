@@ -137,9 +137,9 @@ def test_what_is_drawn_inside_kept_rng_is_not_seen_outside(before: Callable[[], 
             random.seed(5)
             np.random.seed(5)
             draw()
+        draw()
+        raise ValueError("inside")
 
     with pytest.raises(ValueError, match="inside"), kept_rng():
         nest()
-        draw()
-        raise ValueError("inside")
     assert draw() == expected
