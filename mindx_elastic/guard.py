@@ -30,7 +30,7 @@ from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.finishing import keep_last_boundary
-from mindx_elastic.listening import Listening, find_peers
+from mindx_elastic.listening import Listening, find_peers, share_answered_flags
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
 from mindx_elastic.preparing import check_state_and_space, prepare_directories
@@ -44,6 +44,7 @@ from mindx_elastic.surroundings import Surroundings
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_HEARD_S = 5.0  # the watcher is told by this process itself
 _entered: list[Guard] = []
 
 
@@ -220,6 +221,8 @@ class Guard:
         self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
         self.resumed_from_step = start.step
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            share_answered_flags(self._saver.flags, start.resumed.checkpoint.info.flags, self._exchange)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
@@ -255,7 +258,7 @@ class Guard:
             settings=settings,
             policies=self._policies,
             events=self._events,
-            already_durable=self._already_durable,
+            already_durable=lambda: None if self._saver.flags.waiting else self._already_durable(),
             peers_gone=peers.look,
             page=self._around.page,
         )
@@ -390,6 +393,8 @@ class Guard:
             self._pass_boundary()
         self._finished_step = True
         self._log_filter.step = self._step
+        if self._listening.early_flags and self._cut and self._listening.raise_early_flags():
+            self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.alarm.flag_file import AnsweredFlags
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.snapshot import to_host
@@ -59,6 +60,8 @@ class Saver:
         """Copies the files to other nodes, once they are durable here."""
         self.newest: tuple[int, Path] | None = None
         """The step that this process has saved last where a start looks, and its file."""
+        self.flags = AnsweredFlags()
+        """The flag files that have stopped this run."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -76,6 +79,7 @@ class Saver:
         """
         began = time.monotonic()
         position = self.collector.position
+        self.flags.answer()
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
@@ -242,6 +246,7 @@ class Saver:
             coordinates={**self.coordinates, **self._foreseen()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
+            flags=self.flags.identities,
         )
 
     def _write(

@@ -68,6 +68,7 @@ SCHEMA = "1"
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 24
 """Whoever reads a header makes lists of so many ranks."""
+MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
@@ -111,12 +112,15 @@ class CheckpointInfo:
     """The user's own JSON-able facts."""
     torch_version: str = ""
     """Filled in by the writer."""
+    flags: Sequence[str] = ()
+    """Identities of the flag files that have stopped this run, see `alarm.flag_file`."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
         if problem:
             raise UsageError(f"checkpoint info: {problem}")
         object.__setattr__(self, "append_info", tuple(self.append_info))
+        object.__setattr__(self, "flags", tuple(self.flags))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -164,6 +168,10 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return "coordinates must map names to whole numbers"
     if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
         return "append_info must be a list"
+    if isinstance(info.flags, str) or not isinstance(info.flags, Sequence) or len(info.flags) > MAX_FLAGS:
+        return f"flags must be a list of {MAX_FLAGS} at most"
+    if not all(isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH for flag in info.flags):
+        return f"flags must be strings of {MAX_FLAG_LENGTH} characters at most"
     return None
 
 

@@ -169,8 +169,28 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
         assert len(job.matches("is not readable JSON yet")) == ranks, "a warning once, not one a poll"
     # The flag is still set: the restart goes on all the same.
     resumed = resume(tmp_path, ranks, *args)
-    assert resumed.matches("was set before this start")
+    assert len(resumed.matches("has stopped this run before")) == ranks, resumed.report()
     assert_resumed_equal(reference(ranks), job, resumed)
+
+
+@pytest.mark.drill
+def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, reference: Reference) -> None:
+    """All ranks stop at the first boundary, once; written again, it stops the job again, also when a rank is killed
+    meanwhile."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    args = ("--flag-file", flag)
+    first = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
+    assert set(saved_steps(tmp_path).values()) == {1}, first.report()
+    flag.write_text('{"GracefulExit": 1}')
+    second = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
+    assert set(saved_steps(tmp_path).values()) == {2}, second.report()
+    with start_job("loop.py", tmp_path, *args, "--hold-at", 5, ranks=2) as third:
+        third.wait_for("READY", count=2)
+    # Leaving the block has killed it.
+    last = resume(tmp_path, 2, *args)
+    assert len(last.matches("has stopped this run before")) == 2, last.report()
+    assert last.hashes() == reference(2).hashes(), last.report()
 
 
 def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) -> None:
