@@ -18,7 +18,24 @@ from typing import Any
 
 __all__ = ["EventLog", "RankFilter", "attach_console", "logger"]
 
+
+class _Fallback(logging.Filter):
+    """Gives warnings their prefix and level where no handler exists: outside of a guard, in a program without logging.
+
+    Python's last resort prints the bare message then. No handler of ours: a program may configure logging later.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING and not logger.hasHandlers():
+            rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+            where = f" rank {rank}" if rank.isdecimal() and size != "1" else ""
+            record.msg = f"[mindx_elastic{where}] {record.levelname} {record.getMessage()}"
+            record.args = ()
+        return True
+
+
 logger = logging.getLogger("mindx_elastic")
+logger.addFilter(_Fallback())
 _TAIL_BYTES = 1 << 18
 
 

@@ -326,8 +326,15 @@ class Guard:
         """The last boundary passed."""
         return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
 
-    rank = property(lambda self: self.ranks.rank)
-    world_size = property(lambda self: self.ranks.world_size)
+    @property
+    def rank(self) -> int:
+        """This process's rank; known once the guard is entered."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; known once the guard is entered."""
+        return self.ranks.world_size
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.

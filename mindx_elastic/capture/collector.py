@@ -81,9 +81,9 @@ class Collector:
         }
 
     def copy_ahead(self) -> dict[str, Any] | None:
-        """Training thread, after a forward: generators and buffers as they will be at the coming boundary, if nothing
+        """Training thread, after a forward: generators and buffers as they will be at the coming boundary.
 
-        else draws or changes them. None when buffers were replaced since the last boundary.
+        That is if nothing else draws or changes them. None when buffers were replaced since the last boundary.
         """
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says

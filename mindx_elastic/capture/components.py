@@ -325,10 +325,7 @@ class OptimizerComponent:
         return {**state, "state": laid_out}
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
-        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32
-
-        moments.
-        """
+        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype: fp32 moments lose bits."""
         parameters = self.parameters
         indices = [i for group in state["param_groups"] for i in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):

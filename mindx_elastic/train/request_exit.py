@@ -117,8 +117,10 @@ class OnRequestExit(SavingCallback):
         )
 
     def _export(self, deadline: float) -> None:
-        """Training thread, the checkpoint is durable. If time runs out in here the watcher ends the "
-        "process: no harm."""
+        """Training thread, the checkpoint is durable.
+
+        If time runs out in here the watcher ends the process: no harm.
+        """
         params = self._params
         if params is None or params.get("rank", RankInfo.from_env().rank) != 0:
             return

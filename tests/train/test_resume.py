@@ -486,10 +486,11 @@ class TestOnRequestExit:
             train([*callbacks, At(5, lambda: sigterm(signal.SIGUSR2))])
         assert leaving.value.code == 128 + signal.SIGUSR2
 
-    def test_in_an_evaluation_by_itself(self) -> None:
+    def test_in_an_evaluation_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
-        with pytest.raises(GracefulExit) as leaving:
+        with pytest.raises(GracefulExit) as leaving, caplog.at_level("INFO", "mindx_elastic"):
             model.eval(make_loader(batch_size=1), [OnRequestExit(directory="out"), InEval()])
+        assert "the weights of the evaluation saved in" in caplog.text and "step 0" not in caplog.text
         assert leaving.value.code == 143
         header = read_header(Path("out/Net_eval.safetensors"))
         assert (header.info.kind, header.info.resumable) == ("eval", False)
