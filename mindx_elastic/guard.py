@@ -427,13 +427,20 @@ class Guard:
         """
         self._require_entered("outside_step()")
         before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
-        with kept_rng(), self._at_the_boundary() if self._finished_step else self._around.between_steps():
+        with kept_rng(), self._at_the_boundary():
             yield
         self._name_changed(before)
 
     @contextmanager
     def _at_the_boundary(self) -> Iterator[None]:
-        """Training thread, between two steps: the job can stop at the boundary it has."""
+        """Training thread, between two steps: the job can stop at the boundary it has.
+
+        Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
+        """
+        if not self._finished_step:
+            with self._around.between_steps():
+                yield
+            return
         self._step_gate.leave_step()
         try:
             with self._around.between_steps():

@@ -53,8 +53,11 @@ class EpochLoss:
     def await_hooks(self, outputs: Any) -> None:
         """The boundary comes next, and then the hooks of this step."""
         loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        small = isinstance(loss, (int, float)) or (isinstance(loss, Tensor) and loss.numel() == 1)
-        self.hooks_pending, self.outputs = True, loss if small else None
+        if type(loss) is Tensor and loss.numel() == 1:  # not a DTensor: a checkpoint may not be able to hold it
+            loss = loss.detach()
+        elif not isinstance(loss, (int, float)):
+            loss = None
+        self.hooks_pending, self.outputs = True, loss
 
     def end_hooks(self) -> None:
         self.hooks_pending, self.outputs = False, None

@@ -41,6 +41,7 @@ class OnRequestExit(SavingCallback):
     * `directory`: where both go; with several ranks the checkpoint goes into ``rank_{r}/``.
     * `config_file`: the flag file, ``{"GracefulExit": 1}``. None: none is watched, unless ``MS_ENABLE_GRACEFUL_EXIT=1``
       is set: then ``graceful_exit.json`` in `directory`. ``MS_ENABLE_GRACEFUL_EXIT=0`` switches the watching off.
+      A flag that has stopped this run is taken as done until it is written again.
     * `sig`: the signal; the exit code is then 128 + its number.
     * `exit_code`: exit code after the flag file; None: 75 (temporary failure), so that orchestrators restart the job.
     """

@@ -64,6 +64,20 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
+def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
+    """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
+    options = ["--snapshot-every", "0"]
+    with agent(LOOP, "ckpt", "--kill", "end:27:1", ranks=2, options=options) as job:
+        job.expect(0)
+    assert job.matches("^KILLED in end 27"), job.report()
+    assert resumed(job) == ["None", "None", "27", "27"], job.report()
+    assert len(job.hashes()) == 2 and len(set(job.hashes().values())) == 1
+    seen = [index for indices in job.seen().values() for index in indices]
+    assert len(seen) == 3 * 90, "every sample once an epoch, over both attempts"
+    assert len(list(Path("ckpt").rglob("*_final.safetensors"))) == 2
+    assert nothing_left()
+
+
 def test_a_killed_agent_and_a_new_one() -> None:
     with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2) as job:
         job.wait_for("HOLD", 2)

@@ -113,6 +113,19 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
 
 
 @pytest.mark.drill
+def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None:
+    """The same command, then a longer one: exact, and one final file a rank."""
+    run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
+    again = run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
+    assert not again.seen() and len(again.hashes()) == 2, again.report()
+    longer = run_job("loop.py", tmp_path, ranks=2)
+    assert longer.hashes() == reference(2).hashes(), longer.report()
+    assert sorted(longer.seen()) == [3]
+    finals = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*_final.safetensors"))
+    assert [str(path) for path in finals] == [f"rank_{rank}/loop-3_9_final.safetensors" for rank in (0, 1)]
+
+
+@pytest.mark.drill
 def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> None:
     seen: dict[int, list[int]] = {}
     for attempt in range(3):
