@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, events, start_agent
+from tests.harness import Job, events, run_job, start_agent
 from tests.system.test_agent import free_port, nothing_left
 
 pytestmark = pytest.mark.slow
@@ -71,7 +71,7 @@ def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
         job.expect(0)
     assert job.matches("^KILLED in end 27"), job.report()
     assert resumed(job) == ["None", "None", "27", "27"], job.report()
-    assert len(job.hashes()) == 2 and len(set(job.hashes().values())) == 1
+    assert job.hashes() == run_job(LOOP, "whole", ranks=2).hashes(), job.report()
     seen = [index for indices in job.seen().values() for index in indices]
     assert len(seen) == 3 * 90, "every sample once an epoch, over both attempts"
     assert len(list(Path("ckpt").rglob("*_final.safetensors"))) == 2
