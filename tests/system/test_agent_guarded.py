@@ -64,6 +64,7 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
+@pytest.mark.timeout(600)  # three starts
 def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
     """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
     options = ["--snapshot-every", "0"]

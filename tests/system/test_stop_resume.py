@@ -113,6 +113,7 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(900)  # four jobs
 def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None:
     """The same command, then a longer one: exact, and one final file a rank."""
     run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
@@ -187,6 +188,7 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(900)  # five jobs
 def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, reference: Reference) -> None:
     """All ranks stop at the first boundary, once; written again, it stops the job again, also when a rank is killed
     meanwhile."""
