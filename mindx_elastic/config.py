@@ -92,6 +92,8 @@ class Settings:
     """``MINDX_FLAG_POLL_S``: how often the flag file is looked at (off the training thread)."""
     graceful_exit: bool | None = None
     """``MS_ENABLE_GRACEFUL_EXIT``: 1 watches the flag file, 0 never; unset: only where a file is named."""
+    final_save: bool = True
+    """``MINDX_FINAL_SAVE``: 1 keeps the last boundary of a training that ends by itself, 0 does not."""
     log_level: str = "INFO"
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
 
@@ -101,6 +103,9 @@ class Settings:
         flag = env.get("MS_ENABLE_GRACEFUL_EXIT", "").strip()
         if flag not in ("", "0", "1"):
             raise UsageError(f"environment variable MS_ENABLE_GRACEFUL_EXIT={flag!r}: give 1, 0 or nothing")
+        final = env.get("MINDX_FINAL_SAVE", "").strip() or "1"
+        if final not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_FINAL_SAVE={final!r}: give 1, 0 or nothing")
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
@@ -109,6 +114,7 @@ class Settings:
             agreement_s=_number(env, "MINDX_AGREEMENT_S", 5.0, low=0.1, high=3600),
             flag_poll_s=_number(env, "MINDX_FLAG_POLL_S", 0.2, low=0.02, high=60),
             graceful_exit=None if flag == "" else flag == "1",
+            final_save=final == "1",
             log_level=level,
         )
 

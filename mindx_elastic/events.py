@@ -34,7 +34,24 @@ __all__ = [
     "older_generation",
 ]
 
+
+class _Fallback(logging.Filter):
+    """Gives warnings their prefix and level where no handler exists: outside of a guard, in a program without logging.
+
+    Python's last resort prints the bare message then. No handler of ours: a program may configure logging later.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING and not logger.hasHandlers():
+            rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+            where = f" rank {rank}" if rank.isdecimal() and size != "1" else ""
+            record.msg = f"[mindx_elastic{where}] {record.levelname} {record.getMessage()}"
+            record.args = ()
+        return True
+
+
 logger = logging.getLogger("mindx_elastic")
+logger.addFilter(_Fallback())
 GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
 READ_BYTES = 2 * GENERATION_BYTES

@@ -23,6 +23,7 @@ from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
@@ -30,8 +31,9 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.finishing import keep_last_boundary
 from mindx_elastic.last_resort import LastResort
-from mindx_elastic.listening import Listening, find_peers
+from mindx_elastic.listening import Listening, find_peers, share_answered_flags
 from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.plan.layout import Layout
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
@@ -47,6 +49,7 @@ __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
+_HEARD_S = 5.0  # the watcher is told by this process itself
 _entered: list[Guard] = []
 
 
@@ -77,6 +80,9 @@ class Guard:
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
     * `grace_s`: seconds from an alarm until the process must be gone; default ``MINDX_GRACE_S`` or 30.
+    * `final_save`: keep the last boundary when the block ends by itself, as
+      ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``, one a rank; default ``MINDX_FINAL_SAVE`` or True. With
+      `policies` those say whether they want it.
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
@@ -103,6 +109,7 @@ class Guard:
         resume: str | Path = "auto",
         grace_s: float | None = None,
         save_on_exception: bool = True,
+        final_save: bool | None = None,
         signals: Sequence[int] = DEFAULT_SIGNALS,
         flag_file: str | Path | None = None,
         policies: Sequence[ExitPolicy] | None = None,
@@ -117,6 +124,9 @@ class Guard:
             raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
+        if final_save is not None and not isinstance(final_save, bool):
+            raise UsageError(f"final_save={final_save!r}: give True, False or None")
+        self._final_save = final_save
         self._allow_shared = allow_shared_directory
         self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
         self.loader = loader
@@ -137,7 +147,8 @@ class Guard:
         self.resumed_path: Path | None = None
         self.run_id = ""
         self._step = self._epoch = self._step_in_epoch = 0
-        self._cut = True
+        self._cut = self._finished_step = True
+        self._told_changed = self._moved = False
 
     # --- life ---
 
@@ -165,6 +176,8 @@ class Guard:
     def _open(self, stack: ExitStack) -> None:
         _check_that_one_may_enter()
         settings = Settings.from_env()
+        if self._final_save is None:
+            self._final_save = settings.final_save
         if self._grace_s is not None:
             settings = settings.with_grace(self._grace_s)
         ranks = self.ranks
@@ -227,9 +240,16 @@ class Guard:
         self.resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            share_answered_flags(self._saver.flags, start.resumed.checkpoint.info.flags, self._exchange)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
+        if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
+            logger.info(
+                "that training had ended by itself: its last epoch comes once more without batches, and what follows "
+                "it is left to do"
+            )
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
@@ -264,7 +284,7 @@ class Guard:
             settings=settings,
             policies=self._policies,
             events=self._events,
-            already_durable=self._already_durable,
+            already_durable=lambda: None if self._saver.flags.waiting else self._already_durable(),
             peers_gone=peers.look,
             page=self._around.page,
             last_resort=last_resort,
@@ -289,7 +309,9 @@ class Guard:
             self._saver.drain()
             if self.stopper.at_end():
                 raise self._leave()
-            self._around.finish()
+            with self._around.between_steps():
+                kept = self._keep_last_boundary()
+            self._around.finish(durable=kept)
             self._exchange.leave()
             for policy in self._periodic:
                 self._saver.prune(policy)
@@ -320,9 +342,16 @@ class Guard:
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
 
+    def _keep_last_boundary(self) -> bool:
+        durable = self._already_durable()
+        if durable is None and self.stopper.saved_step == self._collector.position.step:
+            durable = self.stopper.path  # a stop that was the normal end after all
+        policies = self._policies if self._final_save else ()
+        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
+
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
-        return self.resumed_path if self._collector.position.step == self.resumed_from_step else None
+        return None if self._moved else self.resumed_path
 
     # --- steps ---
 
@@ -331,8 +360,15 @@ class Guard:
         """The last boundary passed."""
         return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
 
-    rank = property(lambda self: self.ranks.rank)
-    world_size = property(lambda self: self.ranks.world_size)
+    @property
+    def rank(self) -> int:
+        """This process's rank; known once the guard is entered."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; known once the guard is entered."""
+        return self.ranks.world_size
 
     def epochs(self, num_epochs: int) -> Iterator[int]:
         """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
@@ -373,6 +409,7 @@ class Guard:
             self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
+        self._finished_step = False
         self._cut = not (self._accumulates and self._update_gate.window_open())
         if not self._cut:
             return
@@ -384,6 +421,7 @@ class Guard:
 
     def _pass_boundary(self) -> None:
         position = self.position
+        self._moved = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
@@ -436,7 +474,10 @@ class Guard:
         """
         if retake and self._cut:
             self._pass_boundary()
+        self._finished_step = True
         self._log_filter.step = self._step
+        if self._listening.early_flags and self._cut and self._listening.raise_early_flags():
+            self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)
@@ -451,7 +492,31 @@ class Guard:
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has."""
+        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
+
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
+        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
+        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
+        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
+        latter, as long as the deadline allows.
+        """
+        self._require_entered("outside_step()")
+        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
+        with kept_rng(), self._at_the_boundary():
+            yield
+        self._name_changed(before)
+
+    @contextmanager
+    def _at_the_boundary(self) -> Iterator[None]:
+        """Training thread, between two steps: the job can stop at the boundary it has.
+
+        Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
+        """
+        if not self._finished_step:
+            with self._around.between_steps():
+                yield
+            return
         self._step_gate.leave_step()
         try:
             with self._around.between_steps():
@@ -459,6 +524,22 @@ class Guard:
         finally:
             if self._step_gate.enter_step():
                 self.stopper.at_limit(is_cut=True)
+
+    def _name_changed(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        def same(name: str, buffer: torch.Tensor) -> bool:
+            known, version = before.get(name, (buffer, buffer._version))
+            return known is buffer and version == buffer._version
+
+        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
+        if changed and not self._told_changed:
+            self._told_changed = True
+            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            logger.warning(
+                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
+                "goes on without it. Call eval() on the model first",
+                self._step,
+                names,
+            )
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
@@ -481,7 +562,7 @@ class Guard:
         if problem is not None:
             logger.error("step %d is not saved: %s", self._step, problem)
             return False
-        with self.outside_step():
+        with self._at_the_boundary():
             return self._saver.save_periodic(policy)
 
     def dismiss_stop(self) -> None:

@@ -1,10 +1,11 @@
-"""Everything that a guard listens to while it is entered, and where it goes: signals, flag files, the platform's fault
+"""Everything that a guard listens to while it is entered, and where it goes.
 
-reports, the other ranks, their deaths, the agent.
+Signals, flag files, the platform's fault reports, the other ranks, their deaths, the agent.
 """
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -13,14 +14,15 @@ from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
-from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
+from mindx_elastic.alarm.flag_file import AnsweredFlags, FlagFile, watch_flag_file
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
+from mindx_elastic.events import logger
 from mindx_elastic.policy import ExitPolicy
 from mindx_elastic.stopping import Stopper
 
-__all__ = ["Listening", "find_peers"]
+__all__ = ["Listening", "find_peers", "share_answered_flags"]
 
 _START_TIMEOUT_S = 1800.0
 _FAULT_POLL_S = 1.0
@@ -31,11 +33,23 @@ def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
     return PeerWatch(exchange.gather("identity", own_identity(), _START_TIMEOUT_S), rank=ranks.rank)
 
 
+def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exchange) -> None:
+    """Take over what the ranks' checkpoints say: a flag that stopped the job on any rank has stopped it on this one.
+
+    `own`: of this rank's file. Main thread, all ranks together, after a resume.
+    """
+    exchange.publish("flags", json.dumps(list(own)))
+    for text in exchange.collect("flags", _START_TIMEOUT_S):
+        flags.take_over(json.loads(text))
+
+
 class Listening:
     """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
 
     def __init__(self, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
         self._settings, self._policies, self._ranks = settings, policies, ranks
+        self.early_flags: list[FlagFile] = []
+        """Set before the guard was entered and not answered yet: they stop the job at its first boundary."""
         self._link: AgentLink | None = None
         self.handlers: SignalHandlers
 
@@ -49,10 +63,7 @@ class Listening:
         peers.start(self._watcher, stopper.hear_death)
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:
-                flag = FlagFile(policy.flag_file)
-                watch_flag_file(
-                    self._watcher, flag, self._settings.flag_poll_s, lambda path: stopper.hear(alarms.of_flag(path))
-                )
+                self._watch_flag(policy)
         self._watch_faults()
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
         self._own_signals = frozenset(signals)
@@ -62,6 +73,32 @@ class Listening:
                 self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
         self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
         stack.enter_context(self.handlers)
+
+    def _watch_flag(self, policy: ExitPolicy) -> None:
+        assert policy.flag_file is not None
+        # Where nothing is saved that a start goes on from, nothing can say that the flag has been answered.
+        answered = self._stopper.saver.flags if policy.save and policy.kind != "eval" else None
+        flag = FlagFile(policy.flag_file, answered=answered)
+        if flag.poll():
+            logger.warning(
+                "flag file %s was set before this start: the job stops at its first boundary, and saves it", flag.path
+            )
+            self.early_flags.append(flag)
+        alarms = self._stopper.alarms
+        watch_flag_file(
+            self._watcher, flag, self._settings.flag_poll_s, lambda path: self._stopper.hear(alarms.of_flag(path))
+        )
+
+    def raise_early_flags(self) -> bool:
+        """Training thread, at the first boundary. Before it nothing could be saved, and the grace period is not to run
+        while the first step is compiled. Returns whether an alarm is on its way.
+        """
+        flags, self.early_flags = self.early_flags, []
+        still = [flag for flag in flags if self._stopper.saver.flags.is_set(flag.path)]
+        for flag in still:
+            alarm = self._stopper.alarms.of_flag(flag.path)
+            self._watcher.post(lambda alarm=alarm: self._stopper.hear(alarm))  # type: ignore[misc]
+        return bool(still)
 
     def _watch_faults(self) -> None:
         """The agent watches for its workers; without one each rank does."""

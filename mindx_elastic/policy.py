@@ -24,6 +24,7 @@ __all__ = [
     "breakpoint_name",
     "breakpoint_policy",
     "check_policies",
+    "final_name",
     "keep_consistent",
 ]
 
@@ -37,6 +38,15 @@ def breakpoint_name(prefix: str) -> Callable[[Position], str]:
 
     def name(position: Position) -> str:
         return f"{prefix}-{position.epoch}_{position.step_in_epoch}_breakpoint.safetensors"
+
+    return name
+
+
+def final_name(prefix: str) -> Callable[[Position], str]:
+    """The name of what a finished training leaves: ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``."""
+
+    def name(position: Position) -> str:
+        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_final.safetensors"
 
     return name
 
@@ -73,6 +83,8 @@ class ExitPolicy:
     finish: Callable[[Path, RankInfo, Callable[[], Collection[int]], float], Path] | None = None
     """Called with the durable file, the ranks, a function that gives the ranks known to be dead, and the seconds it may
     take, in the thread that saves; returns where the file is afterwards. An OSError there is a warning."""
+    final_name: Callable[[Position], str] | None = None
+    """File name (no folder) for the last boundary of a training that ended by itself; None: this policy keeps none."""
     needs_replica: bool = False
     """Refuse to save when a rank is gone and no other rank holds the same state: see `keep_consistent`."""
 
@@ -85,7 +97,8 @@ class ExitPolicy:
 def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
     """Find now what would ruin a save later. Raises UsageError: a name with a folder, `append_info` that is no JSON."""
     for policy in policies:
-        name = policy.name(Position())
+        final = policy.final_name(Position()) if isinstance(policy, ExitPolicy) and policy.final_name else ""
+        name = max(policy.name(Position()), final, key=len)
         if len(name.encode()) > _LONGEST_NAME:
             raise UsageError(
                 f"the checkpoint name {name[:40]}... is {len(name)} characters long; give a shorter prefix"
@@ -130,6 +143,7 @@ def breakpoint_policy(
         signals=tuple(signals),
         flag_file=None if flag_file is None else Path(flag_file),
         append_info=tuple(append_info),
+        final_name=final_name(prefix),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.alarm.flag_file import AnsweredFlags
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.snapshot import to_host
@@ -23,7 +24,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
-from mindx_elastic.persist.catalog import Catalog, scan
+from mindx_elastic.persist.catalog import Catalog, read_entry, scan
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reserve import Reserve
@@ -71,6 +72,10 @@ class Saver:
         """Copies the files to other nodes, once they are durable here."""
         self.first_save: FirstSave | None = None
         """While it is known that this rank has never saved in this run, and one day somebody may have to know."""
+        self.newest: tuple[int, Path] | None = None
+        """The step that this process has saved last where a start looks, and its file."""
+        self.flags = AnsweredFlags()
+        """The flag files that have stopped this run."""
         self._background = _Background()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
@@ -90,6 +95,7 @@ class Saver:
         if self.reserve is not None:
             self.reserve.release()
         position = self.collector.position
+        self.flags.answer()
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
@@ -155,10 +161,11 @@ class Saver:
             return self._report(error, info)
         return work(state)
 
-    def _report(self, error: Exception, info: CheckpointInfo) -> bool:
+    def _report(
+        self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
+    ) -> bool:
         """A periodic save failed, for whatever reason: no cause to end a training."""
         expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
-        remedy = "training goes on, older checkpoints are untouched"
         logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
         self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
         return False
@@ -169,7 +176,42 @@ class Saver:
         name = f"{prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
         info = self._info(position, kind="manual", reason=reason, append_info=())
         state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
-        return self._write(self.folder(directory) / name if path is None else path, state, info)
+        before = self.newest
+        result = self._write(self.folder(directory) / name if path is None else path, state, info)
+        if path is not None:
+            self.newest = before  # no start looks there
+        return result
+
+    def save_final(self, policy: ExitPolicy) -> bool:
+        """Write the last boundary of a finished training. A failure is said; returns whether it went well."""
+        assert policy.final_name is not None
+        position = self.collector.position
+        info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
+        try:
+            state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+            result = self._write(self.folder(policy.directory) / policy.final_name(position), state, info)
+        except Exception as error:
+            return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
+        logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
+        return True
+
+    def older_finals(self, policy: ExitPolicy) -> list[Path]:
+        """Final files of this run and rank that are of an earlier step than the newest save."""
+        step = -1 if self.newest is None else self.newest[0]
+        entries = map(read_entry, sorted(self.folder(policy.directory).glob("*_final*.safetensors")))
+        infos = [(entry.path, entry.info) for entry in entries if entry is not None and entry.info is not None]
+        own = (self.events.run_id, self.ranks.rank, "final")
+        return [path for path, info in infos if (info.run_id, info.rank, info.kind) == own and info.step < step]
+
+    def delete(self, path: Path) -> None:
+        """Remove an old checkpoint of this run, here and where it was copied to. A failure is a warning."""
+        try:
+            os.unlink(path)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
+            return
+        if self.mirror is not None:
+            self.mirror.drop(path, self.events.run_id)
 
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
@@ -243,6 +285,7 @@ class Saver:
             coordinates={**self.coordinates, **self._foreseen()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
+            flags=self.flags.identities,
         )
 
     def _write(
@@ -270,6 +313,8 @@ class Saver:
             path=str(result.path),
             kind=info.kind,
         )
+        if info.resumable:
+            self.newest = (info.step, result.path)
         if self.mirror is not None and not dying:
             self.mirror.submit(result.path, info.step)
         return result
@@ -333,13 +378,7 @@ class Saver:
             protect=self._protected(policy, catalog, sorted({fact.moment for fact in facts})),
         )
         for path in doomed:
-            try:
-                os.unlink(path)
-            except OSError as error:
-                logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
-                continue
-            if self.mirror is not None:
-                self.mirror.drop(path, self.events.run_id)
+            self.delete(path)
 
     def _protected(self, policy: PeriodicPolicy, catalog: Catalog, own: Sequence[Moment]) -> set[Moment]:
         """The newest whole step, the step just written, and those that may become whole yet.

@@ -441,7 +441,8 @@ class Stopper:
         if self._page is not None:
             self._page.set(saved_step=step, saved_ns=time.monotonic_ns())
         since = time.monotonic() - self._heard_at
-        logger.info("step %d saved in %s (%.2f s after the alarm)", step, result.path, since)
+        what = "the weights of the evaluation" if wanted[0].kind == "eval" else f"step {step}"
+        logger.info("%s saved in %s (%.2f s after the alarm)", what, result.path, since)
         self.events.emit(
             "durable", step=step, reason=alarm.reason, duration_s=since, nbytes=result.nbytes, path=str(result.path)
         )

@@ -167,13 +167,13 @@ class Surroundings:
             return
         self.keep_memory = found is None or set(found) != {str(saved)}
 
-    def finish(self) -> None:
-        """The block has ended by itself.
+    def finish(self, *, durable: bool) -> None:
+        """The block has ended by itself; `durable`: its last boundary is on this rank's disk.
 
-        With an agent the last boundary stays in memory until all workers have ended well: an evaluation or an export
+        If it is not, with an agent it stays in memory until all workers have ended well: an evaluation or an export
         after the block may fail, and must not cost the training.
         """
-        self.keep_memory = self.link is not None and self.memory is not None and self.memory.take_last()
+        self.keep_memory = not durable and self.link is not None and self.memory is not None and self.memory.take_last()
 
     def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Entering has failed: the agent names the cause."""

@@ -82,7 +82,7 @@ class Round:
                 self.outputs.append(job.report())
                 self.check_ledger(job)
             if len(job.hashes()) == self.ranks:
-                break  # finished, if only just: a guard leaves no file at its end
+                break  # finished, if only just
             assert again, self.tell(f"exit code {code}")
         assert job.hashes() == expected, self.tell(f"other weights: {job.hashes()}, expected {expected}")
         return f"{self.script} {self.ranks} ranks, snapshots {self.every}: {'; '.join(self.done)}"

@@ -290,3 +290,18 @@ def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[
         root.handlers = saved
         logger.setLevel(level)
     assert capfd.readouterr().err == "[mindx_elastic rank 1] INFO stop training\n"
+
+
+def test_a_warning_without_any_handler_has_prefix_and_level_too(tmp_path: Path) -> None:
+    """Before the guard is entered, in a program that has not configured logging."""
+    program = """
+import mindx_elastic as mx
+from mindx_elastic.data import ResumableLoader
+mx.ModelCheckpoint(directory="x", config=mx.CheckpointConfig(remove_redundancy=True))
+list(ResumableLoader([1, 2, 3], rank=0, world_size=2))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and all(line.startswith("[mindx_elastic rank 1] WARNING ") for line in lines), done.stderr

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 from mindx_elastic import Guard
+from mindx_elastic import saving as saving_module
 from mindx_elastic.capture.position import Position
 from mindx_elastic.data import position as position_module
 from mindx_elastic.errors import (
     GracefulExit,
+    SaveError,
     UsageError,
 )
 from mindx_elastic.persist.format import read_header
@@ -217,6 +219,104 @@ def test_the_flag_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Job(tmp_path, flag_file=flag).run(middle=lambda job, step: flag.write_text('{"GracefulExit": 1}'))
 
 
+def flags_of(path: Path | None) -> int:
+    assert path is not None
+    return len(read_header(path).info.flags)
+
+
+def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(tmp_path: Path) -> None:
+    """Once: the same command then trains on with the same file, until somebody writes it again."""
+    expected = weights_of_uninterrupted(tmp_path)
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (75, 1, 1)
+
+    def set_again(job: Job, step: int) -> None:
+        if step == 4:
+            stop_and_wait(job)
+
+    leaving = stopped(Job(tmp_path, seed=1, flag_file=flag), middle=set_again)
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (143, 4, 1), "SIGTERM; the flag is done and stays so"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, seed=2, flag_file=flag))
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (75, 5, 2)
+    again = Job(tmp_path, seed=99, flag_file=flag)
+    assert_same(again.run(), expected)
+    assert again.guard.resumed_from_step == 5
+
+
+def test_a_flag_waits_for_a_boundary_also_in_a_first_evaluation(tmp_path: Path) -> None:
+    """Between two steps a stop would leave at step 0, with nothing saved, at every start."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+
+    def evaluate(job: Job) -> None:
+        with job.guard.outside_step():
+            job.guard.poll()
+
+    assert stopped(Job(tmp_path, flag_file=flag), begin=evaluate).step == 1
+
+
+def test_a_stop_for_another_reason_answers_the_flag_too(tmp_path: Path) -> None:
+    """The platform sets the flag and sends SIGTERM: one stop, not two."""
+    flag = tmp_path / "graceful_exit.json"
+
+    def both(job: Job, step: int) -> None:
+        if step == 3:
+            stop_and_wait(job)
+            flag.write_text('{"GracefulExit": 1}')
+            while not job.guard._saver.flags.waiting:
+                threading.Event().wait(0.01)
+
+    leaving = stopped(Job(tmp_path, flag_file=flag), middle=both)
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (143, 3, 1)
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_a_stop_whose_save_failed_has_not_answered_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = tmp_path / "graceful_exit.json"
+    leaving = stopped(Job(tmp_path), middle=stop_at(2))
+    flag.write_text('{"GracefulExit": 1}')
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "write_checkpoint", lambda *a, **k: (_ for _ in ()).throw(SaveError("injected")))
+        leaving = stopped(Job(tmp_path, flag_file=flag))
+        assert (leaving.code, leaving.step, leaving.path) == (75, None, None)
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert (leaving.code, leaving.step) == (75, 3), "asked once more, and saved"
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_an_answered_flag_stands_in_every_later_file(tmp_path: Path) -> None:
+    """The stop's own file may be gone, or older than what the next start takes."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert leaving.path is not None
+    paths: list[Path] = []
+    again = Job(tmp_path, flag_file=flag)
+    again.run(1, after=lambda job, step: paths.append(job.guard.save()))
+    leaving.path.unlink()
+    assert [flags_of(path) for path in paths] == [1] * 4
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_a_flag_set_while_nothing_was_trained_since_the_resume_is_noted_in_a_new_file(tmp_path: Path) -> None:
+    flag = tmp_path / "graceful_exit.json"
+    expected = weights_of_uninterrupted(tmp_path)
+    first = stopped(Job(tmp_path), middle=stop_at(STEPS_PER_EPOCH))
+
+    def set_flag(job: Job) -> None:
+        with job.guard.outside_step():
+            flag.write_text('{"GracefulExit": 1}')
+            while not job.guard._events.counters.get("agreement"):
+                threading.Event().wait(0.01)
+
+    leaving = stopped(Job(tmp_path, flag_file=flag), begin=set_flag)
+    assert (leaving.step, flags_of(leaving.path)) == (first.step, 1), "the old file does not know the flag"
+    assert_same(Job(tmp_path, seed=99, flag_file=flag).run(), expected)
+
+
 def test_an_exception_saves_the_last_boundary_and_is_raised(tmp_path: Path) -> None:
     expected = weights_of_uninterrupted(tmp_path)
     with pytest.raises(ValueError, match="injected"):
@@ -247,7 +347,7 @@ def test_leaving_with_sys_exit_0_is_the_end_of_training(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
         Job(tmp_path).run(after=lambda job, step: sys.exit(0) if step == 3 else None)
     assert not isinstance(caught.value, GracefulExit)
-    assert not list(tmp_path.glob("*.safetensors"))
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["job-1_3_final.safetensors"]
     assert [e["outcome"] for e in events(tmp_path, "end")] == ["finished"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -255,6 +256,17 @@ def test_one_module_reads_weights(name: str, call: str, allowed: bool) -> None:
 def test_files_are_short(module: Module) -> None:
     num_lines = module.source.count("\n")
     assert num_lines <= MAX_LINES
+
+
+@every_module
+def test_the_first_sentence_of_a_docstring_is_not_broken(module: Module) -> None:
+    """A summary that runs over into the next paragraph, or quotes that a re-wrap has left in it."""
+    tree = ast.parse(module.source)
+    texts = [n.value.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    for lines in [text.split("\n") for text in texts if isinstance(text, str)]:
+        broken = len(lines) > 2 and not lines[1].strip() and lines[0].rstrip()[-1:] not in (*".:!?`)",)
+        assert not broken, lines[0]
+        assert not any(a.endswith(' "') and b.strip()[:1] == '"' for a, b in itertools.pairwise(lines)), lines
 
 
 def defined_names(tree: ast.Module) -> set[str]:

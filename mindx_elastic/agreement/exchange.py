@@ -101,9 +101,9 @@ class Exchange(Protocol):
         """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing."""
 
     def try_collect(self, name: str) -> list[str] | None:
-        """The values of all ranks if they are all there by now. Any thread, never blocks long. Raises when the store
+        """The values of all ranks if they are all there by now. Any thread, never blocks long.
 
-        is gone.
+        Raises when the store is gone.
         """
 
     def gather(self, name: str, value: str, timeout_s: float) -> list[str]:

@@ -56,7 +56,13 @@ class StepGate:
         with self._lock:
             self._limit = self._step if self._between else self._step + 1
             self._decided = False
+            self._changed.notify_all()
             return self._limit
+
+    def wait_for_limit(self, timeout_s: float) -> None:
+        """Training thread: until some limit is set, at most `timeout_s` seconds. An alarm is on its way."""
+        with self._lock:
+            self._changed.wait_for(lambda: self._limit != _NEVER, timeout_s)
 
     def open_until(self, limit: int | None) -> None:
         """Let the training thread run to boundary `limit`; None: without limit."""

@@ -48,6 +48,11 @@ class Collector:
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return [p for module in modules for p in module.parameters]
 
+    def live_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The saved buffers of all modules, by place, as they are now."""
+        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        return [(f"{name}.{place}", t) for name, module in modules.items() for place, t in module.named_buffers()]
+
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
         for component in self.components.values():
@@ -81,9 +86,9 @@ class Collector:
         }
 
     def copy_ahead(self) -> dict[str, Any] | None:
-        """Training thread, after a forward: generators and buffers as they will be at the coming boundary, if nothing
+        """Training thread, after a forward: generators and buffers as they will be at the coming boundary.
 
-        else draws or changes them. None when buffers were replaced since the last boundary.
+        That is if nothing else draws or changes them. None when buffers were replaced since the last boundary.
         """
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says

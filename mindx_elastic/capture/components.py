@@ -163,6 +163,10 @@ class ModuleComponent:
     def look(self) -> dict[str, Any]:
         """Extra state as it is now, in the form of `extras`."""
         return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The saved buffers themselves, by name."""
+        found = zip(self._slot_names, self._slots, strict=True)
+        return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, places (JSON) and bytes. Those outside of the block are left out."""
@@ -343,10 +347,7 @@ class OptimizerComponent:
         return {**state, "state": laid_out}
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
-        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype, which loses bits of fp32
-
-        moments.
-        """
+        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype: fp32 moments lose bits."""
         parameters = self.parameters
         indices = [i for group in state["param_groups"] for i in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):

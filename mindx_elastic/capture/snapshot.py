@@ -12,9 +12,10 @@ __all__ = ["map_tensors", "to_host"]
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied: the same memory seen the same
+    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied.
 
-    way is changed once, for `state_dict()` gives a new object for each name of a tied weight.
+    The same memory seen the same way is changed once, for `state_dict()` gives a new object for each name of a tied
+    weight.
     """
     done: dict[object, torch.Tensor] = {}
 

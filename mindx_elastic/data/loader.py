@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,13 @@ from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current
 from mindx_elastic.data.seeding import SeededDataset, as_collated
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.events import logger
 
 if TYPE_CHECKING:
     from mindx_elastic.data.replay import ReplayLoader
 
 __all__ = ["ResumableLoader"]
 
-_log = logging.getLogger(__name__)
 
 _KIND = "resumable"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
@@ -178,7 +177,7 @@ class ResumableLoader(DataLoader[Any]):
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
         if state.get("world_size") != world_size:
-            _log.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
+            logger.info("world size was %s, is %s: the epoch goes on at sample %d", state.get("world_size"), world_size,
                       state["samples"])  # fmt: skip
         self._engine.cursor.move_to(
             state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
@@ -233,7 +232,7 @@ class ResumableLoader(DataLoader[Any]):
     def _tell_padding(self, plan: EpochPlan) -> None:
         if plan.padding and not self._told_padding:
             self._told_padding = True
-            _log.warning(
+            logger.warning(
                 "%d samples do not divide evenly over %d ranks with batch size %d: the last step of each epoch repeats "
                 "%d of them. drop_last=True drops the remainder instead",
                 plan.num_samples, plan.world_size, plan.batch_size, plan.padding,

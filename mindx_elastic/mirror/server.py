@@ -144,12 +144,13 @@ class Server:
             channel.send_file(fd, header.file_size)
 
     def _drop(self, channel: Channel, request: Mapping[str, Any]) -> None:
-        """Delete a copy of a periodic file of the same run, as its owner has done with its own."""
+        """Delete a copy of a periodic or final file of the same run, as its owner has done with its own."""
         path, source = self._path(request), self._source(request)
         with suppress(FileNotFoundError):
             info = read_header(path).info
-            if (info.kind, info.run_id, info.rank) != ("periodic", request.get("run_id"), source):
-                raise OSError(f"{path.name} is no periodic file of rank {source} and this run")
+            kept = info.kind not in ("periodic", "final")
+            if kept or (info.run_id, info.rank) != (request.get("run_id"), source):
+                raise OSError(f"{path.name} is no periodic or final file of rank {source} and this run")
             path.unlink()
         channel.send({})
 

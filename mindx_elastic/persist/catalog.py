@@ -40,14 +40,14 @@ __all__ = [
     "scan",
 ]
 
-KIND_ORDER = ("breakpoint", "ttp", "request_exit", "periodic", "manual")
+KIND_ORDER = ("breakpoint", "ttp", "request_exit", "final", "periodic", "manual")
 """Which of several files of one step and rank is taken first. Kinds that are not listed come last."""
 
 _SUFFIX = ".safetensors"
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
 TFT_FOLDER = re.compile(r"tft_saved_checkpoints-step_\d+(_tmp)?")
 """Folders that hold the rank folders of one step, finished or not."""
-_OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
+_OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_final|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
 _SNIFF_BYTES = 4096  # our metadata stands at the very beginning
 _FILE_TYPES = {
     stat.S_IFDIR: "a folder",

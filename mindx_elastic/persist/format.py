@@ -68,6 +68,7 @@ SCHEMA = "1"
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
 """Whoever plans with a file makes lists of so many ranks."""
+MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
@@ -120,6 +121,8 @@ class CheckpointInfo:
     """The user's own JSON-able facts."""
     torch_version: str = ""
     """Filled in by the writer."""
+    flags: Sequence[str] = ()
+    """Identities of the flag files that have stopped this run, see `alarm.flag_file`."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
@@ -127,6 +130,7 @@ class CheckpointInfo:
             raise UsageError(f"checkpoint info: {problem}")
         object.__setattr__(self, "reason", _one_text(self.reason))
         object.__setattr__(self, "append_info", tuple(self.append_info))
+        object.__setattr__(self, "flags", tuple(self.flags))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -215,6 +219,10 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"coordinates must map names to whole numbers, {_MAX_COORDINATES} at most"
     if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
         return "append_info must be a list"
+    if isinstance(info.flags, str) or not isinstance(info.flags, Sequence) or len(info.flags) > MAX_FLAGS:
+        return f"flags must be a list of {MAX_FLAGS} at most"
+    if not all(isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH for flag in info.flags):
+        return f"flags must be strings of {MAX_FLAG_LENGTH} characters at most"
     return None
 
 

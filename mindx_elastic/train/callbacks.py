@@ -78,11 +78,16 @@ class Callback:
         """The batch is there, nothing is computed yet."""
 
     def on_train_step_end(self, run_context: RunContext) -> None:
-        """Right after the boundary: optimizer, scaler and scheduler have stepped."""
+        """Right after the boundary: optimizer, scaler and scheduler have stepped.
+
+        If a hook raises, or the deadline cuts it off, all of them run again for this step after the resume.
+        """
 
     def on_train_epoch_end(self, run_context: RunContext) -> None:
-        """After the last step of an epoch. If the job stops before this hook has ended, it runs "
-        "again after the resume."""
+        """After the last step of an epoch.
+
+        If the job stops before this hook has ended, it runs again after the resume.
+        """
 
     def on_train_end(self, run_context: RunContext) -> None:
         """Training is finished. Does not run when the job was told to stop and will be resumed."""

@@ -14,7 +14,7 @@ from mindx_elastic.capture.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.guard import DEFAULT_SIGNALS
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
 from mindx_elastic.train.clock import SaveClock
 from mindx_elastic.train.config import CheckpointConfig
@@ -47,7 +47,11 @@ class ExceptionCheckpoint(SavingCallback):
 
     * `prefix`: the file is ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors``.
     * `directory`: where it goes, with several ranks inside ``rank_{r}/``; None: the working directory.
-    * `config`: a `CheckpointConfig`, of which `append_info` counts here.
+    * `config`: a `CheckpointConfig`, of which `append_info` and `final_save` count here.
+
+    When the training ends by itself, its last boundary goes into ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``
+    (one is kept), unless a `ModelCheckpoint` has just saved it or ``final_save=False``: the same command then only does
+    what comes after the last step.
     """
 
     def __init__(
@@ -183,6 +187,7 @@ def _breakpoint(prefix: str, directory: Path, config: CheckpointConfig, alarms: 
         directory=directory,
         signals=DEFAULT_SIGNALS if "signal" in alarms else (),
         append_info=config.header_info,
+        final_name=final_name(prefix) if config.final_save else None,
     )
 
 

@@ -54,6 +54,9 @@ class CheckpointConfig:
     """Accepted; without a key it means nothing."""
     exception_save: bool = False
     """Also save the last boundary when an exception ends the training."""
+    final_save: bool = True
+    """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
+    saves the end as a periodic file whatever stands here."""
     crc_check: bool = False
     """Accepted; every tensor carries a digest either way."""
     remove_redundancy: bool = False
@@ -77,7 +80,14 @@ class CheckpointConfig:
             _check_number(name, getattr(self, name), whole=True)
         for name in ("save_checkpoint_seconds", "keep_checkpoint_per_n_minutes"):
             _check_number(name, getattr(self, name), whole=False)
-        for name in ("integrated_save", "exception_save", "crc_check", "remove_redundancy", "map_param_inc"):
+        for name in (
+            "integrated_save",
+            "exception_save",
+            "final_save",
+            "crc_check",
+            "remove_redundancy",
+            "map_param_inc",
+        ):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name}={value!r} is a {type(value).__name__}; give True or False")

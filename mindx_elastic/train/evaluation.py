@@ -11,7 +11,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
-from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
+from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard import Guard
@@ -32,8 +32,10 @@ __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 def evaluate(
     model: Model, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """The metrics over `loader`. Training thread. The network's mode and all random streams are as "
-    "before afterwards."""
+    """The metrics over `loader`. Training thread. The network's mode and all random streams are as before afterwards.
+
+    Without a guard too: what is evaluated between two steps must not change the training.
+    """
     params = CallbackParams(
         mode="eval", model=model, network=model.bare_network, eval_network=model.eval_network, loss_fn=model.loss_fn,
         optimizer=model.optimizer, list_callback=callbacks, device_number=world_size, rank=rank, valid_dataset=loader,
@@ -42,7 +44,7 @@ def evaluate(
     )  # fmt: skip
     context = RunContext(params)
     metrics = model.metrics
-    with guard.outside_step(), _kept_modes(model.bare_network), _kept_streams(), torch.no_grad():
+    with guard.outside_step(), _kept_modes(model.bare_network), kept_rng(), torch.no_grad():
         callbacks.call("on_eval_begin", context)
         callbacks.call("on_eval_epoch_begin", context)
         metrics.clear()
@@ -107,16 +109,6 @@ def _kept_modes(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _kept_streams() -> Iterator[None]:
-    """An evaluation that is broken off in mid-epoch is not repeated on resume, so it must not draw from the streams."""
-    state = pack_rng(capture_rng())
-    try:
-        yield
-    finally:
-        restore_rng(state)
 
 
 def _length(loader: Any) -> int:

@@ -31,16 +31,36 @@ __all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "TrainLoop", "windows"]
 
 CALLBACKS, PROGRESS = "callbacks", "train"  # their names in the checkpoint's tree
 _STOP_REASON = "RunContext.request_stop()"
+_HOOKS_TIMEOUT_S = 600.0  # the other ranks' on_train_begin hooks may take long
 
 
 class EpochLoss:
-    """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint."""
+    """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint.
+
+    It also says whether the ``on_train_step_end`` hooks of the boundary are still to be run: a checkpoint of a boundary
+    whose hooks were cut off, by an exception or by the deadline, is from before the first of them.
+    """
 
     def __init__(self, model: Model) -> None:
         self._metrics = model.metrics
         self._device = model.device
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
+        self.hooks_pending = False
+        self.outputs: Any = None
+        """With `hooks_pending` the step's loss, where it is one number: what most hooks want to know."""
+
+    def await_hooks(self, outputs: Any) -> None:
+        """The boundary comes next, and then the hooks of this step."""
+        loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        if type(loss) is Tensor and loss.numel() == 1:  # not a DTensor: a checkpoint may not be able to hold it
+            loss = loss.detach()
+        elif not isinstance(loss, (int, float)):
+            loss = None
+        self.hooks_pending, self.outputs = True, loss
+
+    def end_hooks(self) -> None:
+        self.hooks_pending, self.outputs = False, None
 
     def reset(self) -> None:
         self._total, self._count = torch.zeros((), dtype=torch.float64, device=self._device), 0
@@ -63,11 +83,20 @@ class EpochLoss:
         return total[0] / total[1]
 
     def state_dict(self) -> dict[str, Any]:
-        return {"total": self._total, "count": self._count, "metrics": self._metrics.state_dict()}
+        return {
+            "total": self._total,
+            "count": self._count,
+            "metrics": self._metrics.state_dict(),
+            "hooks_pending": self.hooks_pending,
+            "outputs": self.outputs,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._total, self._count = state["total"].to(self._device), state["count"]
         self._metrics.load_state_dict(state["metrics"])
+        outputs = state.get("outputs")
+        self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not say
+        self.outputs = outputs.to(self._device) if isinstance(outputs, Tensor) else outputs
 
 
 def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
@@ -111,6 +140,7 @@ class TrainLoop:
         """Train until epoch `epochs` is done, a callback asks for the end, or the guard raises GracefulExit."""
         self._fill_params(epochs)
         self._call("on_train_begin")
+        self._finish_cut_step_later()
         with OptimizerWatch(self.model.optimizers) as watch:
             try:
                 for epoch in self.guard.epochs(epochs):
@@ -162,8 +192,51 @@ class TrainLoop:
                 optimizer.zero_grad(set_to_none=True)
         params.net_outputs = outputs
         self.losses.add(outputs)
+        self.losses.await_hooks(outputs)
         self.guard.boundary()
         self._call("on_train_step_end")
+        self.losses.end_hooks()
+        self.guard.finish_step(retake=True)
+
+    def _finish_cut_step_later(self) -> None:
+        """The ``on_train_step_end`` hooks of the resumed step were cut off: run them all again, from the state before
+        them, once the loader's iterator is there and the random streams are those of the boundary.
+        """
+        if self.guard.resumed_from_step is None:
+            return
+        pending = [self.losses.hooks_pending]
+        if self._exchange is not None:
+            self._exchange.publish("hooks", str(int(pending[0])))
+            pending = [text == "1" for text in self._exchange.collect("hooks", _HOOKS_TIMEOUT_S)]
+        if not all(pending):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
+            if any(pending):
+                cut = ", ".join(str(rank) for rank, each in enumerate(pending) if each)
+                logger.warning(
+                    "step %d: on_train_step_end was cut off on rank %s and not on the others; it is not run again, so "
+                    "what callbacks count there is one step short",
+                    self.guard.position.step,
+                    cut,
+                )
+            self.losses.end_hooks()
+            return
+        restore_streams = self.loader.on_iterator_ready
+
+        def once() -> None:
+            self.loader.on_iterator_ready = None
+            if restore_streams is not None:
+                restore_streams()
+            self._finish_cut_step()
+
+        self.loader.on_iterator_ready = once
+
+    def _finish_cut_step(self) -> None:
+        position = self.guard.position
+        logger.info("step %d: its on_train_step_end callbacks had not ended; they run again", position.step)
+        self.params.update(
+            cur_step_num=position.step, cur_step_in_epoch=position.step_in_epoch, net_outputs=self.losses.outputs
+        )
+        self._call("on_train_step_end")
+        self.losses.end_hooks()
         self.guard.finish_step(retake=True)
 
     def _step_schedulers(self, interval: str) -> None:

@@ -135,8 +135,10 @@ class Model:
         return self._last_position if self._guard is None else self._guard.position
 
     def train_step(self, batch: Any) -> Any:
-        """Override it for a custom step: forward, backward and update for one batch (on the "
-        "device); returns the loss."""
+        """Override it for a custom step: forward, backward and update for one batch (on the device).
+
+        Returns the loss.
+        """
         raise NotImplementedError("the default step is TrainOneStep")
 
     def eval_step(self, batch: Any) -> tuple[Tensor | None, Any, Any]:

@@ -152,8 +152,7 @@ class ProgressDisplay(Callback):
 
 
 def loss_value(outputs: Any) -> float:
-    """The loss in what a step returned: a tensor, a number, or a tuple that begins with one. nan "
-    "where there is none."""
+    """The loss in what a step returned: a tensor, a number, or a tuple that begins with one; nan where none is."""
     if isinstance(outputs, (tuple, list)) and outputs:
         outputs = outputs[0]
     if isinstance(outputs, torch.Tensor):

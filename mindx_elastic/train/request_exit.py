@@ -18,7 +18,7 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.persist.storage import fsync_dir
-from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.policy import ExitPolicy, final_name
 from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name
@@ -35,11 +35,14 @@ class OnRequestExit(SavingCallback):
 
     * `save_ckpt`: write ``{file_name}_train.safetensors``, from which the same command goes on (from an evaluation:
       ``{file_name}_eval.safetensors``, the weights only, never resumed from).
+      A training that ends by itself leaves ``{file_name}-{epoch}_{step_in_epoch}_final.safetensors``, see
+      ``MINDX_FINAL_SAVE``.
     * `save_mindir`: also export the network to ``{file_name}_train.pt2`` with `torch.export` (rank 0, for inputs of the
       last batch's shape), once the checkpoint is durable and if the grace period leaves time. A failure is a warning.
     * `directory`: where both go; with several ranks the checkpoint goes into ``rank_{r}/``.
     * `config_file`: the flag file, ``{"GracefulExit": 1}``. None: none is watched, unless ``MS_ENABLE_GRACEFUL_EXIT=1``
       is set: then ``graceful_exit.json`` in `directory`. ``MS_ENABLE_GRACEFUL_EXIT=0`` switches the watching off.
+      A flag that has stopped this run is taken as done until it is written again.
     * `sig`: the signal; the exit code is then 128 + its number.
     * `exit_code`: exit code after the flag file; None: 75 (temporary failure), so that orchestrators restart the job.
     """
@@ -111,12 +114,15 @@ class OnRequestExit(SavingCallback):
             flag_file=flag,
             exit_codes={} if self.exit_code is None else {"flag": self.exit_code},
             save=self.save_ckpt,
+            final_name=final_name(self.file_name) if self.save_ckpt and mode == "train" else None,
             after_save=self._export if self.save_mindir and mode == "train" else None,
         )
 
     def _export(self, deadline: float) -> None:
-        """Training thread, the checkpoint is durable. If time runs out in here the watcher ends the "
-        "process: no harm."""
+        """Training thread, the checkpoint is durable.
+
+        If time runs out in here the watcher ends the process: no harm.
+        """
         params = self._params
         if params is None or params.get("rank", RankInfo.from_env().rank) != 0:
             return

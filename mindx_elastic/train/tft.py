@@ -30,7 +30,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.guard import DEFAULT_SIGNALS
 from mindx_elastic.persist.tft_tree import settle_tft_file, tft_path
-from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.policy import ExitPolicy, final_name
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path
 
 __all__ = ["OptTFTWrapper", "TFTRegister"]
@@ -85,6 +85,7 @@ class TFTRegister(SavingCallback):
                 place=_place,
                 finish=_finish,
                 needs_replica=True,
+                final_name=final_name("ttp"),
             )
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.alarm.flag_file import FlagFile, process_started_at
+from mindx_elastic.alarm.flag_file import AnsweredFlags, FlagFile, process_started_at
 
 LONG_AGO = 1_000_000_000.0
 
@@ -156,21 +157,112 @@ def test_a_loop_of_links_is_a_warning(path: Path, caplog: pytest.LogCaptureFixtu
     assert len(warnings(caplog)) == 1
 
 
+def publish_config_map(folder: Path, name: str, value: int) -> None:
+    (folder / name).mkdir()
+    (folder / name / "graceful_exit.json").write_text(f'{{"GracefulExit": {value}}}')
+    (folder / "..data_tmp").symlink_to(name)
+    os.rename(folder / "..data_tmp", folder / "..data")
+
+
+def answered_by(path: Path, before: AnsweredFlags | None = None) -> AnsweredFlags:
+    """As the header of the checkpoint hands it on, once the flag at `path` has stopped the job."""
+    flags = AnsweredFlags()
+    if before is not None:
+        flags.take_over(before.identities)
+    assert FlagFile(path, answered=flags).poll()
+    assert flags.waiting
+    flags.answer()
+    assert not flags.waiting
+    resumed = AnsweredFlags()
+    resumed.take_over(flags.identities)
+    return resumed
+
+
+def test_a_flag_that_nobody_has_answered_counts_also_when_it_is_old(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    assert FlagFile(path, answered=AnsweredFlags()).poll()
+
+
+def test_a_flag_that_has_stopped_this_run_is_named_once_and_counts_again_when_it_is_set_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = answered_by(path)
+    flag = FlagFile(path, answered=flags)
+    assert not flag.poll() and not flag.poll()
+    (line,) = warnings(caplog)
+    assert "has stopped this run before" in line and str(path) in line
+    os.utime(path, (LONG_AGO, LONG_AGO))  # written again, within one stamp of the clock for all we know
+    assert flag.poll()
+    flags.answer()
+    assert len(flags.identities) == 2
+    assert not FlagFile(path, answered=flags).poll()
+
+
+def test_a_copy_that_keeps_its_time_is_the_same_flag(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = answered_by(path)
+    shutil.copy2(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+    assert not FlagFile(path, answered=flags).poll()
+
+
+def test_a_flag_that_is_taken_back_is_not_answered(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = AnsweredFlags()
+    flag = FlagFile(path, answered=flags)
+    assert flag.poll() and flags.is_set(path)
+    path.write_text('{"GracefulExit": 0 }')
+    assert not flag.poll() and not flags.is_set(path)
+    flags.answer()
+    assert flags.identities == ()
+
+
+def test_a_config_map_in_a_new_pod_is_the_same_flag_until_its_content_changes(tmp_path: Path) -> None:
+    """Every pod has the files made anew, with other times and inodes."""
+
+    def pod(name: str) -> Path:
+        mount = tmp_path / "mount"
+        if mount.exists():
+            mount.rename(tmp_path / f"gone before {name}")
+        mount.mkdir()
+        publish_config_map(mount, f"..2026_{name}", 1)
+        (mount / "graceful_exit.json").symlink_to("..data/graceful_exit.json")
+        later = LONG_AGO + 1000 * len(name)
+        os.utime(mount / f"..2026_{name}" / "graceful_exit.json", (later, later))
+        return mount
+
+    flags = answered_by(pod("a") / "graceful_exit.json")
+    mount = pod("bb")
+    flag = FlagFile(mount / "graceful_exit.json", answered=flags)
+    assert not flag.poll()
+    publish_config_map(mount, "..2026_off", 0)
+    assert not flag.poll()
+    (mount / "..2026_set").mkdir()
+    (mount / "..2026_set" / "graceful_exit.json").write_text('{"GracefulExit": 1, "request": 2}')
+    (mount / "..data_tmp").symlink_to("..2026_set")
+    os.rename(mount / "..data_tmp", mount / "..data")
+    assert flag.poll()
+
+
+def test_only_the_newest_answers_are_kept() -> None:
+    flags = AnsweredFlags()
+    for number in range(40):
+        flags.note(Path("flag"), str(number))
+        flags.answer()
+    assert flags.identities == tuple(map(str, range(8, 40)))
+
+
 def test_a_config_map_that_swaps_its_data_folder_is_seen(tmp_path: Path) -> None:
     """Kubernetes: the file links to ..data/file, ..data links to a dated folder and is renamed over."""
 
-    def publish(name: str, value: int) -> None:
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "graceful_exit.json").write_text(f'{{"GracefulExit": {value}}}')
-        (tmp_path / "..data_tmp").symlink_to(name)
-        os.rename(tmp_path / "..data_tmp", tmp_path / "..data")
-
-    publish("..2024_01", 0)
+    publish_config_map(tmp_path, "..2024_01", 0)
     path = tmp_path / "graceful_exit.json"
     path.symlink_to("..data/graceful_exit.json")
     flag = watch(path)
     assert not flag.poll()
-    publish("..2024_02", 1)
+    publish_config_map(tmp_path, "..2024_02", 1)
     assert flag.poll()
     assert not flag.poll()
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from mindx_elastic.capture.rng import capture_rng, pack_rng, restore_rng
+from mindx_elastic.capture.rng import capture_rng, kept_rng, pack_rng, restore_rng
 from mindx_elastic.errors import MismatchError
 from tests.capture.round_trip import assert_same, through_format
 
@@ -122,3 +122,24 @@ def test_missing_cuda_devices_are_named() -> None:
     packed = pack_rng(capture_rng()) | {"cuda": [torch.zeros(16, dtype=torch.uint8)] * 64}
     with pytest.raises(MismatchError, match="64 CUDA devices"):
         restore_rng(packed)
+
+
+@pytest.mark.parametrize("before", [move_nothing, keep_a_gauss])
+def test_what_is_drawn_inside_kept_rng_is_not_seen_outside(before: Callable[[], None]) -> None:
+    before()
+    kept = pack_rng(capture_rng())
+    expected = draw()
+    restore_rng(kept)
+
+    def nest() -> None:
+        with kept_rng():
+            torch.manual_seed(5)
+            random.seed(5)
+            np.random.seed(5)
+            draw()
+        draw()
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"), kept_rng():
+        nest()
+    assert draw() == expected

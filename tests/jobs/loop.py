@@ -115,7 +115,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--grace-s", type=float, default=30.0)
     parser.add_argument("--flag-file")
     parser.add_argument("--say-passed", action="store_true")
-    parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it) or boundary")
+    parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.snapshotting")
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
@@ -193,6 +193,8 @@ class Trainer:
                         while True:
                             self.guard.poll()
                             time.sleep(0.01)
+        if self.guard.resumed_from_step is None:
+            self.kill("end", self.guard.position.step)
         say(f"DONE {self.rank} {weights_hash(self.network)} {self.guard.position.step}")
 
     def step(self, x: torch.Tensor, y: torch.Tensor, number: int) -> None:

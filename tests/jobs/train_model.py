@@ -37,6 +37,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--gan", action="store_true", help="a custom training step with two optimizers")
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--hold-in-eval", type=int, default=-1)
+    parser.add_argument(
+        "--hold-in-step-eval", type=int, default=-1, help="evaluate in this step, until the process ends"
+    )
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
     parser.add_argument("--eval-only", action="store_true", help="no training; OnRequestExit on rank 0")
@@ -85,12 +88,20 @@ class Watch(mx.Callback):
     def on_train_step_end(self, run_context: mx.RunContext) -> None:
         self.steps += 1
         step = run_context.original_args().cur_step_num
+        if step % 3 == 0:
+            self.evaluate(step)
         if self.model.resumed_from_step is not None:
             return
         if step == self.args.hold_at:
             wait_for_alarm(self.model, self.rank, step)
         if step == self.args.fail_at and self.rank == self.args.fail_rank:
             raise RuntimeError("injected in a callback")
+
+    def evaluate(self, step: int) -> None:
+        holds = step == self.args.hold_in_step_eval and self.model.resumed_from_step is None
+        loader = torch.utils.data.DataLoader(Drop(), batch_size=10, shuffle=True)
+        metrics = self.model.eval(loader, callbacks=[HoldInEval(self, for_ever=True)] if holds else [])
+        say(f"STEP_EVAL {self.rank} {step} {metrics['loss']:.12f}")
 
     def on_train_epoch_end(self, run_context: mx.RunContext) -> None:
         params = run_context.original_args()
@@ -104,15 +115,19 @@ class Watch(mx.Callback):
 
 
 class HoldInEval(mx.Callback):
-    """Keeps an evaluation at its second batch until an alarm is heard."""
+    """Keeps an evaluation at its second batch until an alarm is heard; `for_ever`: until the guard has had enough."""
 
-    def __init__(self, watch: Watch) -> None:
-        self.watch, self.batches = watch, 0
+    def __init__(self, watch: Watch, *, for_ever: bool = False) -> None:
+        self.watch, self.batches, self.for_ever = watch, 0, for_ever
 
     def on_eval_step_begin(self, run_context: mx.RunContext) -> None:
         self.batches += 1
         if self.batches == 2:
             wait_for_alarm(self.watch.model, self.watch.rank, 0)
+            guard: Any = self.watch.model._guard
+            while self.for_ever:
+                guard.poll()
+                time.sleep(0.005)
 
 
 class TwoSteps(mx.Model):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, events, start_agent
+from tests.harness import Job, events, run_job, start_agent
 from tests.system.test_agent import free_port, nothing_left
 
 pytestmark = pytest.mark.slow
@@ -72,6 +72,18 @@ def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
     assert resumed(job) == ["None", "20"], job.report()
     assert len(job.matches("cannot append to .*events.jsonl")) == 2, f"one warning an attempt\n{job.report()}"
     assert attempts() == [("failed", 0), ("finished", None)]
+@pytest.mark.timeout(600)  # three starts
+def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
+    """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
+    options = ["--snapshot-every", "0"]
+    with agent(LOOP, "ckpt", "--kill", "end:27:1", ranks=2, options=options) as job:
+        job.expect(0)
+    assert job.matches("^KILLED in end 27"), job.report()
+    assert resumed(job) == ["None", "None", "27", "27"], job.report()
+    assert job.hashes() == run_job(LOOP, "whole", ranks=2).hashes(), job.report()
+    seen = [index for indices in job.seen().values() for index in indices]
+    assert len(seen) == 3 * 90, "every sample once an epoch, over both attempts"
+    assert len(list(Path("ckpt").rglob("*_final.safetensors"))) == 2
     assert nothing_left()
 
 

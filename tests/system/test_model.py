@@ -73,6 +73,26 @@ def test_sigterm_in_an_evaluation_between_two_epochs(tmp_path: Path, reference: 
     assert_same_end(reference(2), resumed)
 
 
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_again(
+    tmp_path: Path, reference: Reference, ranks: int
+) -> None:
+    """It would outlive the grace period: the step is saved without its hooks, and these run again after the resume."""
+    with start_job(
+        "train_model.py", tmp_path, "--hold-in-step-eval", 6, ranks=ranks, env={"MINDX_GRACE_S": "8"}
+    ) as job:
+        job.wait_for("HOLD", count=ranks)
+        job.signal_rank(ranks - 1)
+        job.expect(143 if ranks == 1 else 1)
+    assert {event["step"] for event in events(tmp_path, "durable")} == {6}, job.report()
+    resumed = run_job("train_model.py", tmp_path, ranks=ranks)
+    assert len(resumed.matches("step 6: its on_train_step_end callbacks had not ended")) == ranks, resumed.report()
+    assert_same_end(reference(ranks), resumed)
+    done = sorted(m[1] for m in [*job.matches(r"(STEP_EVAL .*)"), *resumed.matches(r"(STEP_EVAL .*)")])
+    assert done == sorted(m[1] for m in reference(ranks).matches(r"(STEP_EVAL .*)")), resumed.report()
+
+
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, asynchronous: bool) -> None:
     args = ("--save-steps", 4, *(["--async-save"] if asynchronous else []))

@@ -113,6 +113,20 @@ def test_stop_between_two_epochs_in_an_evaluation(tmp_path: Path, reference: Ref
 
 
 @pytest.mark.drill
+@pytest.mark.timeout(900)  # four jobs
+def test_more_epochs_after_the_end(tmp_path: Path, reference: Reference) -> None:
+    """The same command, then a longer one: exact, and one final file a rank."""
+    run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
+    again = run_job("loop.py", tmp_path, "--epochs", 2, ranks=2)
+    assert not again.seen() and len(again.hashes()) == 2, again.report()
+    longer = run_job("loop.py", tmp_path, ranks=2)
+    assert longer.hashes() == reference(2).hashes(), longer.report()
+    assert sorted(longer.seen()) == [3]
+    finals = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*_final.safetensors"))
+    assert [str(path) for path in finals] == [f"rank_{rank}/loop-3_9_final.safetensors" for rank in (0, 1)]
+
+
+@pytest.mark.drill
 def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> None:
     seen: dict[int, list[int]] = {}
     for attempt in range(3):
@@ -169,8 +183,29 @@ def test_the_flag_file(tmp_path: Path, reference: Reference, ranks: int) -> None
         assert len(job.matches("is not readable JSON yet")) == ranks, "a warning once, not one a poll"
     # The flag is still set: the restart goes on all the same.
     resumed = resume(tmp_path, ranks, *args)
-    assert resumed.matches("was set before this start")
+    assert len(resumed.matches("has stopped this run before")) == ranks, resumed.report()
     assert_resumed_equal(reference(ranks), job, resumed)
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(900)  # five jobs
+def test_a_flag_file_that_is_set_before_the_first_start(tmp_path: Path, reference: Reference) -> None:
+    """All ranks stop at the first boundary, once; written again, it stops the job again, also when a rank is killed
+    meanwhile."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    args = ("--flag-file", flag)
+    first = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
+    assert set(saved_steps(tmp_path).values()) == {1}, first.report()
+    flag.write_text('{"GracefulExit": 1}')
+    second = run_job("loop.py", tmp_path, *args, ranks=2, code=1)
+    assert set(saved_steps(tmp_path).values()) == {2}, second.report()
+    with start_job("loop.py", tmp_path, *args, "--hold-at", 5, ranks=2) as third:
+        third.wait_for("READY", count=2)
+    # Leaving the block has killed it.
+    last = resume(tmp_path, 2, *args)
+    assert len(last.matches("has stopped this run before")) == 2, last.report()
+    assert last.hashes() == reference(2).hashes(), last.report()
 
 
 def test_ctrl_c_stops_gracefully_with_130(tmp_path: Path, reference: Reference) -> None:

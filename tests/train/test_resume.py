@@ -486,10 +486,11 @@ class TestOnRequestExit:
             train([*callbacks, At(5, lambda: sigterm(signal.SIGUSR2))])
         assert leaving.value.code == 128 + signal.SIGUSR2
 
-    def test_in_an_evaluation_by_itself(self) -> None:
+    def test_in_an_evaluation_by_itself(self, caplog: pytest.LogCaptureFixture) -> None:
         model = make_model()
-        with pytest.raises(GracefulExit) as leaving:
+        with pytest.raises(GracefulExit) as leaving, caplog.at_level("INFO", "mindx_elastic"):
             model.eval(make_loader(batch_size=1), [OnRequestExit(directory="out"), InEval()])
+        assert "the weights of the evaluation saved in" in caplog.text and "step 0" not in caplog.text
         assert leaving.value.code == 143
         header = read_header(Path("out/Net_eval.safetensors"))
         assert (header.info.kind, header.info.resumable) == ("eval", False)
@@ -563,3 +564,88 @@ def test_saved_network_must_be_the_trained_one() -> None:
     bad = CheckpointConfig(saved_network=nn.Linear(1, 1))
     with pytest.raises(UsageError, match="saved_network"):
         make_model().train(1, make_loader(), ModelCheckpoint(directory="out2", config=bad), progress=False)
+
+
+class EvalEachSecondStep(Callback):
+    """Validates in mid-epoch. `seen`: what was noted outside of any state, over all processes of a test."""
+
+    def __init__(self, seen: list[tuple[int, float]], during: Callback | None = None, fail_at: int = 0) -> None:
+        self.seen, self.during, self.fail_at, self.calls = seen, during, fail_at, 0
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.calls += 1
+        if params.cur_step_num % 2 == 0:
+            loader = DataLoader(Points(), batch_size=2, shuffle=True)  # draws its base seed from torch's stream
+            loss = params.model.eval(loader, self.during)["loss"]
+            if params.cur_step_num == self.fail_at:
+                explode()
+            self.seen.append((params.cur_step_num, loss))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls = state["calls"]
+
+
+class SigtermAtBatch(Callback):
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_eval_step_end(self, run_context: RunContext) -> None:
+        self.batch -= 1
+        if self.batch == 0:
+            sigterm()
+
+
+# Four evaluations of 12 batches come before that of step 8: a stop before, in and after it.
+@pytest.mark.parametrize("moment", ["before", "in", "after"])
+def test_an_evaluation_in_mid_epoch_comes_exactly_once(moment: str) -> None:
+    whole: list[tuple[int, float]] = []
+    straight, counter = train([EvalEachSecondStep(whole)])
+    seen: list[tuple[int, float]] = []
+    at = {"before": At(8, sigterm, "on_train_step_begin"), "in": Callback(), "after": At(9, sigterm)}[moment]
+    during = SigtermAtBatch(3 * 12 + 5) if moment == "in" else None
+    with pytest.raises(GracefulExit) as leaving:
+        train([ExceptionCheckpoint(directory="out"), at, EvalEachSecondStep(seen, during)])
+    assert leaving.value.step == (9 if moment == "after" else 8)
+    last = EvalEachSecondStep(seen)
+    resumed, again = train([ExceptionCheckpoint(directory="out"), last])
+    assert same(weights(resumed), weights(straight))
+    assert seen == whole
+    assert (last.calls, again.losses) == (18, counter.losses)
+
+
+def test_hooks_that_were_cut_off_run_again_from_the_state_before_them(caplog: pytest.LogCaptureFixture) -> None:
+    """A callback fails after its evaluation: the whole step's hooks are done again, no counter is one short."""
+    whole: list[tuple[int, float]] = []
+    straight, counter = train([EvalEachSecondStep(whole), TimeMonitor()])
+    seen: list[tuple[int, float]] = []
+    with pytest.raises(Broken):
+        train([ExceptionCheckpoint(directory="out"), EvalEachSecondStep(seen, fail_at=8)])
+    last = EvalEachSecondStep(seen)
+    with caplog.at_level("INFO", "mindx_elastic"):
+        resumed, again = train([ExceptionCheckpoint(directory="out"), last])
+    assert resumed.resumed_from_step == 8
+    assert same(weights(resumed), weights(straight))
+    assert seen == whole
+    assert (last.calls, again.steps, again.losses) == (18, 18, counter.losses)
+    assert "step 8: its on_train_step_end callbacks had not ended" in caplog.text
+
+
+def test_hooks_that_were_made_good_are_not_made_good_twice() -> None:
+    """A stop right after they have run again writes the step anew: the old file still says that they are missing."""
+    whole: list[tuple[int, float]] = []
+    straight, _ = train([EvalEachSecondStep(whole)])
+    seen: list[tuple[int, float]] = []
+    with pytest.raises(Broken):
+        train([ExceptionCheckpoint(directory="out"), EvalEachSecondStep(seen, fail_at=8)])
+    with pytest.raises(GracefulExit) as leaving:
+        train([ExceptionCheckpoint(directory="out"), EvalEachSecondStep(seen), At(9, explode, "on_train_step_begin"),
+               At(8, sigterm)])  # fmt: skip
+    last = EvalEachSecondStep(seen)
+    resumed, again = train([ExceptionCheckpoint(directory="out"), last])
+    assert leaving.value.step == 8
+    assert same(weights(resumed), weights(straight))
+    assert seen == whole and (last.calls, again.steps) == (18, 18)
