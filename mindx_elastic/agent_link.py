@@ -15,15 +15,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.alarm.processes import ProcessStat, read_stat
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.events import logger
 from mindx_elastic.status_page import StatusPage, WorkerPhase, page_path
 
-__all__ = ["CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 CONTROL_FILE = "control.json"
+AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _MAX_BYTES = 1 << 16
 
@@ -35,10 +38,16 @@ class AgentLink:
         """Raises ArenaError when the agent's folder is not what it should be."""
         self._folder = info.folder
         self._parent = os.getppid()
+        self._known: dict[int, str] = {}
+        """Start times of the parent and the agent, by process id; the same one where no script stands between."""
+        self._was_gone = False
+        self._remember(self._parent, read_stat(self._parent))
+        self._find_agent(info)
         self.agent_fd = -1
         """Readable once the agent is gone; -1 where that cannot be watched."""
-        with suppress(OSError, AttributeError):
-            self.agent_fd = os.pidfd_open(info.pid)
+        if info.pid in self._known:
+            with suppress(OSError, AttributeError):
+                self.agent_fd = os.pidfd_open(info.pid)
         self._seen = -1
         try:
             self.page = StatusPage(page_path(info.folder, ranks.rank))
@@ -47,6 +56,26 @@ class AgentLink:
         self._stacks: IO[str] | None = None
         if info.run_dir is not None:
             self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
+
+    def _find_agent(self, info: AgentInfo) -> None:
+        """Learn which process the agent is. Its number may mean nothing here (another process-id namespace), or belong
+        to somebody else by now (it was killed before this)."""
+        found = read_stat(info.pid) if info.pid > 0 else None
+        identity: dict[str, Any] = {}
+        with suppress(OSError, ValueError, RecursionError):
+            with open(self._folder / AGENT_FILE, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            identity = content if isinstance(content, dict) and content.get("pid") == info.pid else {}
+        if identity and identity.get("space") != json.loads(own_identity())["space"]:
+            return
+        if identity and (found is None or found.is_ending or found.started != identity.get("started")):
+            self._was_gone = read_stat(os.getpid()) is not None  # else /proc does not tell
+            return
+        self._remember(info.pid, found)
+
+    def _remember(self, pid: int, found: ProcessStat | None) -> None:
+        if found is not None:
+            self._known[pid] = found.started
 
     def _register_stacks(self, folder: Path, name: str) -> None:
         try:
@@ -87,8 +116,19 @@ class AgentLink:
         return None
 
     def is_orphan(self) -> bool:
-        """Whether the process that started this one is gone."""
-        return os.getppid() != self._parent
+        """Whether the agent is gone, or the process that started this one. Any thread.
+
+        The kernel sends the SIGTERM of `agent.child` when the *thread* dies that started this process. While other
+        threads of the dying agent are still there, one of them adopts it, so that its parent's number stays the same
+        for some milliseconds: the parent's own state tells.
+        """
+        if self._was_gone or os.getppid() != self._parent:
+            return True
+        for pid, started in self._known.items():
+            found = read_stat(pid)
+            if found is None or found.is_ending or found.started != started:
+                return True
+        return False
 
     def close(self) -> None:
         """After the watcher has stopped."""

@@ -1,0 +1,70 @@
+"""``mindx-elastic run`` on several nodes, all of them on this machine: agents that die, nodes that come and go."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Job, events, start_agent
+from tests.system.test_agent import free_port
+
+pytestmark = pytest.mark.slow
+
+LOOP = "loop.py"
+QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""The rendezvous notices a dead node after 3 s and waits 1 s for a late one."""
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+
+
+class Nodes:
+    """Agents that meet under one rendezvous id; node `a` is started first and hosts the rendezvous."""
+
+    def __init__(self, stack: ExitStack, *args: object, nnodes: str, options: Sequence[str] = ()) -> None:
+        self._stack, self._args = stack, args
+        self._options = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-conf", QUICK]
+        self._options += ["--rdzv-endpoint", f"localhost:{free_port()}", *options]
+        self.jobs: dict[str, Job] = {}
+
+    def start(self, name: str, *, env: dict[str, str] | None = None) -> Job:
+        env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **(env or {})}
+        options = [*self._options, "--log-dir", f"{name}/logs"]
+        job = start_agent(LOOP, "ckpt", *self._args, options=options, env=env, run_dir=Path(name))
+        self.jobs[name] = self._stack.enter_context(job)
+        return self.jobs[name]
+
+    def report(self) -> str:
+        return "\n\n".join(f"=== node {name} ===\n{job.report()}" for name, job in self.jobs.items())
+
+
+def outcomes(name: str) -> list[tuple[str, str | None]]:
+    """Outcome and cause of each attempt of one node."""
+    return [(event["outcome"], event["reason"]) for event in events(Path(name), "attempt_end")]
+
+
+def test_a_killed_agent_does_not_stop_the_others() -> None:
+    """Its worker dies with it; the other nodes must take that for a lost node, not for a stop that somebody wanted."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--hold-at", 7, nnodes="1:3")
+        jobs = [nodes.start(name) for name in "abc"]
+        for job in jobs:
+            job.wait_for("HOLD")
+        victim = nodes.jobs["c"]
+        victim.process.kill()
+        victim.wait()
+        for name in "ab":
+            code = nodes.jobs[name].wait()
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            first, last = outcomes(name)
+            assert first[0] == "failed" and "the agent of rank" in str(first[1]), nodes.report()
+            assert last[0] == "finished"
