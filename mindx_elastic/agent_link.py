@@ -13,7 +13,7 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.alarm.processes import ProcessStat, read_stat
@@ -29,6 +29,7 @@ CONTROL_FILE = "control.json"
 AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _MAX_BYTES = 1 << 16
+_stacks_fd = -1  # where this process writes its stacks, until it ends
 
 
 class AgentLink:
@@ -53,7 +54,6 @@ class AgentLink:
             self.page = StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
             raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
-        self._stacks: IO[str] | None = None
         if info.run_dir is not None:
             self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
 
@@ -78,13 +78,22 @@ class AgentLink:
             self._known[pid] = found.started
 
     def _register_stacks(self, folder: Path, name: str) -> None:
+        global _stacks_fd
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._stacks = open(folder / name, "a")  # noqa: SIM115  # open as long as the guard
-            # In C, without the interpreter: a rank that is stuck shows where.
-            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             logger.warning("stacks of a hang cannot be written to %s (%s)", folder, error)
+            return
+        if _stacks_fd < 0:
+            # What the interpreter puts back when it ends: a late request for a stack must not kill the process.
+            with suppress(OSError, ValueError):
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        # In C, without the interpreter: a rank that is stuck shows where.
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+        if _stacks_fd >= 0:
+            os.close(_stacks_fd)  # of an earlier guard of this process
+        _stacks_fd = fd
 
     def announce(self, step: int, path: Path) -> None:
         """This checkpoint is about to be loaded."""
@@ -130,14 +139,16 @@ class AgentLink:
                 return True
         return False
 
+    def finish(self) -> None:
+        """Training thread: the block has ended by itself."""
+        self.page.set(finished=1)
+
     def close(self) -> None:
-        """After the watcher has stopped."""
+        """After the watcher has stopped.
+
+        The process can still be asked for its stacks: what it does after its training may get stuck, too.
+        """
         if self.agent_fd >= 0:
             os.close(self.agent_fd)
+        self.page.set(left_ns=time.monotonic_ns())
         self.page.set(phase=WorkerPhase.LEFT)
-        if self._stacks is not None:
-            faulthandler.unregister(STACK_SIGNAL)
-            # Until the process ends, or a late request for a stack would kill it.
-            with suppress(OSError, ValueError):
-                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-            self._stacks.close()

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
-MAX_LINES = 420  # about 400
+MAX_LINES = 620  # about 600
 
 STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
 """In the order of the path: a stage imports only stages to its left."""
@@ -25,7 +25,7 @@ FOUNDATION = {"_version", "config", "errors", "events"}
 JOINERS = {"agent", "cli", "cluster", "convert", "guard", "integrations", "mirror", "train"}
 """May import any stage. So may every other module at the top of the package."""
 PURE = [
-    *("agent/crash_loop.py", "agent/hang.py", "agreement/stop_step.py", "mirror/partners.py", "persist/retention.py"),
+    *("agent/crash_loop.py", "agent/exit_watch.py", "agent/hang.py", "agreement/stop_step.py", "mirror/partners.py", "persist/retention.py"),
     *("plan/layout.py", "plan/planner.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""

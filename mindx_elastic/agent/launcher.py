@@ -190,7 +190,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, account = supervisor.ending, supervisor.account
     for arena in sorted(map(Path, supervisor.arenas)):
-        if ending.outcome == "finished":
+        if ending.outcome == "finished" and not ending.cut_off:
             drop(arena)
             continue
         flushed = flush(arena)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mindx_elastic.agent.workers import Workers, process_state
 from mindx_elastic.agent_link import STACK_SIGNAL
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.status_page import Status
 
 __all__ = ["write_stacks"]
 
@@ -29,8 +29,8 @@ def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path,
     files: dict[int, Path] = {}
     sizes: dict[int, int] = {}
     for rank, status in statuses.items():
-        if not status.entered_ns or status.phase == WorkerPhase.LEFT:
-            continue  # no handler: the signal would end it
+        if not status.entered_ns:
+            continue  # perhaps no handler yet: the signal would end it
         path = folder / f"attempt_{attempt}_rank_{rank}.txt"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)

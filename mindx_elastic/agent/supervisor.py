@@ -27,6 +27,8 @@ from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.crash_loop import CrashLoop
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.exit_watch import ExitWatch
+from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
@@ -120,6 +122,9 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
+        farewell = None
+        if num_nodes > 1:
+            farewell = Farewell(group.store, world_size=group.workers[0].world_size)
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
@@ -127,6 +132,8 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
+            exits=ExitWatch(self._options.exit_timeout_s, alone=num_nodes == 1),
+            farewell=farewell,
             outside=self._outside,
             membership=membership,
             events=self._events,

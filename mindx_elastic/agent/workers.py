@@ -12,11 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindx_elastic.agent.exit_watch import Work
+from mindx_elastic.alarm.processes import members_of, read_stat
+from mindx_elastic.events import logger
 from mindx_elastic.status_page import Status, WorkerPhase, page_path, read_page
 
 __all__ = ["WorkerExit", "Workers", "process_state"]
 
 _NO_PIDFD_POLL_S = 0.05
+_REMAINS_S = 2.0  # how long the kernel may take to end what was killed
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,23 +72,54 @@ class Workers:
         for fd in [*other_fds, *(fd for rank, fd in self._fds.items() if rank in self.live)]:
             poll.register(fd, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1000)
-        found = [end for rank in list(self.live) if (end := self._reap(rank)) is not None]
+        ended = [rank for rank in self.live if self._has_ended(rank)]
+        # Before they are reaped: until then the number of a session is nobody else's.
+        self._end_remains({self.live[rank].pid: rank for rank in ended})
+        found = [end for rank in ended if (end := self._reap(rank)) is not None]
         # Whoever was killed has not died of the others' failure, but they may have of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits += found
         return found
 
-    def _reap(self, rank: int) -> WorkerExit | None:
+    def _has_ended(self, rank: int) -> bool:
+        """Without reaping it."""
         process = self.live[rank]
         try:
-            done = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if done is None:
-                return None
-            if done.si_code != os.CLD_EXITED or signal.SIGKILL in self._sent[rank]:
-                # Not a way out of its own: loader workers may be left. Its number is nobody else's until it is reaped.
-                self._kill_group(process.pid)
+            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         except ChildProcessError:  # reaped by somebody else; Popen knows, or takes it for 0
-            pass
+            return True
+
+    def _end_remains(self, leaders: Mapping[int, int]) -> None:
+        """SIGKILL for what is left in the sessions of workers that have ended, however they ended: loader workers,
+        whatever the script has started. They would hold devices, ports and memory. What has made itself a session of
+        its own (a daemon) was meant to live on.
+
+        leaders: process id to rank.
+        """
+        for pid in leaders:
+            self._kill_group(pid)
+        end, told = time.monotonic() + _REMAINS_S, False
+        while leaders:
+            stats = {pid: read_stat(pid) for pid in members_of(leaders) if pid not in leaders}
+            left = {pid: stat for pid, stat in stats.items() if stat is not None and stat.state not in ("Z", "X")}
+            if not left:
+                return
+            if not told:
+                told = True
+                for leader, rank in leaders.items():
+                    pids = sorted(pid for pid, stat in left.items() if stat.session == leader)
+                    if pids:
+                        logger.info("rank %d has left processes %s behind; SIGKILL", rank, pids)
+            for pid in left:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > end:
+                logger.warning("processes %s survive SIGKILL and may hold their devices", sorted(left))
+                return
+            time.sleep(0.002)  # until they are gone: the next workers want their devices and ports
+
+    def _reap(self, rank: int) -> WorkerExit | None:
+        process = self.live[rank]
         code = process.poll()
         if code is None:
             return None
@@ -108,6 +144,17 @@ class Workers:
         """The last that is known of all workers, dead or alive."""
         dead = {end.rank: end.status for end in self.exits if end.status is not None}
         return {**dead, **self.statuses()}
+
+    def work(self) -> Work:
+        """What the live workers and their children have done so far."""
+        ticks = nbytes = 0
+        for pid in members_of({process.pid for process in self.live.values()}):
+            stat = read_stat(pid)
+            ticks += 0 if stat is None else stat.processor_ticks
+            for line in _proc(pid, "io").splitlines():
+                name, _, number = line.partition(": ")
+                nbytes += int(number) if name in ("rchar", "wchar") else 0
+        return Work(processor_s=ticks / _TICKS_PER_S, nbytes=nbytes)
 
     def is_guarded(self, rank: int) -> bool:
         """Whether the worker is inside its guard, so that it can save and leave by itself."""

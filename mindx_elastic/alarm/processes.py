@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ProcessStat", "read_stat"]
+__all__ = ["ProcessStat", "members_of", "read_stat"]
 
 _PF_EXITING = 0x4  # include/linux/sched.h; part of the kernel's interface through this file
 
@@ -21,6 +24,8 @@ class ProcessStat:
     session: int
     flags: int
     """The kernel's flags of the main thread."""
+    processor_ticks: int
+    """Used so far by its threads, and by its children that have ended and were waited for; in clock ticks."""
     started: str
     """Clock ticks since the boot, as text: with the process id it names a process for good."""
 
@@ -42,7 +47,23 @@ def read_stat(pid: int) -> ProcessStat | None:
             group=int(fields[2]),
             session=int(fields[3]),
             flags=int(fields[6]),
+            processor_ticks=sum(map(int, fields[11:15])),
             started=fields[19],
         )
     except (OSError, IndexError, ValueError):
         return None
+
+
+def members_of(sessions: Collection[int]) -> list[int]:
+    """Process ids of all members of these sessions, ended ones that nobody has waited for included. Any thread.
+
+    Two microseconds for each process of the machine. Empty where /proc does not tell.
+    """
+    found = []
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                with suppress(OSError):
+                    if os.getsid(int(name)) in sessions:
+                        found.append(int(name))
+    return found
