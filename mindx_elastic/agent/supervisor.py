@@ -35,6 +35,7 @@ from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.membership import Membership
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.outside import Outside
+from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
 from mindx_elastic.agent.restarts import Restarts
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
@@ -45,6 +46,7 @@ __all__ = ["Supervisor", "print_block"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
+_MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 
 
 class Supervisor(LocalElasticAgent):
@@ -218,9 +220,24 @@ class Supervisor(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._inbox.interrupting():
-            super()._rendezvous(worker_group)
-            if (worker_group.group_world_size or 1) > 1:
-                self._agree_on_restarts(worker_group)
+            for pause_s in _MEET_AGAIN_S:
+                try:
+                    self._meet(worker_group)
+                    return
+                except (*CONNECTION_ERRORS, torch.distributed.DistStoreError) as error:
+                    # A node that has lost its connection in the middle of it lets the others wait in vain for its
+                    # part (DistStoreError): all of them meet once more.
+                    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    logger.warning("the nodes have not met: %s; trying again", text)
+                    time.sleep(pause_s)
+                    if not reconnect(self._rdzv_handler):
+                        raise
+            self._meet(worker_group)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        if (worker_group.group_world_size or 1) > 1:
+            self._agree_on_restarts(worker_group)
 
     def _agree_on_restarts(self, group: WorkerGroup) -> None:
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
