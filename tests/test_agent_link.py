@@ -73,7 +73,17 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     assert page.entered_ns > 0 and page.boundary_ns == 0
     link.page.pass_boundary(8)
     link.close()
-    assert (agent.page().phase, agent.page().step) == (WorkerPhase.LEFT, 8)
+    page = agent.page()
+    assert (page.phase, page.step, page.finished) == (WorkerPhase.LEFT, 8, 0)
+    assert 0 < page.entered_ns < page.left_ns
+
+
+def test_the_page_tells_a_finished_training(agent: Agent) -> None:
+    link = agent.link()
+    link.enter(None, "run-a", None)
+    link.finish()
+    link.close()
+    assert (agent.page().phase, agent.page().finished) == (WorkerPhase.LEFT, 1)
 
 
 def test_a_fresh_start_without_memory(agent: Agent) -> None:
@@ -165,8 +175,23 @@ def test_a_stack_is_written_while_the_main_thread_hangs(agent: Agent) -> None:
     assert "test_a_stack_is_written" in path.read_text(), "all threads"
     link.close()
     size = path.stat().st_size
-    dump()  # late: it must not kill the process that is about to leave
-    assert path.stat().st_size == size and signal.getsignal(STACK_SIGNAL) is signal.SIG_IGN
+    dump()  # what comes after the guard may get stuck, too
+    wait_until(lambda: path.stat().st_size > size, "the stack after the guard")
+
+
+def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent: Agent) -> None:
+    code = (
+        "import atexit, faulthandler, os, sys\n"
+        "from pathlib import Path\n"
+        "from mindx_elastic.agent_link import STACK_SIGNAL, AgentLink\n"
+        "from mindx_elastic.config import AgentInfo, RankInfo\n"
+        "info = AgentInfo(folder=Path(sys.argv[1]), pid=1, run_dir=Path(sys.argv[2]))\n"
+        "AgentLink(info, RankInfo(rank=1, world_size=4)).close()\n"
+        "faulthandler.unregister(STACK_SIGNAL)\n"  # as the interpreter's end does
+        "os.kill(os.getpid(), STACK_SIGNAL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(agent.folder), str(agent.run_dir)], check=False)
+    assert done.returncode == 0
 
 
 def test_stacks_of_two_guards_in_a_row(agent: Agent) -> None:

@@ -12,6 +12,7 @@ handled as if nothing could be.
 
 from __future__ import annotations
 
+import socket
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,8 @@ def reconnect(handler: RendezvousHandler) -> bool:
     if _answers(old):
         return True
     try:
+        # torch's client would try for the whole time and print a page about each try.
+        socket.create_connection((old.host, old.port), _CONNECT_S).close()
         new = TCPStore(
             old.host,
             old.port,

@@ -230,8 +230,7 @@ class Supervisor(LocalElasticAgent):
                     text = f"{type(error).__name__}: {error}".partition("\n")[0]
                     logger.warning("the nodes have not met: %s; trying again", text)
                     time.sleep(pause_s)
-                    if not reconnect(self._rdzv_handler):
-                        raise
+                    reconnect(self._rdzv_handler)
             self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:

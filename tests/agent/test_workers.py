@@ -123,11 +123,40 @@ def test_a_signal_is_for_the_trainer_alone(group: Group, tmp_path: Path) -> None
     workers.close()
 
 
-def test_children_of_a_worker_that_left_by_itself_are_left_alone(group: Group, tmp_path: Path) -> None:
-    workers = Workers({0: group.start(NEST.replace("time.sleep(60)\n", "", 1))}, tmp_path)
-    until_all_ended(workers)
-    assert process_state(int(group.said[0])) in ("R", "S")
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("own_group", [False, True])
+def test_nothing_of_a_worker_outlives_it_however_it_ended(
+    group: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, own_group: bool
+) -> None:
+    """Also what has made itself a process group of its own, as a shell's background jobs do."""
+    program = NEST.replace("time.sleep(60)\n", f"sys.exit({code})\n", 1)
+    program = program.replace("'])\n", "'], preexec_fn=__import__('os').setpgrp)\n") if own_group else program
+    workers = Workers({0: group.start(program)}, tmp_path)
+    child = int(group.said[0])
+    with caplog.at_level("INFO", "mindx_elastic"):
+        assert [end.code for end in until_all_ended(workers)] == [code]
+    assert process_state(child) in ("", "Z"), "before anybody hears of the worker's end"
+    assert f"has left processes [{child}] behind" in caplog.text or not own_group
     workers.close()
+
+
+def test_a_daemon_with_a_session_of_its_own_was_meant_to_live_on(group: Group, tmp_path: Path) -> None:
+    code = NEST.replace("time.sleep(60)\n", "", 1).replace("'])\n", "'], start_new_session=True)\n")
+    workers = Workers({0: group.start(code)}, tmp_path)
+    until_all_ended(workers)
+    daemon = int(group.said[0])
+    assert process_state(daemon) in ("R", "S")
+    os.kill(daemon, signal.SIGKILL)
+    workers.close()
+
+
+def test_what_workers_and_their_children_have_done(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(NEST), 1: group.start(WAIT)}, tmp_path)
+    before = workers.work()
+    assert before.processor_s > 0 and before.nbytes > 0
+    busy = "print('up', flush=True)\nwhile True: pass"
+    workers.processes[2] = workers.live[2] = group.start(busy)
+    wait_until(lambda: workers.work().processor_s > before.processor_s + 0.2, "work")
 
 
 def test_what_the_pages_say(group: Group, tmp_path: Path) -> None:

@@ -114,7 +114,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it) or boundary")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.snapshotting")
-    parser.add_argument("--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard")
+    parser.add_argument(
+        "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
+    )
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
 

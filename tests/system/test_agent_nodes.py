@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from tests.harness import Job, events, start_agent
 from tests.resets import can_reset, reset_connections
@@ -18,7 +19,7 @@ from tests.system.test_agent import free_port
 pytestmark = pytest.mark.slow
 
 LOOP = "loop.py"
-QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+QUICK = "is_host=0,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 """The rendezvous notices a dead node after 3 s and waits 1 s for a late one."""
 
 
@@ -29,12 +30,14 @@ def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Nodes:
-    """Agents that meet under one rendezvous id; node `a` is started first and hosts the rendezvous."""
+    """Agents that meet under one rendezvous id. This process hosts the rendezvous, so that none of them is special."""
 
     def __init__(self, stack: ExitStack, *args: object, nnodes: str, options: Sequence[str] = ()) -> None:
         self._stack, self._args = stack, args
+        port = free_port()
+        self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
         self._options = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-conf", QUICK]
-        self._options += ["--rdzv-endpoint", f"localhost:{free_port()}", *options]
+        self._options += ["--rdzv-endpoint", f"127.0.0.1:{port}", *options]
         self.jobs: dict[str, Job] = {}
 
     def start(self, name: str, *, env: dict[str, str] | None = None) -> Job:
@@ -43,6 +46,10 @@ class Nodes:
         job = start_agent(LOOP, "ckpt", *self._args, options=options, env=env, run_dir=Path(name))
         self.jobs[name] = self._stack.enter_context(job)
         return self.jobs[name]
+
+    def resumed(self, name: str) -> list[str]:
+        """The step that each attempt of a node's worker went on from."""
+        return [match[1] for match in self.jobs[name].matches(r"^READY \d+ \d+ (\w+)")]
 
     def report(self) -> str:
         return "\n\n".join(f"=== node {name} ===\n{job.report()}" for name, job in self.jobs.items())
@@ -69,6 +76,77 @@ def test_a_killed_agent_does_not_stop_the_others() -> None:
             first, last = outcomes(name)
             assert first[0] == "failed" and "the agent of rank" in str(first[1]), nodes.report()
             assert last[0] == "finished"
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.03])
+def test_an_agent_killed_a_moment_before_its_worker(delay_s: float) -> None:
+    """As when a whole node is lost: its worker may die in the middle of telling the others."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--hold-at", 7, nnodes="1:3")
+        jobs = [nodes.start(name) for name in "abc"]
+        for job in jobs:
+            job.wait_for("HOLD")
+        victim = nodes.jobs["c"]
+        (worker,) = victim.pids().values()
+        victim.process.kill()
+        time.sleep(delay_s)  # the point of the test, not an order of events
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        for name in "ab":
+            code = nodes.jobs[name].wait()
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            assert nodes.resumed(name) in (["None", "7"], ["None", "8"]), nodes.report()
+
+
+@pytest.mark.drill
+def test_three_nodes_become_two_and_three_again() -> None:
+    """No step is lost on the way, and the weights are those of a job that was stopped gracefully instead."""
+    way = ("--hold-after", 6, "--epochs", 2, "--size", 126, "--batch-size", 6)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, *way, nnodes="1:3")
+        for name in "abc":
+            nodes.start(name)
+        for job in nodes.jobs.values():
+            job.wait_for("HOLD")
+        nodes.jobs["c"].process.kill()
+        nodes.jobs["c"].wait()
+        nodes.jobs["gone"] = nodes.jobs.pop("c")
+        for name in "ab":
+            nodes.jobs[name].wait_for("HOLD", 2)
+        nodes.start("c")
+        for name in "abc":
+            code = nodes.jobs[name].wait()
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+        steps = {name: nodes.resumed(name) for name in "abc"}
+        hashes = {digest for job in nodes.jobs.values() for digest in job.hashes().values()}
+        assert steps == {"a": ["None", "7", "14"], "b": ["None", "7", "14"], "c": ["14"]}, nodes.report()
+        assert len(hashes) == 1, nodes.report()
+    env = {"MINDX_ARENA_DIR": "none"}
+    for ranks, resumed in ((3, "None"), (2, "7"), (3, "14")):
+        with start_agent(LOOP, "graceful", *way, ranks=ranks, env=env, run_dir=Path("graceful-run")) as job:
+            if resumed != "14":
+                job.wait_for("HOLD", ranks)
+                job.process.send_signal(signal.SIGTERM)
+            job.expect(0 if resumed == "14" else 143)
+            assert [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")] == [resumed] * ranks
+    assert set(job.hashes().values()) == hashes
+
+
+# --- after the training ---
+
+
+def test_a_rank_stuck_after_the_training_on_one_node_ends_all_with_0() -> None:
+    """Rank 0 waits for it in a barrier on another node; what ends it there must not look like a failure."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--after", "stop:1", nnodes="2", options=["--exit-timeout", "2"])
+        for name in "ab":
+            nodes.start(name)
+        for name in "ab":
+            code = nodes.jobs[name].wait()
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            assert nodes.resumed(name) == ["None"], nodes.report()
+        assert any(events(Path(name), "exit_timeout") for name in "ab")
 
 
 # --- broken connections ---
