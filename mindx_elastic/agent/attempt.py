@@ -11,8 +11,8 @@ How workers are stopped depends on whether they have a guard:
 
 Signals go to the trainer processes alone, SIGKILL to all that is left of them.
 
-A rank whose training is finished may not come to its end (`exit_watch`). It is ended; the job has finished all the same,
-for nothing of the training is lost, and ranks that fail because they had waited for it do not change that.
+A rank whose training is finished may not come to its end (`exit_watch`). It is ended, and the job has finished: nothing
+of the training is lost. Ranks that then fail because they had waited for it do not change that.
 """
 
 from __future__ import annotations

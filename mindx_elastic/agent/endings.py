@@ -4,8 +4,9 @@
 one worker          when
 ==================  ================================================================================================
 `FINISHED`          exit code 0
-`LEFT`              its page says that it left gracefully with this very code, or the agent had to end it on its way out;
-                    or a script without a guard chose one of the codes that say so (`GRACEFUL_CODES`)
+`LEFT`              its page says that it left gracefully with this very code (or meant to, when the agent had to end
+                    it on its way out); or a script without a guard chose one of the codes that say so
+                    (`GRACEFUL_CODES`)
 `ENDED_BY_US`       ended by a signal that the agent had sent it
 `FAILED`            everything else
 ==================  ================================================================================================
