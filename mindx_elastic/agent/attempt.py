@@ -225,7 +225,9 @@ class Attempt:
             worker_pid=end.pid,
         )
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
-        if failed and not self._is_cut_off(end):
+        if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
+            return  # its training was finished
+        if failed:
             why = describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
             self._fail("", -1, f"rank {end.rank} is gone: {why}")

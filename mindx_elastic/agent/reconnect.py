@@ -13,6 +13,7 @@ handled as if nothing could be.
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -26,17 +27,29 @@ __all__ = ["CONNECTION_ERRORS", "reconnect"]
 
 CONNECTION_ERRORS = (RendezvousConnectionError, DistNetworkError)
 _CONNECT_S = 5.0
+_READ_TIMEOUT = timedelta(seconds=60)  # torch's own, where it does not say what it was
 _broken: list[Store] = []
+_lock = threading.Lock()
 
 
 def reconnect(handler: RendezvousHandler) -> bool:
     """Give `handler` a new connection if its own is broken. False: the store's host is gone, or nothing is known of
     this kind of handler.
 
-    Any thread, but not two at once; blocks for some seconds at most. Never raises.
+    Any thread; blocks for some seconds. Never raises.
     """
+    # The membership thread may be at it when the main thread wants to meet the others.
+    if not _lock.acquire(timeout=2 * _CONNECT_S):
+        return False
+    try:
+        return _reconnect(handler)
+    finally:
+        _lock.release()
+
+
+def _reconnect(handler: RendezvousHandler) -> bool:
     inner: Any = getattr(handler, "_static", handler)
-    old = getattr(inner, "_store", None)
+    old: Any = getattr(inner, "_store", None)
     while isinstance(old, PrefixStore):
         old = old.underlying_store
     if not isinstance(old, TCPStore):
@@ -53,7 +66,7 @@ def reconnect(handler: RendezvousHandler) -> bool:
             wait_for_workers=False,
             timeout=timedelta(seconds=_CONNECT_S),
         )
-        new.set_timeout(old.timeout)
+        new.set_timeout(getattr(old, "timeout", _READ_TIMEOUT))
         if not _answers(new):
             return False
     except Exception as error:
