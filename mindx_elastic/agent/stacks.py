@@ -42,7 +42,8 @@ def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path,
                 if state in _STATES:
                     file.write(f"{_STATES[state]}\n")
             files[rank], sizes[rank] = path, path.stat().st_size
-            if state != "T":
+            # Without a handler (its file could not be opened, its interpreter is ending) the signal would end it.
+            if state != "T" and workers.catches(rank, STACK_SIGNAL):
                 workers.send(rank, STACK_SIGNAL)
             else:
                 del sizes[rank]

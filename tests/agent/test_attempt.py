@@ -20,7 +20,7 @@ from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.agent_link import CONTROL_SIGNAL, STACK_SIGNAL
+from mindx_elastic.agent_link import CONTROL_SIGNAL
 from mindx_elastic.alarm.fault_info import FaultEvent
 from mindx_elastic.events import EventLog
 from mindx_elastic.status_page import Status, WorkerPhase
@@ -305,9 +305,7 @@ def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(run: Callabl
     ending = run(workers, exit_timeout_s=30, farewell=farewell, grace_s=0.4)
     assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
     assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
-    assert workers.sent == {0: [], 1: [int(STACK_SIGNAL), TERM, KILL]}, (
-        "SIGTERM, and SIGKILL for one that does not heed it"
-    )
+    assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"
     assert farewell.told == [1], "the other nodes know"
     (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines() if "exit_t" in line)
     assert (event["ranks"], event["outcome"], event["step"]) == ([1], "finished", 3)
