@@ -135,8 +135,40 @@ def test_nothing_of_a_worker_outlives_it_however_it_ended(
     child = int(group.said[0])
     with caplog.at_level("INFO", "mindx_elastic"):
         assert [end.code for end in until_all_ended(workers)] == [code]
-    assert process_state(child) in ("", "Z"), "before anybody hears of the worker's end"
-    assert f"has left processes [{child}] behind" in caplog.text or not own_group
+        workers.close()
+    assert process_state(child) in ("", "Z")
+    assert f"rank 0 has left processes [{child}] behind" in caplog.text
+
+
+def test_what_ends_by_itself_behind_a_worker_is_not_killed(
+    group: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As multiprocessing's resource tracker, which cleans up when the other end of its pipe is closed."""
+    monkeypatch.setattr("mindx_elastic.agent.workers._REMAINS_GRACE_S", 60.0)
+    tracker = f"import sys; sys.stdin.read(); open({str(tmp_path / 'cleaned')!r}, 'w')"
+    code = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-c', {tracker!r}], stdin=subprocess.PIPE)\n"
+        "print('up', flush=True)\n"
+    )
+    workers = Workers({0: group.start(code)}, tmp_path)
+    with caplog.at_level("INFO", "mindx_elastic"):
+        until_all_ended(workers)
+        workers.close()
+    assert (tmp_path / "cleaned").exists() and "behind" not in caplog.text
+
+
+def test_while_others_live_on_the_remains_of_one_are_ended_too(group: Group, tmp_path: Path) -> None:
+    program = NEST.replace("time.sleep(60)\n", "", 1)
+    workers = Workers({0: group.start(program), 1: group.start(WAIT)}, tmp_path)
+    child = int(group.said[0])
+    end = time.monotonic() + 60
+    while process_state(child) not in ("", "Z"):
+        assert time.monotonic() < end
+        workers.wait(60.0)
+    assert list(workers.live) == [1]
+    workers.kill(1)
+    until_all_ended(workers)
     workers.close()
 
 

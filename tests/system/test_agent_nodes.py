@@ -17,7 +17,7 @@ from tests.harness import Job, events, start_agent, wait_until
 from tests.resets import can_reset, reset_connections
 from tests.system.test_agent import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]  # up to six launches one after the other
 
 LOOP = "loop.py"
 CONF = "is_host=0,last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
@@ -95,7 +95,7 @@ def test_an_agent_killed_a_moment_before_its_worker(delay_s: float) -> None:
         with suppress(ProcessLookupError):
             os.kill(worker, signal.SIGKILL)
         for name in "ab":
-            code = nodes.jobs[name].wait()
+            code = nodes.jobs[name].wait(400)
             assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
             assert nodes.resumed(name) in (["None", "7"], ["None", "8"]), nodes.report()
 
@@ -114,10 +114,10 @@ def test_three_nodes_become_two_and_three_again() -> None:
         nodes.jobs["c"].wait()
         nodes.jobs["gone"] = nodes.jobs.pop("c")
         for name in "ab":
-            nodes.jobs[name].wait_for("HOLD", 2)
+            nodes.jobs[name].wait_for("HOLD", 2, 400)
         nodes.start("c")
         for name in "abc":
-            code = nodes.jobs[name].wait()
+            code = nodes.jobs[name].wait(400)
             assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
         steps = {name: nodes.resumed(name) for name in "abc"}
         hashes = {digest for job in nodes.jobs.values() for digest in job.hashes().values()}
@@ -144,7 +144,7 @@ def test_a_rank_stuck_after_the_training_on_one_node_ends_all_with_0() -> None:
         for name in "ab":
             nodes.start(name)
         for name in "ab":
-            code = nodes.jobs[name].wait()
+            code = nodes.jobs[name].wait(400)
             assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
             assert nodes.resumed(name) == ["None"], nodes.report()
         assert any(events(Path(name), "exit_timeout") for name in "ab")
@@ -184,6 +184,6 @@ def test_an_agent_whose_connection_to_the_rendezvous_is_reset_meets_the_others_a
         (pid,) = two.pids().values()
         os.kill(pid, signal.SIGKILL)
         for name in "ab":
-            code = nodes.jobs[name].wait()
+            code = nodes.jobs[name].wait(400)
             assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
             assert nodes.jobs[name].matches(r"^READY \d+ \d+ 7"), nodes.report()
