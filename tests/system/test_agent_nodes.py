@@ -120,9 +120,9 @@ def test_three_nodes_become_two_and_three_again() -> None:
             code = nodes.jobs[name].wait(400)
             assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
         steps = {name: nodes.resumed(name) for name in "abc"}
-        hashes = {digest for job in nodes.jobs.values() for digest in job.hashes().values()}
+        hashes = {rank: digest for job in nodes.jobs.values() for rank, digest in job.hashes().items()}
         assert steps == {"a": ["None", "7", "14"], "b": ["None", "7", "14"], "c": ["14"]}, nodes.report()
-        assert len(hashes) == 1, nodes.report()
+        assert sorted(hashes) == [0, 1, 2], nodes.report()  # the running means of BatchNorm are each rank's own
     env = {"MINDX_ARENA_DIR": "none"}
     for ranks, resumed in ((3, "None"), (2, "7"), (3, "14")):
         with start_agent(LOOP, "graceful", *way, ranks=ranks, env=env, run_dir=Path("graceful-run")) as job:
@@ -131,7 +131,7 @@ def test_three_nodes_become_two_and_three_again() -> None:
                 job.process.send_signal(signal.SIGTERM)
             job.expect(0 if resumed == "14" else 143)
             assert [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")] == [resumed] * ranks
-    assert set(job.hashes().values()) == hashes
+    assert job.hashes() == hashes
 
 
 # --- after the training ---
@@ -172,6 +172,7 @@ def test_one_node_whose_connections_are_reset_restarts(mode: str) -> None:
     assert len(job.matches(r"^READY \d+ \d+ 7")) == 2, job.report()
 
 
+@pytest.mark.drill
 @pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
 def test_an_agent_whose_connection_to_the_rendezvous_is_reset_meets_the_others_again() -> None:
     with ExitStack() as stack:
