@@ -13,19 +13,23 @@ import signal
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.alarm.processes import ProcessStat, read_stat
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.events import logger
 from mindx_elastic.status_page import StatusPage, WorkerPhase, page_path
 
-__all__ = ["CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 CONTROL_FILE = "control.json"
+AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _MAX_BYTES = 1 << 16
+_stacks_fd = -1  # where this process writes its stacks, until it ends
 
 
 class AgentLink:
@@ -35,27 +39,61 @@ class AgentLink:
         """Raises ArenaError when the agent's folder is not what it should be."""
         self._folder = info.folder
         self._parent = os.getppid()
+        self._known: dict[int, str] = {}
+        """Start times of the parent and the agent, by process id; the same one where no script stands between."""
+        self._was_gone = False
+        self._remember(self._parent, read_stat(self._parent))
+        self._find_agent(info)
         self.agent_fd = -1
         """Readable once the agent is gone; -1 where that cannot be watched."""
-        with suppress(OSError, AttributeError):
-            self.agent_fd = os.pidfd_open(info.pid)
+        if info.pid in self._known:
+            with suppress(OSError, AttributeError):
+                self.agent_fd = os.pidfd_open(info.pid)
         self._seen = -1
         try:
             self.page = StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
             raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
-        self._stacks: IO[str] | None = None
         if info.run_dir is not None:
             self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
 
+    def _find_agent(self, info: AgentInfo) -> None:
+        """Learn which process the agent is. Its number may mean nothing here (another process-id namespace), or belong
+        to somebody else by now (it was killed before this)."""
+        found = read_stat(info.pid) if info.pid > 0 else None
+        identity: dict[str, Any] = {}
+        with suppress(OSError, ValueError, RecursionError):
+            with open(self._folder / AGENT_FILE, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            identity = content if isinstance(content, dict) and content.get("pid") == info.pid else {}
+        if identity and identity.get("space") != json.loads(own_identity())["space"]:
+            return
+        if identity and (found is None or found.is_ending or found.started != identity.get("started")):
+            self._was_gone = read_stat(os.getpid()) is not None  # else /proc does not tell
+            return
+        self._remember(info.pid, found)
+
+    def _remember(self, pid: int, found: ProcessStat | None) -> None:
+        if found is not None:
+            self._known[pid] = found.started
+
     def _register_stacks(self, folder: Path, name: str) -> None:
+        global _stacks_fd
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._stacks = open(folder / name, "a")  # noqa: SIM115  # open as long as the guard
-            # In C, without the interpreter: a rank that is stuck shows where.
-            faulthandler.register(STACK_SIGNAL, file=self._stacks, all_threads=True)
+            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
         except OSError as error:
             logger.warning("stacks of a hang cannot be written to %s (%s)", folder, error)
+            return
+        if _stacks_fd < 0:
+            # What the interpreter puts back when it ends: a late request for a stack must not kill the process.
+            with suppress(OSError, ValueError):
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        # In C, without the interpreter: a rank that is stuck shows where.
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+        if _stacks_fd >= 0:
+            os.close(_stacks_fd)  # of an earlier guard of this process
+        _stacks_fd = fd
 
     def announce(self, step: int, path: Path) -> None:
         """This checkpoint is about to be loaded."""
@@ -87,17 +125,30 @@ class AgentLink:
         return None
 
     def is_orphan(self) -> bool:
-        """Whether the process that started this one is gone."""
-        return os.getppid() != self._parent
+        """Whether the agent is gone, or the process that started this one. Any thread.
+
+        The kernel sends the SIGTERM of `agent.child` when the *thread* dies that started this process. While other
+        threads of the dying agent are still there, one of them adopts it, so that its parent's number stays the same
+        for some milliseconds: the parent's own state tells.
+        """
+        if self._was_gone or os.getppid() != self._parent:
+            return True
+        for pid, started in self._known.items():
+            found = read_stat(pid)
+            if found is None or found.is_ending or found.started != started:
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Training thread: the block has ended by itself."""
+        self.page.set(finished=1)
 
     def close(self) -> None:
-        """After the watcher has stopped."""
+        """After the watcher has stopped.
+
+        The process can still be asked for its stacks: what it does after its training may get stuck, too.
+        """
         if self.agent_fd >= 0:
             os.close(self.agent_fd)
+        self.page.set(left_ns=time.monotonic_ns())
         self.page.set(phase=WorkerPhase.LEFT)
-        if self._stacks is not None:
-            faulthandler.unregister(STACK_SIGNAL)
-            # Until the process ends, or a late request for a stack would kill it.
-            with suppress(OSError, ValueError):
-                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
-            self._stacks.close()

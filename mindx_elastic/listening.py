@@ -71,6 +71,8 @@ class Listening:
             signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers by it, policies or not
             if link.agent_fd >= 0:  # also where a script stands between the agent and this process
                 self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
+            if link.is_orphan():  # the agent has died during the start; no signal and no descriptor will tell
+                post(lambda: stopper.hear(alarms.of_orphan()))
         self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
         stack.enter_context(self.handlers)
 

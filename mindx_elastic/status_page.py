@@ -21,7 +21,7 @@ PAGE_BYTES = 4096
 _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
-    *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns"),
+    *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -68,6 +68,10 @@ class Status:
     """What a graceful stop leaves with; -1 for none."""
     entered_ns: int = 0
     """When the guard was entered and the state was back."""
+    left_ns: int = 0
+    """When the guard was left; 0 before."""
+    finished: int = 0
+    """1: its block has ended by itself, so that the training is done; the process may have more to do."""
     reason: str = ""
     """The alarm's or the exception's, one line."""
     resumed_path: str = ""

@@ -174,6 +174,8 @@ class Surroundings:
         after the block may fail, and must not cost the training.
         """
         self.keep_memory = not durable and self.link is not None and self.memory is not None and self.memory.take_last()
+        if self.link is not None:
+            self.link.finish()
 
     def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Entering has failed: the agent names the cause."""

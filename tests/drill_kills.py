@@ -3,9 +3,10 @@
     python -m tests.drill_kills [--rounds 20] [--seed 0]
 
 A round is one job. Drawn from the seed: its number of ranks and its way of training, and two to four faults: SIGKILL to
-one rank, to all ranks, to the agent (the same command is then given again), SIGSTOP to a rank (found as a hang). The
-drill keeps a ledger of its own from the lines that the job prints after each step: no step that every rank had passed
-may be done again. Every round is printed; the first one that differs stops the drill with all outputs.
+one rank, to all ranks, to the agent (the same command is then given again), SIGSTOP to a rank (found as a hang, or
+after the training as one that does not end). The drill keeps a ledger of its own from the lines that the job prints
+after each step: no step that every rank had passed may be done again. Every round is printed; the first one that
+differs stops the drill with all outputs.
 """
 
 from __future__ import annotations
@@ -81,14 +82,19 @@ class Round:
                 code = job.wait()
                 self.outputs.append(job.report())
                 self.check_ledger(job)
-            if len(job.hashes()) == self.ranks:
+            cut_off = {int(match[1]) for match in job.matches(r"rank (\d+) has not ended .* after its training")}
+            # A rank that was stopped just behind its guard may not have come to its last line.
+            if len(job.hashes()) == self.ranks or (code == 0 and {*job.hashes(), *cut_off} == set(range(self.ranks))):
                 break  # finished, if only just
             assert again, self.tell(f"exit code {code}")
-        assert job.hashes() == expected, self.tell(f"other weights: {job.hashes()}, expected {expected}")
+        assert job.hashes().items() <= expected.items(), self.tell(
+            f"other weights: {job.hashes()}, expected {expected}"
+        )
         return f"{self.script} {self.ranks} ranks, snapshots {self.every}: {'; '.join(self.done)}"
 
     def start(self, directory: Path):  # type: ignore[no-untyped-def]
         options = ["--standalone", "--max-restarts", "20", "--crash-loop", "0", "--hang-timeout", "2", *GRACE]
+        options += ["--exit-timeout", "5"]
         options += ["--snapshot-every", self.every]
         run_dir = directory / "run"
         env = {"MINDX_ARENA_DIR": str(self.arenas(directory))}

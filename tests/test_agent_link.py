@@ -6,14 +6,19 @@ import faulthandler
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindx_elastic.agent_link import CONTROL_FILE, STACK_SIGNAL, AgentLink
+from mindx_elastic.agent import child
+from mindx_elastic.agent_link import AGENT_FILE, CONTROL_FILE, STACK_SIGNAL, AgentLink
+from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.errors import ArenaError
 from mindx_elastic.status_page import Status, WorkerPhase, page_path, read_page
@@ -68,7 +73,17 @@ def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
     assert page.entered_ns > 0 and page.boundary_ns == 0
     link.page.pass_boundary(8)
     link.close()
-    assert (agent.page().phase, agent.page().step) == (WorkerPhase.LEFT, 8)
+    page = agent.page()
+    assert (page.phase, page.step, page.finished) == (WorkerPhase.LEFT, 8, 0)
+    assert 0 < page.entered_ns < page.left_ns
+
+
+def test_the_page_tells_a_finished_training(agent: Agent) -> None:
+    link = agent.link()
+    link.enter(None, "run-a", None)
+    link.finish()
+    link.close()
+    assert (agent.page().phase, agent.page().finished) == (WorkerPhase.LEFT, 1)
 
 
 def test_a_fresh_start_without_memory(agent: Agent) -> None:
@@ -160,8 +175,23 @@ def test_a_stack_is_written_while_the_main_thread_hangs(agent: Agent) -> None:
     assert "test_a_stack_is_written" in path.read_text(), "all threads"
     link.close()
     size = path.stat().st_size
-    dump()  # late: it must not kill the process that is about to leave
-    assert path.stat().st_size == size and signal.getsignal(STACK_SIGNAL) is signal.SIG_IGN
+    dump()  # what comes after the guard may get stuck, too
+    wait_until(lambda: path.stat().st_size > size, "the stack after the guard")
+
+
+def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent: Agent) -> None:
+    code = (
+        "import atexit, faulthandler, os, sys\n"
+        "from pathlib import Path\n"
+        "from mindx_elastic.agent_link import STACK_SIGNAL, AgentLink\n"
+        "from mindx_elastic.config import AgentInfo, RankInfo\n"
+        "info = AgentInfo(folder=Path(sys.argv[1]), pid=1, run_dir=Path(sys.argv[2]))\n"
+        "AgentLink(info, RankInfo(rank=1, world_size=4)).close()\n"
+        "faulthandler.unregister(STACK_SIGNAL)\n"  # as the interpreter's end does
+        "os.kill(os.getpid(), STACK_SIGNAL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(agent.folder), str(agent.run_dir)], check=False)
+    assert done.returncode == 0
 
 
 def test_stacks_of_two_guards_in_a_row(agent: Agent) -> None:
@@ -184,4 +214,86 @@ def test_no_run_directory_no_stacks(
     link = agent.link(run_dir=agent.run_dir if without else None)
     assert registered == []
     assert ("stacks of a hang cannot be written" in caplog.text) is (without is not None)
+    link.close()
+
+
+# --- the agent's death ---
+
+_AGENT = """
+import ctypes, os, subprocess, sys, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, "-c", sys.argv[2], sys.argv[3]]
+subprocess.Popen(command, start_new_session=True)
+sys.stdin.readline()
+ctypes.CDLL(None).syscall(int(sys.argv[4]), 0)  # ends this thread alone; the other one adopts the worker
+"""
+_WORKER = """
+import os, signal, sys
+from pathlib import Path
+from mindx_elastic.agent_link import AgentLink
+from mindx_elastic.config import AgentInfo, RankInfo
+parent = os.getppid()
+link = AgentLink(AgentInfo(folder=Path(sys.argv[1]), pid=parent), RankInfo(rank=1, world_size=4))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("READY", os.getpid(), link.is_orphan(), flush=True)
+signal.sigwait([signal.SIGTERM])
+print("TERM", os.getppid() == parent, link.is_orphan(), flush=True)
+"""
+_EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}
+
+
+@pytest.mark.skipif(os.uname().machine not in _EXIT_OF_A_THREAD, reason="the number of the system call is not known")
+def test_a_dying_agent_whose_other_thread_adopts_the_worker(tmp_path: Path) -> None:
+    """The kernel's SIGTERM comes while `getppid` still gives the agent: no stop that anybody asked for."""
+    number = str(_EXIT_OF_A_THREAD[os.uname().machine])
+    (tmp_path / "agent").mkdir()
+    command = [sys.executable, "-c", _AGENT, str(child.__file__), _WORKER, str(tmp_path / "agent"), number]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert agent.stdout is not None and agent.stdin is not None
+    ready = agent.stdout.readline().split()
+    try:
+        assert ready[::2] == ["READY", "False"], "the agent lives"
+        agent.stdin.write("\n")
+        agent.stdin.flush()
+        assert agent.stdout.readline() == "TERM True True\n"
+    finally:
+        agent.kill()
+        agent.wait()
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(int(ready[1]), signal.SIGKILL)
+        agent.stdin.close()
+        agent.stdout.close()
+
+
+def test_an_agent_that_lives(agent: Agent) -> None:
+    (agent.folder / AGENT_FILE).write_text(own_identity())
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd >= 0 and not link.is_orphan()
+    link.close()
+
+
+@pytest.mark.parametrize("change", ["reused", "gone"])
+def test_an_agent_that_died_before_the_guard_was_entered(agent: Agent, change: str) -> None:
+    pid, started = (os.getpid(), "12345") if change == "reused" else (2**22 + 1, "12345")
+    identity = {**json.loads(own_identity()), "pid": pid, "started": started}
+    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    link = agent.link(pid=pid)
+    assert link.agent_fd == -1 and link.is_orphan()
+    link.close()
+
+
+def test_an_agent_in_another_namespace_is_not_looked_for_by_its_number(agent: Agent) -> None:
+    identity = {**json.loads(own_identity()), "space": "boot/pid:[1]", "started": "12345"}
+    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd == -1 and not link.is_orphan()
+    link.close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10_000])
+def test_an_agent_file_that_says_nothing(agent: Agent, content: str) -> None:
+    (agent.folder / AGENT_FILE).write_text(content)
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd >= 0 and not link.is_orphan()
     link.close()

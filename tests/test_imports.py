@@ -26,7 +26,14 @@ FOUNDATION = {"_version", "config", "errors", "events", "ready_thread"}
 JOINERS = {"agent", "cli", "cluster", "convert", "guard", "integrations", "mirror", "train"}
 """May import any stage. So may every other module at the top of the package."""
 PURE = [
-    *("agent/crash_loop.py", "agent/hang.py", "agreement/stop_step.py", "mirror/partners.py", "persist/retention.py"),
+    *(
+        "agent/crash_loop.py",
+        "agent/exit_watch.py",
+        "agent/hang.py",
+        "agreement/stop_step.py",
+        "mirror/partners.py",
+        "persist/retention.py",
+    ),
     *("plan/layout.py", "plan/planner.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""

@@ -10,6 +10,9 @@ How workers are stopped depends on whether they have a guard:
   signal itself. Whoever has not begun to stop after half the grace period gets a SIGTERM, at its end everybody SIGKILL.
 
 Signals go to the trainer processes alone, SIGKILL to all that is left of them.
+
+A rank whose training is finished may not come to its end (`exit_watch`). It is ended, and the job has finished: nothing
+of the training is lost. Ranks that then fail because they had waited for it do not change that.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
+from mindx_elastic.agent.exit_watch import ExitWatch, Leaver, Overdue
+from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
@@ -45,16 +50,20 @@ _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that an
 _STUCK_S = 5.0  # how long a stuck rank may take to save by itself, which its watcher thread often can
 _NODE_PATIENCE_S = 10.0  # a node's agent may end a moment before our workers hear of the stop
 _UNKILLABLE_S = 15.0
+_WORK_S = 10.0  # how often it is measured what ranks do that have left their guards
 _STOPPED = " (stopped, as by SIGSTOP)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What an attempt needs besides its workers; the same for all attempts but for `membership`."""
+    """What an attempt needs besides its workers; the same for all attempts but for what has to do with nodes."""
 
     folder: AgentFolder
     inbox: SignalInbox
     hang: HangWatch
+    exits: ExitWatch
+    farewell: Farewell | None
+    """None: there are no other nodes."""
     outside: Outside
     membership: Membership | None
     """None: there can be no other nodes."""
@@ -84,6 +93,11 @@ class Attempt:
         self._ids = itertools.count()
         self._lost_since: float | None = None
         self._woke_at = time.monotonic()
+        self._cut_off: dict[int, str] = {}
+        """Ranks whose training was finished but not what they did after it: what became of them."""
+        self._hurried: set[int] = set()
+        """Ranks past their guards that are being ended."""
+        self._work_due = 0.0
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
@@ -98,7 +112,10 @@ class Attempt:
             cause=self._cause,
             rank=self._cause_rank,
             code=self._fault_code,
+            cut_off=self._cut_off,
         )
+        if ending.cut_off:
+            return replace(ending, cause="; ".join(self._cut_off.values()))
         if (
             ending.outcome == "stopped"
             and self.stop is None
@@ -148,6 +165,26 @@ class Attempt:
             logger.info("%s", announcement)
         if stuck and self._deadline is None:
             self._hear_hang(stuck, statuses)
+        elif self._deadline is None:
+            self._look_at_leavers(statuses)
+
+    def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
+        """Ranks past their guards: do they come to their end?"""
+        exits, now = self._around.exits, time.monotonic()
+        past = {r: s for r, s in statuses.items() if s.phase == WorkerPhase.LEFT and r not in self._hurried}
+        states = {rank: process_state(status.pid) for rank, status in past.items()}
+        if "t" in states.values():
+            return  # somebody looks at it with a debugger
+        work = None
+        if exits.wants_work and len(past) == len(self.workers.live) and now >= self._work_due:
+            self._work_due, work = now + _WORK_S, self.workers.work()
+        leavers = {
+            rank: Leaver(pid=status.pid, left_ns=status.left_ns, stopped=states[rank] == "T")
+            for rank, status in past.items()
+        }
+        overdue = exits.observe(leavers, time.monotonic_ns(), num_live=len(self.workers.live), work=work)
+        if overdue:
+            self._hear_overdue(overdue, statuses)
 
     # --- what can happen ----------------------------------------------------------------------------------------------
 
@@ -187,7 +224,10 @@ class Attempt:
             worker_rank=end.rank,
             worker_pid=end.pid,
         )
-        if what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP):
+        failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
+        if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
+            return  # its training was finished
+        if failed:
             why = describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
             self._fail("", -1, f"rank {end.rank} is gone: {why}")
@@ -229,12 +269,70 @@ class Attempt:
             else:
                 self._after_rank(min(_STUCK_S, self._around.grace_s / 4), self._end_stuck, rank)
 
+    def _hear_overdue(self, overdue: list[Overdue], statuses: Mapping[int, Status]) -> None:
+        """Ranks that have left their guards and do not end."""
+        late = {each.rank: statuses[each.rank] for each in overdue}
+        files = write_stacks(self.workers, late, self._around.stacks, attempt=self._number)
+        told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
+        ranks = [each.rank for each in overdue]
+        finished = [rank for rank in ranks if late[rank].finished]
+        if finished and self._around.farewell is not None:
+            self._around.farewell.tell(finished)
+        for each in overdue:
+            status, stopped = late[each.rank], _STOPPED if each.stopped else ""
+            what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
+            if status.finished:
+                self._cut_off[each.rank] = f"{what} and was ended; what it did then may be incomplete"
+            logger.error("%s; it is ended, and what it does then (an export, say) may be incomplete; %s", what, told)
+            self._around.events.emit(
+                "exit_timeout",
+                step=status.step,
+                reason=what,
+                outcome="finished" if status.finished else "not finished",
+                ranks=[each.rank],
+                stacks=[str(file) for file in files],
+            )
+        others = [rank for rank in ranks if not late[rank].finished and late[rank].exit_code < 0]
+        if others:  # an exception has left their guards
+            reason = late[others[0]].reason
+            cause = f"it does not end after {reason}" if reason else "it does not end after an exception"
+            self._fail(cause, others[0], f"rank {others[0]} is stuck: {cause}")
+        for each in overdue:
+            self._hurried.add(each.rank)
+            if each.stopped:
+                self.workers.kill(each.rank)
+            else:
+                self.workers.send(each.rank, signal.SIGTERM)
+                self._after_rank(min(_STUCK_S, self._around.grace_s / 4), self.workers.kill, each.rank)
+        self._around.exits.reset(time.monotonic_ns())
+
+    def _is_cut_off(self, end: WorkerExit) -> bool:
+        """Whether a rank has failed after its training because a rank that it had waited for was ended."""
+        status = end.status
+        if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
+            return False
+        farewell = self._around.farewell
+        ended = list(self._cut_off) or ([] if farewell is None else farewell.heard())
+        if ended:
+            why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
+            logger.warning("%s; the job has finished, but what it did then may be incomplete", why)
+            self._cut_off[end.rank] = why
+        return bool(ended)
+
+    def _has_finished(self) -> bool:
+        """Whether no living rank of this node trains any more."""
+        statuses = self.workers.statuses()
+        done = all(status.finished and status.phase == WorkerPhase.LEFT for status in statuses.values())
+        return done and len(statuses) == len(self.workers.live) > 0
+
     def _look_at_nodes(self, membership: Membership) -> None:
         with suppress(BlockingIOError):
             os.read(membership.fd, 512)
         if self.stop is not None or self._signum is not None or self._deadline is not None:
             return
-        if membership.num_waiting > 0:
+        if (membership.num_waiting or membership.lost) and self._has_finished():
+            self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
+        elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
             self._around.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
             self.stop = StopKind.MEMBERSHIP

@@ -4,8 +4,9 @@
 one worker          when
 ==================  ================================================================================================
 `FINISHED`          exit code 0
-`LEFT`              its page says that it left gracefully with this very code, or a script without a guard chose one of
-                    the codes that say so (`GRACEFUL_CODES`)
+`LEFT`              its page says that it left gracefully with this very code (or meant to, when the agent had to end
+                    it on its way out); or a script without a guard chose one of the codes that say so
+                    (`GRACEFUL_CODES`)
 `ENDED_BY_US`       ended by a signal that the agent had sent it
 `FAILED`            everything else
 ==================  ================================================================================================
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -73,6 +74,8 @@ class Ending:
     """The first worker that failed."""
     elsewhere: bool = False
     """The failure was another node's; ours only noticed it."""
+    cut_off: bool = False
+    """The training is finished, but the agent has ended ranks that did not end after it."""
 
 
 def shell_code(code: int) -> int:
@@ -87,8 +90,22 @@ def meaning(end: WorkerExit) -> Meaning:
     if status is not None and status.phase == WorkerPhase.LEFT and status.exit_code == end.code:
         return Meaning.LEFT
     if end.code < 0 and -end.code in end.sent:
-        return Meaning.ENDED_BY_US
+        return Meaning.ENDED_BY_US if _left_with(end) is None else Meaning.LEFT
     return Meaning.LEFT if end.code in GRACEFUL_CODES else Meaning.FAILED
+
+
+def _left_with(end: WorkerExit) -> int | None:
+    """The code that a rank had meant to leave with when it was ended on its way out; None: there was none."""
+    status = end.status
+    if end.code >= 0 or status is None or status.phase != WorkerPhase.LEFT or status.exit_code < 0:
+        return None
+    return status.exit_code
+
+
+def _code(end: WorkerExit) -> int:
+    """With which code a rank has left gracefully."""
+    meant = _left_with(end)
+    return end.code if meant is None else meant
 
 
 def describe(end: WorkerExit) -> str:
@@ -109,21 +126,25 @@ def conclude(
     cause: str = "",
     rank: int = -1,
     code: int = EXIT_TEMPORARY,
+    cut_off: Collection[int] = (),
 ) -> Ending:
     """The ending of an attempt all of whose workers have ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
-    agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault.
+    agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault. cut_off: ranks
+    whose training was finished, but which did not come to their own end, because the agent had to end one of them.
     """
     meanings = [meaning(end) for end in exits]
     if all(m is Meaning.FINISHED for m in meanings):
         return Ending(outcome="finished", code=0)
+    if cut_off and all(m is Meaning.FINISHED or end.rank in cut_off for end, m in zip(exits, meanings, strict=True)):
+        return Ending(outcome="finished", code=0, cause=cause, cut_off=True)
     left = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.LEFT]
     failed = [end for end, m in zip(exits, meanings, strict=True) if m is Meaning.FAILED]
     if signum is not None:
         return Ending(outcome="stopped", code=_stop_code(exits, left, signum), cause=signal_name(signum))
     if stop is StopKind.FAULT:
-        return Ending(outcome="stopped", code=left[0].code if left else code, cause=cause)
+        return Ending(outcome="stopped", code=_code(left[0]) if left else code, cause=cause)
     if failed or stop is StopKind.FAILURE:
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:
@@ -132,9 +153,9 @@ def conclude(
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause="stopped without a reason")
     first = left[0]
     reason = "" if first.status is None else first.status.reason
-    if first.code == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
-        return Ending(outcome="failed", code=first.code, cause=reason, first=first, elsewhere=True)
-    return Ending(outcome="stopped", code=first.code, cause=reason or describe(first), first=first)
+    if _code(first) == EXIT_TEMPORARY and _ELSEWHERE.match(reason):
+        return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=reason, first=first, elsewhere=True)
+    return Ending(outcome="stopped", code=_code(first), cause=reason or describe(first), first=first)
 
 
 def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: str, rank: int) -> Ending:
@@ -144,14 +165,14 @@ def _failure(failed: Sequence[WorkerExit], left: Sequence[WorkerExit], cause: st
     if first is not None:
         code = shell_code(first.code)
     else:
-        code = left[0].code if left else EXIT_TEMPORARY
+        code = _code(left[0]) if left else EXIT_TEMPORARY
     return Ending(outcome="failed", code=code, cause=cause, rank=rank, first=first, elsewhere=rank < 0)
 
 
 def _stop_code(exits: Sequence[WorkerExit], left: Sequence[WorkerExit], signum: int) -> int:
     """Exit code after a signal to the agent: what the workers make of it, else 128 + number."""
     if left:
-        return left[0].code
+        return _code(left[0])
     guarded = [end for end in exits if end.status is not None and end.code > 0]
     if guarded:
         return guarded[0].code

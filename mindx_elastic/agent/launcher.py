@@ -25,6 +25,7 @@ from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+from mindx_elastic.agent.one_node import OneNodeRendezvous
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.supervisor import Supervisor, print_block
@@ -136,6 +137,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
 
 
 def _open_rendezvous(config: LaunchConfig) -> RendezvousHandler:
+    if config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0"):
+        return OneNodeRendezvous(config.run_id, config.local_addr)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -190,7 +193,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, account = supervisor.ending, supervisor.account
     for arena in sorted(map(Path, supervisor.arenas)):
-        if ending.outcome == "finished":
+        if ending.outcome == "finished" and not ending.cut_off:
             drop(arena)
             continue
         flushed = flush(arena)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from pathlib import Path
+
+from mindx_elastic.alarm.processes import read_stat
 
 __all__ = ["is_alive", "start_ticks"]
 
@@ -14,12 +15,8 @@ _SLACK_S = 2.0  # the wall clock may have been adjusted a little in between
 def start_ticks(pid: int) -> str:
     """When the running process `pid` began, in clock ticks since the boot, as /proc has it; empty when there is none,
     or only its exit status is left."""
-    try:
-        # The name, in brackets, may contain anything; the fields behind it may not.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if fields[0] in ("Z", "X") else fields[19]
+    found = read_stat(pid)
+    return "" if found is None or found.state in ("Z", "X") else found.started
 
 
 def is_alive(pid: int, known_at: float | None) -> bool:

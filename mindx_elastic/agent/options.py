@@ -45,6 +45,8 @@ class AgentOptions:
     """As in ``MINDX_SNAPSHOT_EVERY``."""
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
+    exit_timeout_s: float | None
+    """Seconds that a rank may live on after its training; None: as `exit_watch` says, 0: for ever."""
     run_dir: Path
     """Absolute; exists."""
     restarts_window_s: float | None
@@ -122,6 +124,15 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         "restarts; auto learns it from the steps; 0 never (default: auto)",
     )
     add(
+        "--exit-timeout",
+        type=_seconds(0, 1e7, word="auto"),
+        default="auto",
+        metavar="SECONDS|auto|0",
+        help="a rank that has not ended so long after its training counts as stuck: its stack is written, it is ended, "
+        "and the job has finished; auto: a minute for a stopped process, else half an hour in which no rank of a "
+        "one-node job works; 0 never (default: auto)",
+    )
+    add(
         "--run-dir",
         metavar="DIR",
         default="mindx-run",
@@ -186,6 +197,7 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         tell_grace=grace_s is not None,
         snapshot_every=every,
         hang_timeout_s=None if args.hang_timeout == "auto" else args.hang_timeout,
+        exit_timeout_s=None if args.exit_timeout == "auto" else args.exit_timeout,
         run_dir=_make_run_dir(args.run_dir),
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mindx_elastic.agent.workers import Workers, process_state
 from mindx_elastic.agent_link import STACK_SIGNAL
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.status_page import Status
 
 __all__ = ["write_stacks"]
 
@@ -29,8 +29,8 @@ def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path,
     files: dict[int, Path] = {}
     sizes: dict[int, int] = {}
     for rank, status in statuses.items():
-        if not status.entered_ns or status.phase == WorkerPhase.LEFT:
-            continue  # no handler: the signal would end it
+        if not status.entered_ns:
+            continue  # perhaps no handler yet: the signal would end it
         path = folder / f"attempt_{attempt}_rank_{rank}.txt"
         with suppress(OSError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,8 @@ def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path,
                 if state in _STATES:
                     file.write(f"{_STATES[state]}\n")
             files[rank], sizes[rank] = path, path.stat().st_size
-            if state != "T":
+            # Without a handler (its file could not be opened, its interpreter is ending) the signal would end it.
+            if state != "T" and workers.catches(rank, STACK_SIGNAL):
                 workers.send(rank, STACK_SIGNAL)
             else:
                 del sizes[rank]

@@ -27,12 +27,15 @@ from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.crash_loop import CrashLoop
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.exit_watch import ExitWatch
+from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.membership import Membership
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.outside import Outside
+from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
 from mindx_elastic.agent.restarts import Restarts
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
@@ -43,6 +46,7 @@ __all__ = ["Supervisor", "print_block"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
+_MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 
 
 class Supervisor(LocalElasticAgent):
@@ -120,6 +124,9 @@ class Supervisor(LocalElasticAgent):
         if self._num_nodes > 1:
             interval = group.spec.monitor_interval
             membership = Membership(self._rdzv_handler, num_nodes=num_nodes, interval_s=interval).start()
+        farewell = None
+        if num_nodes > 1:
+            farewell = Farewell(group.store, world_size=group.workers[0].world_size)
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
@@ -127,6 +134,8 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
+            exits=ExitWatch(self._options.exit_timeout_s, alone=num_nodes == 1),
+            farewell=farewell,
             outside=self._outside,
             membership=membership,
             events=self._events,
@@ -211,9 +220,23 @@ class Supervisor(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         with self._inbox.interrupting():
-            super()._rendezvous(worker_group)
-            if (worker_group.group_world_size or 1) > 1:
-                self._agree_on_restarts(worker_group)
+            for pause_s in _MEET_AGAIN_S:
+                try:
+                    self._meet(worker_group)
+                    return
+                except (*CONNECTION_ERRORS, torch.distributed.DistStoreError) as error:
+                    # A node that has lost its connection in the middle of it lets the others wait in vain for its
+                    # part (DistStoreError): all of them meet once more.
+                    text = f"{type(error).__name__}: {error}".partition("\n")[0]
+                    logger.warning("the nodes have not met: %s; trying again", text)
+                    time.sleep(pause_s)
+                    reconnect(self._rdzv_handler)
+            self._meet(worker_group)
+
+    def _meet(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        if (worker_group.group_world_size or 1) > 1:
+            self._agree_on_restarts(worker_group)
 
     def _agree_on_restarts(self, group: WorkerGroup) -> None:
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.

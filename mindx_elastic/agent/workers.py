@@ -7,16 +7,22 @@ import select
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mindx_elastic.agent.exit_watch import Work
+from mindx_elastic.alarm.processes import members_of, read_stat
+from mindx_elastic.events import logger
 from mindx_elastic.status_page import Status, WorkerPhase, page_path, read_page
 
 __all__ = ["WorkerExit", "Workers", "process_state"]
 
 _NO_PIDFD_POLL_S = 0.05
+_REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
+_REMAINS_S = 2.0  # and the kernel to end what was killed
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,19 @@ class WorkerExit:
     """The exception that the script left in its error file, one line; mostly empty."""
 
 
+@dataclass
+class _Remains:
+    """What one ended worker has left in its session."""
+
+    rank: int
+    due: float
+    """`time.monotonic` from which on it is killed."""
+    told: bool = False
+    """Nothing need be said (any more): a killed worker leaves its children as a matter of course."""
+    members: dict[int, str] = field(default_factory=dict)
+    """Process ids and start times."""
+
+
 class Workers:
     """Main thread only. Waits on pidfds, so that a death is noticed at once, and reaps each worker exactly once."""
 
@@ -55,35 +74,106 @@ class Workers:
         self._pages, self._error_of = pages, error_of
         self._sent: dict[int, set[int]] = {rank: set() for rank in processes}
         self._fds: dict[int, int] = {}
+        self._remains: dict[int, _Remains] = {}
+        """What ended workers have left, by session, which is the worker's process id."""
         for rank, process in processes.items():
             with suppress(OSError, AttributeError):  # an old kernel or a sandbox; then it is polled
                 self._fds[rank] = os.pidfd_open(process.pid)
 
     def wait(self, timeout_s: float, other_fds: Iterable[int] = ()) -> list[WorkerExit]:
         """Sleep until a worker ends, one of `other_fds` is readable or the time is over; the workers that ended."""
+        for remains in self._remains.values():
+            timeout_s = min(timeout_s, max(0.01, remains.due - time.monotonic()))
         if len(self._fds) < len(self.live):
             timeout_s = min(timeout_s, _NO_PIDFD_POLL_S)
         poll = select.poll()
         for fd in [*other_fds, *(fd for rank, fd in self._fds.items() if rank in self.live)]:
             poll.register(fd, select.POLLIN)
         poll.poll(max(0.0, timeout_s) * 1000)
-        found = [end for rank in list(self.live) if (end := self._reap(rank)) is not None]
+        ended = [rank for rank in self.live if self._has_ended(rank)]
+        self._note_remains(ended)
+        found = [end for rank in ended if (end := self._reap(rank)) is not None]
+        self._end_remains()
         # Whoever was killed has not died of the others' failure, but they may have of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits += found
         return found
 
-    def _reap(self, rank: int) -> WorkerExit | None:
+    def _has_ended(self, rank: int) -> bool:
+        """Without reaping it."""
         process = self.live[rank]
         try:
-            done = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-            if done is None:
-                return None
-            if done.si_code != os.CLD_EXITED or signal.SIGKILL in self._sent[rank]:
-                # Not a way out of its own: loader workers may be left. Its number is nobody else's until it is reaped.
-                self._kill_group(process.pid)
+            return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
         except ChildProcessError:  # reaped by somebody else; Popen knows, or takes it for 0
-            pass
+            return True
+
+    def _note_remains(self, ended: list[int]) -> None:
+        """What is left in the sessions of workers that have ended. They are not reaped yet: until then, and as long as
+        anything is left, the number of a session is nobody else's.
+
+        After a death by a signal it is killed at once. After an exit it has a moment to end by itself:
+        multiprocessing's resource tracker and torch's shm manager clean up behind the process.
+        """
+        for rank in ended:
+            pid = self.live[rank].pid
+            killed = self._was_killed(rank)
+            if killed:
+                self._kill_group(pid)
+            grace_s = 0.0 if killed else _REMAINS_GRACE_S
+            self._remains[pid] = _Remains(rank, time.monotonic() + grace_s, told=killed)
+        self._look_at_remains(ended_now={self.live[rank].pid for rank in ended})
+
+    def _was_killed(self, rank: int) -> bool:
+        with suppress(ChildProcessError):
+            done = os.waitid(os.P_PID, self.live[rank].pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+            return done is not None and (done.si_code != os.CLD_EXITED or signal.SIGKILL in self._sent[rank])
+        return False
+
+    def _look_at_remains(self, ended_now: Collection[int] = ()) -> dict[int, int]:
+        """Process id to session of all that is left. Forgets the sessions of which nothing is."""
+        found: dict[int, int] = {}
+        starts: dict[int, dict[int, str]] = {session: {} for session in self._remains}
+        for pid in members_of(self._remains) if self._remains else ():
+            stat = None if pid in self._remains else read_stat(pid)
+            if stat is not None and stat.state not in ("Z", "X") and stat.session in self._remains:
+                starts[stat.session][pid] = stat.started
+        for session, members in starts.items():
+            remains = self._remains[session]
+            # If all that it had are gone, its number may be somebody else's by now.
+            is_known = session in ended_now or bool(remains.members.items() & members.items())
+            remains.members = members if is_known else {}
+            found.update(dict.fromkeys(remains.members, session))
+            if not remains.members:
+                del self._remains[session]
+        return found
+
+    def _end_remains(self, *, wait: bool = False) -> None:
+        """SIGKILL for what is left and has had its moment: it would hold devices, ports and memory. What has made
+        itself a session of its own (a daemon) was meant to live on.
+
+        wait: until nothing is left.
+        """
+        until = time.monotonic() + _REMAINS_GRACE_S + _REMAINS_S
+        while self._remains and (left := self._look_at_remains()):
+            now = time.monotonic()
+            for remains in self._remains.values():
+                if now < remains.due:
+                    continue
+                if not remains.told:
+                    remains.told = True
+                    logger.info("rank %d has left processes %s behind; SIGKILL", remains.rank, sorted(remains.members))
+                for pid in remains.members:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.kill(pid, signal.SIGKILL)
+            if not wait:
+                return
+            if now > until:
+                logger.warning("processes %s survive SIGKILL and may hold their devices", sorted(left))
+                return
+            time.sleep(0.002)
+
+    def _reap(self, rank: int) -> WorkerExit | None:
+        process = self.live[rank]
         code = process.poll()
         if code is None:
             return None
@@ -108,6 +198,17 @@ class Workers:
         """The last that is known of all workers, dead or alive."""
         dead = {end.rank: end.status for end in self.exits if end.status is not None}
         return {**dead, **self.statuses()}
+
+    def work(self) -> Work:
+        """What the live workers and their children have done so far."""
+        ticks = nbytes = 0
+        for pid in members_of({process.pid for process in self.live.values()}):
+            stat = read_stat(pid)
+            ticks += 0 if stat is None else stat.processor_ticks
+            for line in _proc(pid, "io").splitlines():
+                name, _, number = line.partition(": ")
+                nbytes += int(number) if name in ("rchar", "wchar") else 0
+        return Work(processor_s=ticks / _TICKS_PER_S, nbytes=nbytes)
 
     def is_guarded(self, rank: int) -> bool:
         """Whether the worker is inside its guard, so that it can save and leave by itself."""
@@ -148,6 +249,8 @@ class Workers:
         self.exits.append(end)
 
     def close(self) -> None:
+        """When all have ended. Ends what they have left: the next ones want its devices and ports."""
+        self._end_remains(wait=True)
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from mindx_elastic.alarm.processes import read_stat
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.events import logger
 
@@ -39,10 +40,8 @@ def _pid_space() -> str:
 
 def _start_time(pid: int) -> str:
     """Start time of a process in clock ticks since the boot, as /proc has it; empty when it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    found = read_stat(pid)
+    return "" if found is None else found.started
 
 
 class PeerWatch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +15,7 @@ import pytest
 
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.exit_watch import ExitWatch
 from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
@@ -50,7 +52,7 @@ class Workers:
             if when <= time.monotonic() and rank in self.live:
                 del self.live[rank]
                 status = self.pages[rank]
-                if status is not None and code >= 0:
+                if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
                     status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
                 sent = frozenset(self.sent[rank])
                 found.append(WorkerExit(rank=rank, pid=1, code=code, at=when, status=status, sent=sent))
@@ -108,6 +110,8 @@ def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
             folder=AgentFolder(tmp_path),
             inbox=inbox,
             hang=HangWatch(0),
+            exits=ExitWatch(more.get("exit_timeout_s", 0)),
+            farewell=more.get("farewell"),
             outside=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
@@ -269,3 +273,87 @@ def test_a_node_whose_workers_train_on_is_not_lost(
     workers.coming.append((time.monotonic() + 0.5, 0, 0))
     assert run(workers, membership=Nodes(inbox, lost="no answer")).outcome == "finished"
     assert workers.sent[0] == []
+
+
+# --- after the training ---
+
+
+def past(*, finished: bool = True, **more: Any) -> Status:
+    """A guard that was left a minute ago."""
+    left_ns = time.monotonic_ns() - 60 * 10**9
+    return replace(IN_TRAINING, phase=WorkerPhase.LEFT, left_ns=left_ns, finished=int(finished), **more)
+
+
+class Farewells:
+    """Stands in for `Farewell`."""
+
+    def __init__(self, heard: list[int]) -> None:
+        self.told: list[int] = []
+        self._heard = heard
+
+    def tell(self, ranks: list[int]) -> None:
+        self.told += ranks
+
+    def heard(self) -> list[int]:
+        return self._heard
+
+
+def test_a_rank_that_does_not_end_is_ended_and_the_job_has_finished(run: Callable[..., Ending], tmp_path: Path) -> None:
+    workers = Workers({0: past(), 1: past()}, ignore)
+    workers.end(0, 0)
+    farewell = Farewells([])
+    ending = run(workers, exit_timeout_s=30, farewell=farewell, grace_s=0.4)
+    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
+    assert "rank 1 has not ended 60" in ending.cause and "may be incomplete" in ending.cause
+    assert workers.sent == {0: [], 1: [TERM, KILL]}, "SIGTERM, and SIGKILL for one that does not heed it"
+    assert farewell.told == [1], "the other nodes know"
+    (event,) = (json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines() if "exit_t" in line)
+    assert (event["ranks"], event["outcome"], event["step"]) == ([1], "finished", 3)
+
+
+def test_a_rank_that_fails_because_the_one_it_waited_for_was_ended(run: Callable[..., Ending]) -> None:
+    def react(rank: int, signum: int) -> int | None:
+        if signum == TERM:
+            workers.end(0, 1)
+        return obey(rank, signum)
+
+    recent = replace(past(), left_ns=time.monotonic_ns() + 3600 * 10**9)
+    workers = Workers({0: recent, 1: past()}, react)
+    ending = run(workers, exit_timeout_s=30)
+    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
+    assert "rank 0 ended after its training with exit code 1, because rank 1 was ended" in ending.cause
+
+
+def test_a_rank_that_fails_because_another_node_has_ended_one(run: Callable[..., Ending]) -> None:
+    for heard, outcome in (([7], "finished"), ([], "failed")):
+        workers = Workers({0: past()}, ignore)
+        workers.end(0, 1)
+        assert run(workers, farewell=Farewells(heard)).outcome == outcome
+    workers = Workers({0: replace(IN_TRAINING, phase=WorkerPhase.LEFT)}, ignore)
+    workers.end(0, 1)
+    assert run(workers, farewell=Farewells([7])).outcome == "failed", "its training was not finished"
+
+
+def test_a_rank_stuck_after_an_exception_has_failed(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: past(finished=False, reason="exception: ValueError: x")}, obey)
+    ending = run(workers, exit_timeout_s=30)
+    assert (ending.outcome, ending.rank) == ("failed", 0)
+    assert ending.cause == "it does not end after exception: ValueError: x"
+
+
+def test_a_rank_stuck_on_its_way_out_of_a_stop_keeps_its_code(run: Callable[..., Ending]) -> None:
+    workers = Workers({0: past(finished=False, exit_code=143)}, obey)
+    ending = run(workers, exit_timeout_s=30)
+    assert (ending.outcome, ending.code) == ("stopped", 143)
+
+
+def test_what_is_done_after_the_training_needs_no_other_node(
+    run: Callable[..., Ending], inbox: SignalInbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others have ended, the host of the rendezvous among them; or a new one comes."""
+    monkeypatch.setattr("mindx_elastic.agent.attempt._NODE_PATIENCE_S", 0.1)
+    for nodes in (Nodes(inbox, lost="no answer"), Nodes(inbox, waiting=1)):
+        workers = Workers({0: past()}, ignore)
+        workers.coming.append((time.monotonic() + 0.6, 0, 0))
+        assert run(workers, membership=nodes).outcome == "finished"
+        assert workers.sent[0] == []

@@ -19,11 +19,17 @@ def end(code: int, rank: int = 0, *, sent: tuple[int, ...] = (), message: str = 
 
 
 def guarded(
-    code: int, rank: int = 0, *, left: int = -1, reason: str = "", phase: WorkerPhase = WorkerPhase.LEFT
+    code: int,
+    rank: int = 0,
+    *,
+    left: int = -1,
+    reason: str = "",
+    phase: WorkerPhase = WorkerPhase.LEFT,
+    sent: tuple[int, ...] = (),
 ) -> WorkerExit:
     """One with a guard that says it leaves with `left`."""
     status = Status(pid=10 + rank, phase=phase, exit_code=left, reason=reason)
-    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, status=status)
+    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, status=status, sent=frozenset(sent))
 
 
 @pytest.mark.parametrize(
@@ -42,6 +48,9 @@ def guarded(
         (guarded(5, left=143), Meaning.FAILED),
         (guarded(1), Meaning.FAILED),
         (guarded(-KILL, phase=WorkerPhase.TRAINING), Meaning.FAILED),
+        (guarded(-KILL, left=143, sent=(KILL,)), Meaning.LEFT),
+        (guarded(-KILL, left=143), Meaning.FAILED),
+        (guarded(-KILL, sent=(KILL,)), Meaning.ENDED_BY_US),
     ],
 )
 def test_the_end_of_one_worker(worker: WorkerExit, expected: Meaning) -> None:
@@ -60,6 +69,25 @@ def test_all_finished() -> None:
     assert conclude([end(0), end(0, 1)], None) == Ending(outcome="finished", code=0)
     assert conclude([end(0)], StopKind.SIGNAL, signum=TERM).outcome == "finished", "it was done before the stop"
     assert conclude([end(0)], StopKind.MEMBERSHIP).outcome == "finished"
+
+
+def test_a_rank_that_was_ended_on_its_way_out_has_left_with_the_code_that_it_meant() -> None:
+    """It got stuck in what the script does after its guard."""
+    stuck = guarded(-KILL, left=143, reason="SIGTERM on rank 1", sent=(KILL,))
+    ending = conclude([stuck], None)
+    assert (ending.outcome, ending.code, ending.cause) == ("stopped", 143, "SIGTERM on rank 1")
+    assert conclude([stuck], StopKind.SIGNAL, signum=TERM).code == 143
+    elsewhere = guarded(-KILL, left=75, reason="rank 3 is gone on rank 2", sent=(KILL,))
+    ending = conclude([elsewhere], None)
+    assert (ending.outcome, ending.code, ending.elsewhere) == ("failed", 75, True)
+
+
+def test_finished_though_some_were_ended_after_their_training() -> None:
+    workers = [end(0), guarded(-KILL, 1, sent=(KILL,)), guarded(1, 2)]
+    ending = conclude(workers, None, cut_off=[1, 2])
+    assert (ending.outcome, ending.code, ending.cut_off) == ("finished", 0, True)
+    assert conclude(workers, None, cut_off=[1]).outcome == "failed", "rank 2 failed by itself"
+    assert not conclude([end(0), end(0, 1)], None, cut_off=[1]).cut_off, "it came to its end after all"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_without_options() -> None:
     options = plan.options
     assert (options.grace_s, options.tell_grace) == (30.0, False)
     assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("auto", None, 3)
-    assert options.restarts_window_s is None
+    assert options.restarts_window_s is None and options.exit_timeout_s is None
     assert options.run_dir == Path("mindx-run").absolute()
     assert options.run_dir.is_dir()
 
@@ -48,6 +48,9 @@ def test_ours() -> None:
     assert (options.snapshot_every, options.hang_timeout_s, options.crash_loop) == ("4", 0.0, 5)
     assert (options.restarts_window_s, options.run_dir) == (600.0, Path("elsewhere/run").absolute())
     assert read("--hang-timeout", "12.5").options.hang_timeout_s == 12.5
+    assert read("--exit-timeout", "12.5").options.exit_timeout_s == 12.5
+    assert read("--exit-timeout", "0").options.exit_timeout_s == 0
+    assert read("--exit-timeout", "auto").options.exit_timeout_s is None
 
 
 def test_where_the_grace_period_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +141,10 @@ def test_help_shows_ours_first(arguments: list[str], capsys: pytest.CaptureFixtu
         parse(arguments)
     assert left.value.code == 0
     text = capsys.readouterr().out
-    for name in ("--grace", "--snapshot-every", "--hang-timeout", "--run-dir", "--max-restarts-window", "--crash-loop"):
+    for name in (
+        *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
+        *("--max-restarts-window", "--crash-loop"),
+    ):
         assert 0 < text.index(f"\n  {name}") < text.index("--nproc-per-node")
         assert text.count(f"\n  {name} ") == 1
 
@@ -149,7 +155,8 @@ def test_the_set_of_our_own_options(capsys: pytest.CaptureFixture[str]) -> None:
         parse(["--help"])
     ours = capsys.readouterr().out.partition("exit codes:")[0]
     assert re.findall(r"^  (--[a-z-]+)", ours, re.MULTILINE) == [
-        *("--grace", "--snapshot-every", "--hang-timeout", "--run-dir", "--max-restarts-window", "--crash-loop")
+        *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
+        *("--max-restarts-window", "--crash-loop"),
     ]
 
 

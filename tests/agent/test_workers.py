@@ -123,11 +123,72 @@ def test_a_signal_is_for_the_trainer_alone(group: Group, tmp_path: Path) -> None
     workers.close()
 
 
-def test_children_of_a_worker_that_left_by_itself_are_left_alone(group: Group, tmp_path: Path) -> None:
-    workers = Workers({0: group.start(NEST.replace("time.sleep(60)\n", "", 1))}, tmp_path)
+@pytest.mark.parametrize("code", [0, 3])
+@pytest.mark.parametrize("own_group", [False, True])
+def test_nothing_of_a_worker_outlives_it_however_it_ended(
+    group: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int, own_group: bool
+) -> None:
+    """Also what has made itself a process group of its own, as a shell's background jobs do."""
+    program = NEST.replace("time.sleep(60)\n", f"sys.exit({code})\n", 1)
+    program = program.replace("'])\n", "'], preexec_fn=__import__('os').setpgrp)\n") if own_group else program
+    workers = Workers({0: group.start(program)}, tmp_path)
+    child = int(group.said[0])
+    with caplog.at_level("INFO", "mindx_elastic"):
+        assert [end.code for end in until_all_ended(workers)] == [code]
+        workers.close()
+    assert process_state(child) in ("", "Z")
+    assert f"rank 0 has left processes [{child}] behind" in caplog.text
+
+
+def test_what_ends_by_itself_behind_a_worker_is_not_killed(
+    group: Group, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As multiprocessing's resource tracker, which cleans up when the other end of its pipe is closed."""
+    monkeypatch.setattr("mindx_elastic.agent.workers._REMAINS_GRACE_S", 60.0)
+    tracker = f"import sys; sys.stdin.read(); open({str(tmp_path / 'cleaned')!r}, 'w')"
+    code = (
+        "import subprocess, sys\n"
+        f"child = subprocess.Popen([sys.executable, '-S', '-c', {tracker!r}], stdin=subprocess.PIPE)\n"
+        "print('up', flush=True)\n"
+    )
+    workers = Workers({0: group.start(code)}, tmp_path)
+    with caplog.at_level("INFO", "mindx_elastic"):
+        until_all_ended(workers)
+        workers.close()
+    assert (tmp_path / "cleaned").exists() and "behind" not in caplog.text
+
+
+def test_while_others_live_on_the_remains_of_one_are_ended_too(group: Group, tmp_path: Path) -> None:
+    program = NEST.replace("time.sleep(60)\n", "", 1)
+    workers = Workers({0: group.start(program), 1: group.start(WAIT)}, tmp_path)
+    child = int(group.said[0])
+    end = time.monotonic() + 60
+    while process_state(child) not in ("", "Z"):
+        assert time.monotonic() < end
+        workers.wait(60.0)
+    assert list(workers.live) == [1]
+    workers.kill(1)
     until_all_ended(workers)
-    assert process_state(int(group.said[0])) in ("R", "S")
     workers.close()
+
+
+def test_a_daemon_with_a_session_of_its_own_was_meant_to_live_on(group: Group, tmp_path: Path) -> None:
+    code = NEST.replace("time.sleep(60)\n", "", 1).replace("'])\n", "'], start_new_session=True)\n")
+    workers = Workers({0: group.start(code)}, tmp_path)
+    until_all_ended(workers)
+    daemon = int(group.said[0])
+    assert process_state(daemon) in ("R", "S")
+    os.kill(daemon, signal.SIGKILL)
+    workers.close()
+
+
+def test_what_workers_and_their_children_have_done(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(NEST), 1: group.start(WAIT)}, tmp_path)
+    before = workers.work()
+    assert before.processor_s > 0 and before.nbytes > 0
+    busy = "print('up', flush=True)\nwhile True: pass"
+    workers.processes[2] = workers.live[2] = group.start(busy)
+    wait_until(lambda: workers.work().processor_s > before.processor_s + 0.2, "work")
 
 
 def test_what_the_pages_say(group: Group, tmp_path: Path) -> None:

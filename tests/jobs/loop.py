@@ -117,6 +117,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
     parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.snapshotting")
+    parser.add_argument(
+        "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
+    )
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
 
@@ -243,6 +246,20 @@ class Trainer:
             raise RuntimeError("injected where people log")
 
 
+def after_training(order: str) -> None:
+    """After the guard: stop, spin, or work until there is a file ``go``; the other ranks wait in a barrier."""
+    what, _, rank = order.partition(":")
+    if rank != os.environ.get("RANK", "0"):
+        if what != "work":
+            dist.barrier()
+        return
+    say(f"AFTER {rank} {what}")
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while what == "spin" or (what == "work" and not os.path.exists("go")):
+        time.sleep(0.01)
+
+
 def announce_worker(worker_id: int) -> None:
     say(f"WORKER {os.getpid()}")
 
@@ -277,5 +294,7 @@ if __name__ == "__main__":
     if arguments.kill_in_snapshot:
         kill_in_snapshot(arguments.kill_in_snapshot, int(os.environ.get("RANK", "0")))
     Trainer(arguments).run()
+    if arguments.after:
+        after_training(arguments.after)
     if dist.is_initialized():
         dist.destroy_process_group()

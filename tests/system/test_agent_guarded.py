@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Job, events, run_job, start_agent
+from tests.harness import Job, events, run_job, start_agent, wait_until
 from tests.system.test_agent import free_port, nothing_left
 
 pytestmark = pytest.mark.slow
@@ -187,3 +187,34 @@ def test_a_worker_killed_on_one_node_is_replaced_on_both() -> None:
     assert resumed(one) == resumed(two) == ["None", "7"]
     assert [outcome for outcome, _ in attempts(Path("b"))] == ["failed", "finished"]
     assert sum(lost or 0 for _, lost in [*attempts(Path("a")), *attempts(Path("b"))]) == 0
+
+
+# --- after the training ---
+
+
+@pytest.mark.parametrize("what", ["stop", pytest.param("spin", marks=pytest.mark.drill)])
+def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None:
+    """The other one waits for it in a barrier and fails: the job has finished all the same, and nothing is redone."""
+    with agent(LOOP, "ckpt", "--after", f"{what}:1", ranks=2, options=["--exit-timeout", "1"]) as job:
+        job.wait_for(f"AFTER 1 {what}")
+        job.expect(0)
+    assert len(job.matches("READY")) == 2, "no restart"
+    assert sorted(job.hashes()) == [0, 1]
+    assert job.matches(r"rank 1 has not ended \d+\.\d s after its training"), job.report()
+    (event,) = (e for e in events(RUN, "exit_timeout") if e["ranks"] == [1])
+    assert event["outcome"] == "finished"
+    stack = (RUN / "stacks" / "attempt_0_rank_1.txt").read_text()
+    assert ("stopped by a signal" if what == "stop" else "after_training") in stack
+    assert [outcome for outcome, _ in attempts()] == ["finished"]
+    assert nothing_left()
+
+
+def test_a_rank_that_works_on_after_the_training_is_left_alone() -> None:
+    """An export or a last evaluation on one rank, long after the others have ended."""
+    with agent(LOOP, "ckpt", "--after", "work:0", ranks=2) as job:
+        job.wait_for("AFTER 0 work")
+        wait_until(lambda: len(events(RUN, "worker_end")) == 1, "the end of rank 1")
+        Path("go").touch()
+        job.expect(0)
+    assert not events(RUN, "exit_timeout")
+    assert [event["outcome"] for event in events(RUN, "worker_end")] == ["finished", "finished"]

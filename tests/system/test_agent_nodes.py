@@ -1,0 +1,180 @@
+"""``mindx-elastic run`` on several nodes, all of them on this machine: agents that die, nodes that come and go."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.harness import Job, events, start_agent, wait_until
+from tests.resets import can_reset, reset_connections
+from tests.system.test_agent import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+LOOP = "loop.py"
+CONF = "is_host=0,last_call_timeout=10,keep_alive_interval=2,keep_alive_max_attempt=5"
+"""The rendezvous notices a dead node after 10 s, and waits 10 s for one that may still come, unless all are there."""
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+
+
+class Nodes:
+    """Agents that meet under one rendezvous id. This process hosts the rendezvous, so that none of them is special."""
+
+    def __init__(self, stack: ExitStack, *args: object, nnodes: str, options: Sequence[str] = ()) -> None:
+        self._stack, self._args = stack, args
+        port = free_port()
+        self.store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self._options = ["--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-id", "nodes", "--rdzv-conf", CONF]
+        self._options += ["--rdzv-endpoint", f"127.0.0.1:{port}", *options]
+        self.jobs: dict[str, Job] = {}
+
+    def start(self, name: str, *, env: dict[str, str] | None = None) -> Job:
+        env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **(env or {})}
+        options = [*self._options, "--log-dir", f"{name}/logs"]
+        job = start_agent(LOOP, "ckpt", *self._args, options=options, env=env, run_dir=Path(name))
+        self.jobs[name] = self._stack.enter_context(job)
+        return self.jobs[name]
+
+    def resumed(self, name: str) -> list[str]:
+        """The step that each attempt of a node's worker went on from."""
+        return [match[1] for match in self.jobs[name].matches(r"^READY \d+ \d+ (\w+)")]
+
+    def report(self) -> str:
+        return "\n\n".join(f"=== node {name} ===\n{job.report()}" for name, job in self.jobs.items())
+
+
+def outcomes(name: str) -> list[tuple[str, str | None]]:
+    """Outcome and cause of each attempt of one node."""
+    return [(event["outcome"], event["reason"]) for event in events(Path(name), "attempt_end")]
+
+
+def test_a_killed_agent_does_not_stop_the_others() -> None:
+    """Its worker dies with it; the other nodes must take that for a lost node, not for a stop that somebody wanted."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--hold-at", 7, nnodes="3")
+        for name in "abc":
+            nodes.start(name)
+        for job in nodes.jobs.values():
+            job.wait_for("HOLD")
+        nodes.jobs["c"].process.kill()
+        for name in "ab":
+            wait_until(lambda name=name: outcomes(name) or nodes.jobs[name].process.poll() is not None, "the end", 120)
+            ((outcome, cause),) = outcomes(name)
+            assert outcome == "failed" and re.match(r"the agent of rank \d is gone", str(cause)), nodes.report()
+        for name in "ab":  # they wait for another node now
+            nodes.jobs[name].process.terminate()
+            nodes.jobs[name].expect(143)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("delay_s", [0.0, 0.003, 0.03])
+def test_an_agent_killed_a_moment_before_its_worker(delay_s: float) -> None:
+    """As when a whole node is lost: its worker may die in the middle of telling the others."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--hold-at", 7, nnodes="1:3")
+        jobs = [nodes.start(name) for name in "abc"]
+        for job in jobs:
+            job.wait_for("HOLD")
+        victim = nodes.jobs["c"]
+        (worker,) = victim.pids().values()
+        victim.process.kill()
+        time.sleep(delay_s)  # the point of the test, not an order of events
+        with suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
+        for name in "ab":
+            code = nodes.jobs[name].wait(400)
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            assert nodes.resumed(name) in (["None", "7"], ["None", "8"]), nodes.report()
+
+
+@pytest.mark.drill
+def test_three_nodes_become_two_and_three_again() -> None:
+    """No step is lost or done twice on the way. (Random numbers begin anew in another world: no hash to compare.)"""
+    way = ("--hold-after", 6, "--epochs", 2, "--size", 126, "--batch-size", 6)
+    with ExitStack() as stack:
+        nodes = Nodes(stack, *way, nnodes="1:3")
+        for name in "abc":
+            nodes.start(name)
+        for job in nodes.jobs.values():
+            job.wait_for("HOLD")
+        nodes.jobs["c"].process.kill()
+        nodes.jobs["c"].wait()
+        nodes.jobs["gone"] = nodes.jobs.pop("c")
+        for name in "ab":
+            nodes.jobs[name].wait_for("HOLD", 2, 400)
+        nodes.start("c")
+        for name in "abc":
+            code = nodes.jobs[name].wait(400)
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+        steps = {name: nodes.resumed(name) for name in "abc"}
+        assert steps == {"a": ["None", "7", "14"], "b": ["None", "7", "14"], "c": ["14"]}, nodes.report()
+        assert sorted(rank for job in nodes.jobs.values() for rank in job.hashes()) == [0, 1, 2], nodes.report()
+
+
+# --- after the training ---
+
+
+def test_a_rank_stuck_after_the_training_on_one_node_ends_all_with_0() -> None:
+    """Rank 0 waits for it in a barrier on another node; what ends it there must not look like a failure."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--after", "stop:1", nnodes="2", options=["--exit-timeout", "2"])
+        for name in "ab":
+            nodes.start(name)
+        for name in "ab":
+            code = nodes.jobs[name].wait(400)
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            assert nodes.resumed(name) == ["None"], nodes.report()
+        assert any(events(Path(name), "exit_timeout") for name in "ab")
+
+
+# --- broken connections ---
+
+
+@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+@pytest.mark.parametrize("mode", ["--standalone", pytest.param("endpoint", marks=pytest.mark.drill)])
+def test_one_node_whose_connections_are_reset_restarts(mode: str) -> None:
+    """One node needs nobody: its workers meet again, whatever became of the agent's own connections."""
+    options = ["--standalone"]
+    if mode == "endpoint":
+        options = ["--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}"]
+    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute())}
+    with start_agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=options, env=env, run_dir=Path("a")) as job:
+        job.wait_for("HOLD", 2)
+        own = reset_connections(job.process.pid)
+        assert own > 0 or mode == "--standalone"
+        for pid in job.pids().values():
+            assert reset_connections(pid) > 0, "the fault has fired"
+        job.signal_rank(1, signal.SIGKILL)  # else nobody of them would notice before the next collective
+        job.expect(0)
+    assert len(job.matches(r"^READY \d+ \d+ 7")) == 2, job.report()
+
+
+@pytest.mark.drill
+@pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+def test_an_agent_whose_connection_to_the_rendezvous_is_reset_meets_the_others_again() -> None:
+    with ExitStack() as stack:
+        nodes = Nodes(stack, "--hold-at", 7, nnodes="2")
+        one, two = nodes.start("a"), nodes.start("b")
+        for job in (one, two):
+            job.wait_for("HOLD")
+        for job in (one, two):
+            assert reset_connections(job.process.pid) > 0, "the fault has fired"
+        (pid,) = two.pids().values()
+        os.kill(pid, signal.SIGKILL)
+        for name in "ab":
+            code = nodes.jobs[name].wait(400)
+            assert code == 0, f"node {name}: exit code {code}\n{nodes.report()}"
+            assert nodes.jobs[name].matches(r"^READY \d+ \d+ 7"), nodes.report()
