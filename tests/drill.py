@@ -17,7 +17,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness import Job, events, run_job, start_job
+from tests.harness import Job, events, run_job, start_job, unignore_signals
 
 SIZE, BATCH, EPOCHS = 90, 5, 3
 WAYS: list[tuple[int, tuple[object, ...]]] = [
@@ -89,6 +89,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    unignore_signals()
     reference: dict[object, Job] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):

@@ -22,7 +22,7 @@ import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tests.harness import Job, run_job, start_agent
+from tests.harness import Job, run_job, start_agent, unignore_signals
 
 EPOCHS, SIZE, BATCH = 6, 90, 5
 FSDP_STEPS = 80
@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    unignore_signals()
     reference: dict[object, Job] = {}
     faults = 0
     with tempfile.TemporaryDirectory() as folder:

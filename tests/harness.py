@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job"]
+__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job", "unignore_signals"]
 
 JOBS = Path(__file__).parent / "jobs"
 _ROOT = Path(__file__).parent.parent
@@ -168,13 +168,16 @@ def start_agent(
     options: Sequence[str] = (),
     env: dict[str, str] | None = None,
     run_dir: Path | None = None,
+    under: Sequence[str] = (),
 ) -> Iterator[Job]:
     """Start ``tests/jobs/{script}`` (or, with a slash in it, any path; None: nothing) under ``mindx-elastic run``;
     ends it on leaving.
 
+    under: a command that becomes the one behind it (``nohup``), so that `Job.process` is the agent.
+
     Give a `run_dir` in the test's own folder, or change to it: the default lies in the working directory.
     """
-    command = [sys.executable, "-m", "mindx_elastic.cli.main", "run", "--nproc-per-node", str(ranks)]
+    command = [*under, sys.executable, "-m", "mindx_elastic.cli.main", "run", "--nproc-per-node", str(ranks)]
     command += [] if run_dir is None else ["--run-dir", str(run_dir)]
     if script is not None:
         args = (script if "/" in script else JOBS / script, *args)
@@ -187,6 +190,17 @@ def start_agent(
         for pid in left:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def unignore_signals() -> None:
+    """Start jobs with the usual signal actions even where the tests themselves run under ``nohup`` or behind ``&``.
+
+    What is ignored here would be ignored in every job. A handler ends with exec: this process goes on ignoring the
+    signal, what it starts does not. Main thread only.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda signum, frame: None)
 
 
 def children(pid: int) -> list[int]:

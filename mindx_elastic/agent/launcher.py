@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -63,9 +64,7 @@ def launch(arguments: Sequence[str]) -> int:
     attach_console(_AgentFilter(), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals = getattr(
-        config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    )
+    signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 
     def give_up(signum: int) -> NoReturn:
@@ -74,9 +73,24 @@ def launch(arguments: Sequence[str]) -> int:
 
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
+            _share_signals(inbox)
             return _run(plan, folder, inbox)
     finally:
         folder.remove()
+
+
+def _share_signals(inbox: SignalInbox) -> None:
+    """Torch takes the signals that this variable names when it starts workers. One that stays ignored must not be among
+    them, not even until the inbox has put it back: workers inherit what holds at the moment they are started."""
+    taken = [signal.Signals(number).name for number in inbox.taken]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(taken or ["SIGTERM"])  # empty: torch logs a traceback
+    if inbox.ignored:
+        names = " and ".join(signal.Signals(number).name for number in inbox.ignored)
+        many = len(inbox.ignored) > 1
+        logger.info(
+            "%s %s ignored where the agent was started (nohup, a shell's background job) and %s so",
+            *(names, "were" if many else "was", "stay" if many else "stays"),
+        )
 
 
 def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:

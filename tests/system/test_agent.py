@@ -211,6 +211,39 @@ def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> No
     assert nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("under", "signals"),
+    [
+        pytest.param(["nohup"], [signal.SIGHUP], id="nohup"),
+        # What a shell without job control does for a command behind which stands "&".
+        pytest.param(
+            ["sh", "-c", 'trap "" INT QUIT; exec "$@"', "sh"], [signal.SIGINT, signal.SIGQUIT], id="background"
+        ),
+    ],
+)
+def test_a_job_that_is_started_with_ignored_signals_outlives_them(
+    under: Sequence[str], signals: Sequence[signal.Signals]
+) -> None:
+    """A logout, a Ctrl-C in the script that started it: to the agent, to its group and to the workers; also after a
+    restart, since torch takes the signals at each start of workers."""
+    with agent("hold", "1", ranks=2, options=["--grace", "5"], under=under) as job:
+        for attempt in range(2):
+            holding = job.wait_for(rf"^HOLDING \d {attempt} ignores (.*)", 2)
+            assert {match[1] for match in holding} == {"+".join(number.name for number in signals)}, (
+                "in the workers too"
+            )
+            for number in signals:
+                job.process.send_signal(number)
+                os.killpg(job.process.pid, number)
+                for pid in [int(match[2]) for match in job.matches(rf"^READY (\d) (\d+) {attempt}")]:
+                    os.kill(pid, number)
+            Path(f"go-{attempt}").touch()
+        job.expect(0)
+    assert job.matches("restart 1 of 3")
+    assert not events(Path("mindx-run"), "signal")
+    assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
+
+
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (143, 143)])
 def test_the_workers_answer_to_a_stop_is_handed_on(code: int, expected: int) -> None:
     with agent("handle", str(code), ranks=2) as job:
