@@ -229,7 +229,8 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
     with agent("hold", "1", ranks=2, options=["--grace", "5"], under=under) as job:
         for attempt in range(2):
             holding = job.wait_for(rf"^HOLDING \d {attempt} ignores (.*)", 2)
-            assert {match[1] for match in holding} == {"+".join(number.name for number in signals)}, (
+            in_workers = {match[1] for match in holding}
+            assert in_workers == {"+".join(number.name for number in signals)}, (
                 "in the workers too"
             )
             for number in signals:
