@@ -230,9 +230,7 @@ def test_a_job_that_is_started_with_ignored_signals_outlives_them(
         for attempt in range(2):
             holding = job.wait_for(rf"^HOLDING \d {attempt} ignores (.*)", 2)
             in_workers = {match[1] for match in holding}
-            assert in_workers == {"+".join(number.name for number in signals)}, (
-                "in the workers too"
-            )
+            assert in_workers == {"+".join(number.name for number in signals)}, "in the workers too"
             for number in signals:
                 job.process.send_signal(number)
                 os.killpg(job.process.pid, number)
