@@ -43,6 +43,7 @@ _NEWER_FIELDS = (
     "virtual_local_rank",
 )
 """What some versions of torch from 2.6 on lack."""
+_EXIT_USAGE = 2
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
@@ -112,13 +113,14 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
     handler = None
     supervisor = None
-    code = 1
+    code, cause = 1, None
     try:
         try:
             with inbox.interrupting():
                 handler = _open_rendezvous(config)
         except ValueError as error:
-            raise UsageError(f"the rendezvous cannot be opened: {error}") from error
+            code, cause = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
+            raise UsageError(cause) from error
         supervisor = _make_supervisor(plan, handler, folder, inbox, events)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
@@ -126,15 +128,25 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
         torch_events.record(supervisor.get_event_succeeded(), config.event_log_handler)
     except SignalException as stop:
         code = exit_code_of_signal(stop.sigval)
+        if supervisor is not None:
+            torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
     except RendezvousError as error:  # the node that hosts it may not be up yet
         code = EXIT_TEMPORARY
-        logger.error("the rendezvous cannot be opened: %s", error.__cause__ or error)
+        cause = f"the rendezvous cannot be opened: {error.__cause__ or error}"
+        logger.error("%s", cause)
+    except Exception as error:
+        if supervisor is not None:
+            supervisor.note_error(error)
+            torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
+        raise
     finally:
         if supervisor is not None:
             _conclude(supervisor, handler, inbox)
+            cause = supervisor.ending.cause or None
         outcome = "failed" if supervisor is None else supervisor.ending.outcome
         outcome = f"{outcome}, exit code {code}"
-        events.emit("agent_end", pid=os.getpid(), host=socket.gethostname(), outcome=outcome, exit_code=code)
+        host = socket.gethostname()
+        events.emit("agent_end", reason=cause, pid=os.getpid(), host=host, outcome=outcome, exit_code=code)
     return code
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import JOBS, Job, children, events, start_agent, wait_until
+from tests.harness import JOBS, Job, children, events, start_agent, start_job, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -292,6 +293,34 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
     with agent("leave", "0") as job:
         job.expect(0)
     assert nothing_left(), "the next agent removes what the killed one left"
+
+
+# --- an agent that breaks ---
+
+
+@pytest.mark.parametrize(
+    ("where", "started"),
+    [
+        ("before", "no worker was started"),
+        pytest.param("starting", "no worker has run", marks=pytest.mark.drill),
+        ("run", "the workers of attempt 0 were running and have been ended"),
+    ],
+)
+def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) -> None:
+    options = ["--nproc-per-node", "2", "--event-log-handler", "console", "--run-dir", "mindx-run", "--grace", "3"]
+    with start_job("broken_agent.py", where, *options, JOBS / PLAIN, "ignore") as job:
+        if where == "run":
+            job.wait_for("WAITING", 2)
+            Path("break").touch()
+        job.expect(1)
+    assert job.matches("^RuntimeError: broken by the test"), "with a traceback: it is an error of ours"
+    said = rf"an error of the agent \(RuntimeError: broken by the test\); {started}"
+    assert job.matches(rf"ERROR the job has failed: {said}; exit code 1")
+    end = events(Path("mindx-run"), "agent_end")
+    assert [(each["exit_code"], bool(re.fullmatch(said, each["reason"]))) for each in end] == [(1, True)]
+    assert job.matches(r'"source": "AGENT".*"state": "FAILED"') or job.matches(r'"state": "FAILED".*"source": "AGENT"')
+    assert all(not Path(f"/proc/{pid}").exists() for pid in job.pids().values())
+    assert nothing_left()
 
 
 # --- two nodes ---
