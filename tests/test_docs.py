@@ -125,6 +125,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     agent = AgentInfo(folder=Path())
     defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None,
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_LOG_LEVEL": settings.log_level,
