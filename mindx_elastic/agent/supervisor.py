@@ -8,6 +8,7 @@ something (`endings`), and the decision whether another restart helps.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -78,7 +79,7 @@ class Supervisor(LocalElasticAgent):
         self._number = -1
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
-        self._shutdown_timeout = options.grace_s
+        self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -259,11 +260,11 @@ class Supervisor(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None, *more: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None, *more: Any) -> None:
         """Stop what torch runs beside the workers (log tails, watchdog), which have ended unless something broke."""
         if self._pcontext is None:
             return
-        timeout = self._options.grace_s if timeout is None else timeout
+        timeout = math.ceil(self._options.grace_s) if timeout is None else timeout
         try:
             super()._shutdown(death_sig, timeout)
         except TypeError:  # older than the second argument

@@ -10,7 +10,9 @@ import os
 import sys
 from typing import Any
 
-from mindx_elastic.agent import supervisor
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+from mindx_elastic.agent.supervisor import Supervisor
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.cli.main import main
 
@@ -28,10 +30,10 @@ def fail_later(workers: Workers, timeout_s: float, *more: Any) -> Any:
 wait = Workers.wait
 where = sys.argv.pop(1)
 if where == "before":
-    supervisor.Supervisor._hold_start = fail  # type: ignore[method-assign]
+    Supervisor._hold_start = fail  # type: ignore[method-assign]
 elif where == "starting":
-    supervisor.LocalElasticAgent._start_workers = fail  # type: ignore[method-assign]
+    LocalElasticAgent._start_workers = fail  # type: ignore[method-assign]
 else:
-    Workers.wait = fail_later  # type: ignore[method-assign]
+    Workers.wait = fail_later  # type: ignore[method-assign, assignment]
 sys.argv.insert(1, "run")
 main()

@@ -288,7 +288,7 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
         pids = list(job.pids().values())
         assert sorted(children(job.process.pid)) == sorted(pids), "the shim has become the worker"
         job.process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers", 5)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers")
     assert not nothing_left()
     with agent("leave", "0") as job:
         job.expect(0)
