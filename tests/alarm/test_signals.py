@@ -21,7 +21,7 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
 from tests.watchdog import finish
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 ONE, TWO = signal.SIGUSR1, signal.SIGUSR2
 
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mindx_elastic.capture import update_gate
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture

@@ -72,7 +72,7 @@ def test_shutdown_kills_a_stuck_worker() -> None:
     began = time.monotonic()
     source.shutdown()
     source.shutdown()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 25  # a shielded worker ends by itself after 30 s
     assert [process.is_alive() for process in processes] == [False, False]
     assert source.state_dict()["batch"] == 1
     with pytest.raises(UsageError, match="shut down"):
