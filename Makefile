@@ -100,10 +100,15 @@ pytest: $(DONE)/dev
 fast: $(DONE)/dev
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
 
+# Each part runs whatever became of the ones before; the last line says which failed.
 drill: $(DONE)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m drill $(PYTEST_ARGS)
-	$(BIN)/python -m tests.drill $(DRILL_ARGS)
-	$(BIN)/python -m tests.drill_kills $(DRILL_ARGS)
+	@failed=(); \
+	part() { echo "== $$*"; "$$@" || failed+=("$$* (exit code $$?)"); }; \
+	part $(BIN)/python -m pytest -n 2 --dist loadfile -m drill $(PYTEST_ARGS); \
+	part $(BIN)/python -m tests.drill $(DRILL_ARGS); \
+	part $(BIN)/python -m tests.drill_kills $(DRILL_ARGS); \
+	if (( $${#failed[@]} )); then printf 'drill: FAILED: %s\n' "$${failed[@]}" >&2; exit 1; fi; \
+	echo "drill: all three parts passed"
 
 proto: $(DONE)/dev
 	$(BIN)/python -m tests.plan.generate_proto

@@ -16,6 +16,7 @@ from mindx_elastic.errors import UsageError
 
 __all__ = [
     "DEFAULT_GRACE_S",
+    "MIN_GRACE_S",
     "AgentInfo",
     "FaultPaths",
     "MemorySettings",
@@ -27,6 +28,7 @@ __all__ = [
 ]
 
 DEFAULT_GRACE_S = 30.0  # Kubernetes' terminationGracePeriodSeconds and torchrun's own wait
+MIN_GRACE_S, _MAX_GRACE_S = 0.5, 86400.0
 
 
 def _number(env: Mapping[str, str], name: str, default: float, *, low: float, high: float) -> float:
@@ -85,7 +87,8 @@ class Settings:
     """Behaviour that an operator may set from outside, without touching the script."""
 
     grace_s: float = DEFAULT_GRACE_S
-    """``MINDX_GRACE_S``: seconds between an alarm and the moment the process must be gone."""
+    """``MINDX_GRACE_S``, else ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``: seconds between an alarm and the moment the process
+    must be gone."""
     agreement_s: float = 5.0
     """``MINDX_AGREEMENT_S``: longest wait for the other ranks' offers before every rank acts alone."""
     flag_poll_s: float = 0.2
@@ -110,7 +113,7 @@ class Settings:
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
         return cls(
-            grace_s=_number(env, "MINDX_GRACE_S", DEFAULT_GRACE_S, low=0.5, high=86400),
+            grace_s=_number(env, "MINDX_GRACE_S", _launcher_grace_s(env), low=MIN_GRACE_S, high=_MAX_GRACE_S),
             agreement_s=_number(env, "MINDX_AGREEMENT_S", 5.0, low=0.1, high=3600),
             flag_poll_s=_number(env, "MINDX_FLAG_POLL_S", 0.2, low=0.02, high=60),
             graceful_exit=None if flag == "" else flag == "1",
@@ -120,9 +123,22 @@ class Settings:
 
     def with_grace(self, grace_s: float) -> Settings:
         """The same settings with another grace period, in seconds. Raises UsageError for anything but 0.5..86400."""
-        if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not 0.5 <= grace_s <= 86400:
-            raise UsageError(f"grace_s={grace_s!r}: give seconds from 0.5 to 86400")
+        if (
+            isinstance(grace_s, bool)
+            or not isinstance(grace_s, (int, float))
+            or not (MIN_GRACE_S <= grace_s <= _MAX_GRACE_S)
+        ):
+            raise UsageError(f"grace_s={grace_s!r}: give seconds from {MIN_GRACE_S:g} to {_MAX_GRACE_S:g}")
         return replace(self, grace_s=float(grace_s))
+
+
+def _launcher_grace_s(env: Mapping[str, str]) -> float:
+    """After so long the launcher (torchrun, our agent) kills its workers. torch itself reads a whole number."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    seconds = _integer(env, name, int(DEFAULT_GRACE_S))
+    if not 0 <= seconds <= _MAX_GRACE_S:
+        raise UsageError(f"environment variable {name}={seconds} is outside 0..{_MAX_GRACE_S:g}")
+    return max(MIN_GRACE_S, float(seconds))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness import Job, events, run_job, start_job
+from tests.harness import Job, events, run_job, start_job, unignore_signals
+from tests.watchdog import Stalled
 
 SIZE, BATCH, EPOCHS = 90, 5, 3
 WAYS: list[tuple[int, tuple[object, ...]]] = [
@@ -36,7 +37,9 @@ def interrupt(job: Job, rng: random.Random, ranks: int) -> str:
     job.wait_for("READY", count=ranks)
     wanted = rng.randrange(1, steps)
     try:
-        job.wait_for("SEEN", count=wanted, timeout_s=60)
+        job.wait_for("SEEN", count=wanted)
+    except Stalled:
+        raise
     except AssertionError:
         return "finished first"
     time.sleep(rng.random() * 0.02)  # anywhere in a step: this is the point of a drill, not an order of events
@@ -87,6 +90,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    unignore_signals()
     reference: dict[object, Job] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(args.rounds):

@@ -20,10 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
-from tests.harness import Job, run_job, start_agent
+from tests.harness import Job, run_job, start_agent, unignore_signals
+from tests.watchdog import Stalled, Watchdog
 
 EPOCHS, SIZE, BATCH = 6, 90, 5
 FSDP_STEPS = 80
@@ -138,8 +139,12 @@ class Round:
                 self.wait_for_orphans(pids)
                 return True
             if self.rng.random() < 0.9:  # else the next one comes while this one is dealt with
-                with suppress(AssertionError):
-                    job.wait_for(r"READY 0 ", count=attempts + 1, timeout_s=60)
+                try:
+                    job.wait_for(r"READY 0 ", count=attempts + 1)
+                except Stalled:
+                    raise
+                except AssertionError:
+                    return False  # it has ended
         return False
 
     def choose(self) -> str:
@@ -153,19 +158,22 @@ class Round:
     @staticmethod
     def wait_until(job: Job, step: int, ranks: int) -> bool:
         """Until every rank has passed `step`; False when the job ended first."""
-        end = time.monotonic() + 90
-        while time.monotonic() < end:
+        watchdog = Watchdog(job.process.pid)
+        while True:
             steps = passed(job)
             if job.hashes() or job.process.poll() is not None:
                 return False
             if len(steps) == ranks and min(steps.values()) >= step:
                 return True
+            try:
+                watchdog.check(len(job.lines))
+            except Stalled as error:
+                raise Stalled(f"step {step} was not reached: {error}\n{job.report()}") from None
             time.sleep(0.002)
-        raise AssertionError(f"step {step} was not reached\n{job.report()}")
 
     @staticmethod
     def wait_for_orphans(pids: dict[int, int]) -> None:
-        end = time.monotonic() + 40
+        end = time.monotonic() + 300
         while any(Path(f"/proc/{pid}").exists() for pid in pids.values()):
             assert time.monotonic() < end, f"workers {pids} outlive their agent"
             time.sleep(0.01)
@@ -208,6 +216,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    unignore_signals()
     reference: dict[object, Job] = {}
     faults = 0
     with tempfile.TemporaryDirectory() as folder:

@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.watchdog import finish
+
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "ma_pre_start.sh"
 
@@ -43,19 +45,8 @@ class Environment:
         return run([str(self.python), *arguments], cwd=self.home, env=self.variables(**more))
 
 
-def run(
-    command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str], timeout_s: float = 120
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
+def run(command: Sequence[str | Path], *, cwd: Path, env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return finish(command, cwd=cwd, env=env)
 
 
 def make_environment(folder: Path, *, everything: bool = False, user_site: bool = False) -> Environment:

@@ -18,11 +18,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job"]
+from tests.watchdog import IDLE_S, Stalled, Watchdog, children
+
+__all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job", "unignore_signals"]
 
 JOBS = Path(__file__).parent / "jobs"
 _ROOT = Path(__file__).parent.parent
-_TIMEOUT_S = 120.0
 
 
 class Job:
@@ -56,18 +57,30 @@ class Job:
             self._closed = True
             self._more.notify_all()
 
-    def wait_for(self, pattern: str, count: int = 1, timeout_s: float = _TIMEOUT_S) -> list[re.Match[str]]:
-        """The first `count` matches of `pattern` in the output, as soon as they are there."""
+    def wait_for(self, pattern: str, count: int = 1, idle_s: float = IDLE_S) -> list[re.Match[str]]:
+        """The first `count` matches of `pattern` in the output, as soon as they are there.
+
+        Raises AssertionError when the job ends without them, `Stalled` when it makes no progress for `idle_s`.
+        """
 
         def found() -> list[re.Match[str]]:
             return [m for line in self.lines if (m := re.search(pattern, line))]
 
+        watchdog = Watchdog(self.process.pid, idle_s=idle_s)
         with self._more:
-            self._more.wait_for(lambda: self._closed or len(found()) >= count, timeout_s)
+            while not (self._closed or len(found()) >= count):
+                if not self._more.wait(0.25):
+                    self._check(watchdog, f"waiting for {count} lines that match {pattern!r}")
             matches = found()
         if len(matches) < count:
             raise AssertionError(f"{len(matches)} of {count} lines match {pattern!r}\n{self.report()}")
         return matches[:count]
+
+    def _check(self, watchdog: Watchdog, what: str) -> None:
+        try:
+            watchdog.check(len(self.lines))
+        except Stalled as error:
+            raise Stalled(f"{what}: {error}\n{self.report()}") from None
 
     def matches(self, pattern: str) -> list[re.Match[str]]:
         """All matches in the output of the finished job."""
@@ -84,12 +97,15 @@ class Job:
         """Torchrun, or the agent; a job of one rank without one is its own."""
         os.kill(self.process.pid, signum)
 
-    def wait(self, timeout_s: float = _TIMEOUT_S) -> int:
+    def wait(self, idle_s: float = IDLE_S) -> int:
         """Exit code of the launched process, once all its output has been read."""
-        try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"the job did not end in {timeout_s:g} s\n{self.report()}") from None
+        watchdog = Watchdog(self.process.pid, idle_s=idle_s)
+        while True:
+            try:
+                code = self.process.wait(0.25)
+                break
+            except subprocess.TimeoutExpired:
+                self._check(watchdog, "the job did not end")
         self._reader.join(30)
         return code
 
@@ -172,13 +188,16 @@ def start_agent(
     options: Sequence[str] = (),
     env: dict[str, str] | None = None,
     run_dir: Path | None = None,
+    under: Sequence[str] = (),
 ) -> Iterator[Job]:
     """Start ``tests/jobs/{script}`` (or, with a slash in it, any path; None: nothing) under ``mindx-elastic run``;
     ends it on leaving.
 
+    under: a command that becomes the one behind it (``nohup``), so that `Job.process` is the agent.
+
     Give a `run_dir` in the test's own folder, or change to it: the default lies in the working directory.
     """
-    command = [sys.executable, "-m", "mindx_elastic.cli.main", "run", "--nproc-per-node", str(ranks)]
+    command = [*under, sys.executable, "-m", "mindx_elastic.cli.main", "run", "--nproc-per-node", str(ranks)]
     command += [] if run_dir is None else ["--run-dir", str(run_dir)]
     if script is not None:
         args = (script if "/" in script else JOBS / script, *args)
@@ -193,20 +212,15 @@ def start_agent(
                 os.kill(pid, signal.SIGKILL)
 
 
-def children(pid: int) -> list[int]:
-    """Process ids of all descendants of a process."""
-    parents: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with suppress(OSError, ValueError):
-                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-                parents.setdefault(parent, []).append(int(entry.name))
-    found, wanted = [], [pid]
-    while wanted:
-        below = parents.get(wanted.pop(), [])
-        found += below
-        wanted += below
-    return found
+def unignore_signals() -> None:
+    """Start jobs with the usual signal actions even where the tests themselves run under ``nohup`` or behind ``&``.
+
+    What is ignored here would be ignored in every job. A handler ends with exec: this process goes on ignoring the
+    signal, what it starts does not. Main thread only.
+    """
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda signum, frame: None)
 
 
 def run_job(script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, code: int = 0) -> Job:
@@ -222,8 +236,9 @@ def events(directory: Path, name: str | None = None) -> list[dict[str, Any]]:
     return [event for event in found if name is None or event["event"] == name]
 
 
-def wait_until(condition: Any, what: str, timeout_s: float = 60.0) -> None:
-    """Poll `condition`; for facts that no line announces (a file that another process writes)."""
+def wait_until(condition: Any, what: str, timeout_s: float = 300.0) -> None:
+    """Poll `condition`; for facts that no line announces (a file that another process writes). There is no process here
+    to watch, so the limit is one that a machine at ten times its load keeps."""
     end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:

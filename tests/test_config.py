@@ -85,6 +85,17 @@ def test_the_process_environment_is_the_default_source(monkeypatch: pytest.Monke
     assert RankInfo.from_env().rank == 1
 
 
+def test_the_launcher_s_own_variable_is_the_grace_period_too() -> None:
+    """torchrun and our agent kill what is left after so long."""
+    name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+    assert Settings.from_env({name: "12"}).grace_s == 12
+    assert Settings.from_env({name: "12", "MINDX_GRACE_S": "40"}).grace_s == 40
+    assert Settings.from_env({name: "0"}).grace_s == 0.5
+    for wrong in ("1.5", "-1", "soon"):
+        with pytest.raises(UsageError, match=name):
+            Settings.from_env({name: wrong})
+
+
 @pytest.mark.parametrize("grace_s", [0.5, 30, 86400])
 def test_another_grace_period(grace_s: float) -> None:
     settings = Settings(agreement_s=2.0).with_grace(grace_s)

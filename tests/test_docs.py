@@ -7,7 +7,6 @@ import importlib
 import inspect
 import os
 import re
-import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
@@ -34,6 +33,7 @@ from mindx_elastic.persist import unflatten
 from mindx_elastic.plan.facts import Refusal
 from mindx_elastic.plan.outputs import env_lines, plan_to_json
 from mindx_elastic.stop_phase import StopPhase
+from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "mindx_elastic").rglob("*.py"))
@@ -149,7 +149,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_ATTEMPT": agent.attempt,
     }
     assert len(defaults) == sum(len(fields(cls)) for cls in SETTINGS)
-    defaults["RANK_TABLE_FILE"] = faults.rank_table
+    defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each
     shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}
     as_text = {
         name: "not set" if v is None else f"{v:g}" if isinstance(v, float) else str(v) for name, v in defaults.items()
@@ -285,6 +285,6 @@ def test_the_programs_of_the_readme_run(tmp_path: Path, number: int) -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for resumed in (r"None", r"\d+"):  # the end is kept: the second time nothing is left to train
         command = [sys.executable, "-W", "error", str(program), "out"]
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+        done = finish(command, cwd=tmp_path, env=env)
         assert done.returncode == 0, done.stderr
         assert re.search(rf"resumed from step {resumed}\b", done.stdout), done.stdout

@@ -7,13 +7,14 @@ import importlib
 import itertools
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+
+from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
@@ -395,7 +396,7 @@ def import_facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-W", "error", "-c", PROBE]
     place = tmp_path_factory.mktemp("empty")
-    done = subprocess.run(command, cwd=place, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = finish(command, cwd=place, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "", "importing the package prints something"
     facts: dict[str, object] = json.loads(done.stdout)
@@ -418,6 +419,7 @@ def test_the_version_is_read_without_torch() -> None:
         "import runpy, sys; v = runpy.run_path(sys.argv[1])['__version__']; assert 'torch' not in sys.modules; print(v)"
     )
     command = [sys.executable, "-c", code, str(ROOT / PACKAGE / "_version.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = finish(command)
+    assert done.returncode == 0, done.stderr
     version = importlib.import_module(f"{PACKAGE}._version").__version__
     assert done.stdout.strip() == version

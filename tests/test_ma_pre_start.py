@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.environments import SCRIPT, make_environment, run, write_wheel
+from tests.watchdog import MOST_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -89,7 +90,7 @@ def test_two_runs_at_once(machine: Machine) -> None:
     command = ["bash", str(machine.script)]
     env = machine.environment.variables()
     runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
-    outputs = [process.communicate(timeout=120) for process in runs]
+    outputs = [process.communicate(timeout=MOST_S) for process in runs]
     assert [process.returncode for process in runs] == [0, 0], outputs
     assert machine.version() == "0.1.0"
 

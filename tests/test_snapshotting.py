@@ -34,7 +34,7 @@ from mindx_elastic.snapshotting import Snapshotter
 from tests.harness import events, wait_until
 from tests.persist.states import assert_same
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Worker:

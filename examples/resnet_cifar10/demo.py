@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -43,7 +44,7 @@ FLAGS = {
 SIGNALLED_RANK = RANKS - 1  # any would do
 STOP_AT = (2, 4)  # epoch and step in it: in the middle of both
 SHOW_EVERY = 5  # step lines that the demo repeats
-TIMEOUT_S = 100.0  # for one run, which takes about 10 s; a run that hangs breaks the promise too
+SILENT_S = 300.0  # without a line; a run says one at least each second, and one that hangs breaks the promise too
 
 PID_LINE = re.compile(r"rank (\d+) of \d+: pid (\d+)")
 STEP_LINE = re.compile(r"epoch: (\d+) step: (\d+), loss")
@@ -149,14 +150,13 @@ def launch(console: Console, folder: Path, *, interrupt: bool = False) -> Run:
             text=True,
             env=environment,
         )
-        watchdog = threading.Timer(TIMEOUT_S, process.terminate)  # torchrun passes it on to its workers
-        watchdog.start()
+        watchdog = Watchdog(process)
         try:
             assert process.stdout is not None  # a pipe was asked for
-            follow(console, run, process.stdout, interrupt=interrupt)
+            follow(console, run, watchdog.lines(process.stdout), interrupt=interrupt)
             run.exit_code = process.wait()
         finally:
-            watchdog.cancel()
+            watchdog.stop()
             end(process)
         errors.seek(0)
         run.stderr = errors.read()
@@ -166,7 +166,29 @@ def launch(console: Console, folder: Path, *, interrupt: bool = False) -> Run:
     return run
 
 
-def follow(console: Console, run: Run, stdout: IO[str], *, interrupt: bool) -> None:
+class Watchdog:
+    """Ends a run that has said nothing for `SILENT_S`, however long it takes as long as it says something."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self._begin()
+
+    def _begin(self) -> None:
+        self._timer = threading.Timer(SILENT_S, self._process.terminate)  # torchrun passes it on to its workers
+        self._timer.daemon = True
+        self._timer.start()
+
+    def lines(self, stdout: IO[str]) -> Iterator[str]:
+        for line in stdout:
+            self._timer.cancel()
+            self._begin()
+            yield line
+
+    def stop(self) -> None:
+        self._timer.cancel()
+
+
+def follow(console: Console, run: Run, stdout: Iterable[str], *, interrupt: bool) -> None:
     """Read the training's lines until it closes its stdout; send the signal when the step to stop at is reported."""
     for line in stdout:
         run.read_line(line)

@@ -25,6 +25,11 @@ from mindx_elastic.events import logger
 __all__ = ["SignalInbox", "parse_signals"]
 
 _PATIENCE_S = 3.0
+_OF_THE_TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+"""Who starts a process with one of these ignored means it: ``nohup``, ``command &`` in a script. An ignored SIGTERM
+comes from a wrapper's own ``trap '' TERM`` and would leave the platform no way to stop the job: it is taken."""
+_TAKEN_BY_TORCH = (*_OF_THE_TERMINAL, signal.SIGTERM)
+"""At each start of workers, by versions of torch that know no ``TORCHELASTIC_SIGNALS_TO_HANDLE``."""
 
 
 def parse_signals(names: str) -> tuple[int, ...]:
@@ -45,6 +50,8 @@ class SignalInbox:
     def __init__(self, signals: Sequence[int], *, on_stuck: Callable[[int], None], last: bool = False) -> None:
         """on_stuck: called in a helper thread when the main thread does not come back; must end the process.
 
+        Of `signals` those of the terminal that are ignored already stay ignored, see `ignored`.
+
         last: the process ends next. Signals are ignored from then on, for the exit code is settled and must not become
         that of a signal which comes while the interpreter shuts down.
         """
@@ -52,8 +59,16 @@ class SignalInbox:
         self._signals, self._on_stuck = tuple(signals), on_stuck
         self.heard: list[int] = []
         """All that came, in order."""
+        self.ignored: tuple[int, ...] = ()
+        """Those asked for that stay ignored, as they were when the process was started (``nohup``)."""
         self._previous: dict[int, object] = {}
+        self._untouched: dict[int, object] = {}
         self._raising = False
+
+    @property
+    def taken(self) -> tuple[int, ...]:
+        """The signals that are heard."""
+        return tuple(self._previous)
 
     @property
     def first(self) -> int | None:
@@ -62,10 +77,10 @@ class SignalInbox:
     def __enter__(self) -> SignalInbox:
         self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in self._signals:
-            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
-                continue  # nohup: whoever started us wants that ignored
-            self._previous[number] = signal.getsignal(number)
+        before = {number: signal.getsignal(number) for number in (*self._signals, *_TAKEN_BY_TORCH)}
+        self.ignored = tuple(n for n in self._signals if n in _OF_THE_TERMINAL and before[n] is signal.SIG_IGN)
+        self._previous = {number: before[number] for number in self._signals if number not in self.ignored}
+        self._untouched = {number: handler for number, handler in before.items() if number not in self._previous}
         self.install()
         return self
 
@@ -78,9 +93,13 @@ class SignalInbox:
         os.close(self._writer)
 
     def install(self) -> None:
-        """Take the signals (again): torch installs handlers of its own each time it starts workers."""
+        """Take the signals (again): torch installs handlers of its own each time it starts workers, also for some
+        that are not ours to take."""
         for number in self._previous:
             signal.signal(number, self._mark)
+        for number, handler in self._untouched.items():
+            with suppress(TypeError):  # None: not installed from Python, so by nobody that we could name
+                signal.signal(number, handler)  # type: ignore[arg-type]
 
     def drain(self) -> None:
         """Empty the pipe behind `fd`; what came is in `heard`."""

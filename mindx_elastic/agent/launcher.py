@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -43,6 +44,7 @@ _NEWER_FIELDS = (
     "virtual_local_rank",
 )
 """What some versions of torch from 2.6 on lack."""
+_EXIT_USAGE = 2
 _LEVELS = {"finished": logging.INFO, "stopped": logging.WARNING}
 
 
@@ -64,9 +66,7 @@ def launch(arguments: Sequence[str]) -> int:
     attach_console(_AgentFilter(), options.log_level)
     # A fresh store for each attempt, hosted by the worker of rank 0: survivors can then agree without the agent.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = signals = getattr(
-        config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
-    )
+    signals = getattr(config, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     folder = AgentFolder(options.arena_base)
 
     def give_up(signum: int) -> NoReturn:
@@ -75,9 +75,24 @@ def launch(arguments: Sequence[str]) -> int:
 
     try:
         with SignalInbox(parse_signals(signals), on_stuck=give_up, last=True) as inbox:
+            _share_signals(inbox)
             return _run(plan, folder, inbox)
     finally:
         folder.remove()
+
+
+def _share_signals(inbox: SignalInbox) -> None:
+    """Torch takes the signals that this variable names when it starts workers. One that stays ignored must not be among
+    them, not even until the inbox has put it back: workers inherit what holds at the moment they are started."""
+    taken = [signal.Signals(number).name for number in inbox.taken]
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(taken or ["SIGTERM"])  # empty: torch logs a traceback
+    if inbox.ignored:
+        names = " and ".join(signal.Signals(number).name for number in inbox.ignored)
+        many = len(inbox.ignored) > 1
+        logger.info(
+            "%s %s ignored where the agent was started (nohup, a shell's background job) and %s so",
+            *(names, "were" if many else "was", "stay" if many else "stays"),
+        )
 
 
 def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
@@ -99,13 +114,14 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     logger.info("%s%s; run directory %s", count, nodes, options.run_dir)
     handler = None
     supervisor = None
-    code = 1
+    code, cause = 1, None
     try:
         try:
             with inbox.interrupting():
                 handler = _open_rendezvous(config)
         except ValueError as error:
-            raise UsageError(f"the rendezvous cannot be opened: {error}") from error
+            code, cause = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
+            raise UsageError(cause) from error
         supervisor = _make_supervisor(plan, handler, folder, inbox, events)
         metrics.initialize_metrics(metrics.MetricsConfig(config.metrics_cfg))
         supervisor.run()
@@ -113,15 +129,25 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
         torch_events.record(supervisor.get_event_succeeded(), config.event_log_handler)
     except SignalException as stop:
         code = exit_code_of_signal(stop.sigval)
+        if supervisor is not None:
+            torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
     except RendezvousError as error:  # the node that hosts it may not be up yet
         code = EXIT_TEMPORARY
-        logger.error("the rendezvous cannot be opened: %s", error.__cause__ or error)
+        cause = f"the rendezvous cannot be opened: {error.__cause__ or error}"
+        logger.error("%s", cause)
+    except Exception as error:
+        if supervisor is not None:
+            supervisor.note_error(error)
+            torch_events.record(supervisor.get_event_failed(), config.event_log_handler)
+        raise
     finally:
         if supervisor is not None:
             _conclude(supervisor, handler, inbox)
+            cause = supervisor.ending.cause or None
         outcome = "failed" if supervisor is None else supervisor.ending.outcome
         outcome = f"{outcome}, exit code {code}"
-        events.emit("agent_end", pid=os.getpid(), host=socket.gethostname(), outcome=outcome, exit_code=code)
+        host = socket.gethostname()
+        events.emit("agent_end", reason=cause, pid=os.getpid(), host=host, outcome=outcome, exit_code=code)
     return code
 
 

@@ -11,11 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from mindx_elastic.config import MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.agent.arguments import split
+from mindx_elastic.config import MIN_GRACE_S, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
 
 __all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "Launch", "parse"]
 
@@ -75,13 +79,16 @@ def parse(arguments: Sequence[str]) -> Launch:
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory.
     """
-    if any(each in ("-h", "--help") for each in _before_script(arguments)):
+    parser = _parser()
+    line = split(parser, _OURS, arguments)
+    if line.wants_help:
         print(_help())
         raise SystemExit(0)
-    args = _parser().parse_args(list(arguments))
+    args = line.parse(parser)
     settings = Settings.from_env()
     options = _options(args, settings)
     _check_script(args)
+    _check_values(args)
     if args.log_dir is None:
         args.log_dir = str(options.run_dir / "logs")
     master = _simplify_rendezvous(args)
@@ -92,6 +99,7 @@ def parse(arguments: Sequence[str]) -> Launch:
         config, command, command_arguments = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
         raise UsageError(str(error)) from error
+    _check_devices(args, config)
     if shutil.which(str(command)) is None:
         raise UsageError(f"{command}: no such program (or it may not be executed)")
     return Launch(options=options, config=config, command=(str(command), *map(str, command_arguments)), master=master)
@@ -99,7 +107,8 @@ def parse(arguments: Sequence[str]) -> Launch:
 
 def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     def add(name: str, **more: Any) -> None:
-        parser.add_argument(name, **{**more, "help": SUPPRESS if hidden else more["help"]})
+        names = [name, f"--{name[2:].replace('-', '_')}"] if hidden and "-" in name[2:] else [name]
+        parser.add_argument(*names, **{**more, "help": SUPPRESS if hidden else more["help"]})
 
     add(
         "--grace",
@@ -153,8 +162,26 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
 
 
+_OURS = frozenset(
+    f"--{separator.join(words)}"
+    for words in (
+        ("grace",),
+        ("snapshot", "every"),
+        ("hang", "timeout"),
+        ("run", "dir"),
+        ("max", "restarts", "window"),
+        ("crash", "loop"),
+    )
+    for separator in "-_"
+)
+
+
 def _parser() -> ArgumentParser:
-    parser = get_args_parser()
+    try:
+        parser = get_args_parser()
+    except ValueError as error:  # a switch's variable, which torch reads with int()
+        names = [n for n, v in os.environ.items() if n.startswith("PET_") and str(error).endswith(f": {v!r}")]
+        raise UsageError(f"environment variable {' or '.join(names) or 'PET_...'}: {error}; give 1 or 0") from None
     parser.prog = _PROG
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
@@ -174,21 +201,13 @@ def _help() -> str:
     return f"{ours.format_help()}\n{_EPILOG.format(restarts=DEFAULT_MAX_RESTARTS)}\npositional arguments:{rest}"
 
 
-def _before_script(arguments: Sequence[str]) -> Sequence[str]:
-    """The arguments that can be options of ours: `--help` behind the script is the script's."""
-    known = {text: action for action in _parser()._actions for text in action.option_strings}
-    index = 0
-    while index < len(arguments):
-        text = arguments[index]
-        if text == "--" or not text.startswith("-"):
-            break
-        action = known.get(text)
-        index += 2 if action is not None and action.nargs is None else 1
-    return arguments[:index]
-
-
 def _options(args: Namespace, settings: Settings) -> AgentOptions:
     shutdown_timeout = getattr(args, "shutdown_timeout", None)
+    if shutdown_timeout is not None and not 0 <= shutdown_timeout <= 86400:
+        raise UsageError(f"--shutdown-timeout {shutdown_timeout}: give seconds from 0 to 86400")
+    if shutdown_timeout is not None and args.grace is None and shutdown_timeout < MIN_GRACE_S:
+        logger.warning("--shutdown-timeout %s: workers get the shortest time, %g s", shutdown_timeout, MIN_GRACE_S)
+        shutdown_timeout = MIN_GRACE_S
     grace_s = args.grace if args.grace is not None else shutdown_timeout
     memory = MemorySettings.from_env()
     every = args.snapshot_every or os.environ.get("MINDX_SNAPSHOT_EVERY", "").strip() or "auto"
@@ -220,8 +239,43 @@ def _make_run_dir(text: str) -> Path:
 def _check_script(args: Namespace) -> None:
     if args.module or args.no_python or "PYTHON_EXEC" in os.environ:
         return
+    if args.training_script == "-":
+        raise UsageError("-: a program that comes over stdin could not be started again; put it into a file")
     if not os.path.exists(args.training_script):
         raise UsageError(f"{args.training_script}: no such file")
+
+
+def _check_values(args: Namespace) -> None:
+    """What torch finds out only when it is too late for a message that names the option."""
+    if not args.monitor_interval > 0:
+        raise UsageError(f"--monitor-interval {args.monitor_interval:g}: give seconds above 0")
+    try:
+        get_logging_handler(args.event_log_handler)
+    except KeyError:
+        raise UsageError(
+            f'--event-log-handler {args.event_log_handler}: not registered with torch; "null" and "console" are'
+        ) from None
+    for name in getattr(args, "signals_to_handle", "").split(","):
+        if name.strip() in ("SIGKILL", "SIGSTOP"):
+            raise UsageError(f"--signals-to-handle {name.strip()}: no process can handle that signal; leave it out")
+
+
+def _check_devices(args: Namespace, config: LaunchConfig) -> None:
+    num_workers = config.nproc_per_node
+    if num_workers < 1:
+        raise UsageError(f"--nproc-per-node {args.nproc_per_node}: that is {num_workers} workers; give at least 1")
+    binding = getattr(args, "numa_binding", None)
+    if binding is not None and not torch.cuda.is_available():
+        raise UsageError(
+            f"--numa-binding {binding}: torch binds workers to the CPUs near their GPU, and finds no GPU here"
+        )
+    if binding is not None and shutil.which("numactl") is None:
+        raise UsageError(f"--numa-binding {binding}: torch needs the program numactl for it, which is not installed")
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if getattr(args, "virtual_local_rank", False) and devices is not None and num_workers > len(devices.split(",")):
+        raise UsageError(
+            f"--virtual-local-rank: {num_workers} workers, but CUDA_VISIBLE_DEVICES={devices}; name a device for each"
+        )
 
 
 def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:

@@ -8,6 +8,7 @@ something (`endings`), and the decision whether another restart helps.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -80,6 +81,9 @@ class Supervisor(LocalElasticAgent):
         self._crash_loop = CrashLoop(options.crash_loop)
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._number = -1
+        self._has_run = False
+        self._runs = False  # between the start of an attempt's workers and the end of the last one
+        self._shutdown_timeout = math.ceil(options.grace_s)
         self._error_files: dict[int, str] = {}
 
     # --- the run ------------------------------------------------------------------------------------------------------
@@ -155,12 +159,13 @@ class Supervisor(LocalElasticAgent):
         )
         try:
             self.ending = attempt.run()
+            self._runs = False
         finally:
+            self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
                 membership.stop()
         self.account.end_attempt(attempt, self.ending)
-        self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
         self._shutdown(signal.SIGKILL, 1)  # nobody is left but those who survive SIGKILL
         return attempt
 
@@ -198,6 +203,17 @@ class Supervisor(LocalElasticAgent):
             return self.ending
         cause = f"{self.ending.cause}; then the nodes could not meet: {what}" if self._number >= 0 else what
         return Ending(outcome="failed", code=EXIT_TEMPORARY, cause=cause, elsewhere=True)
+
+    def note_error(self, error: Exception) -> None:
+        """The agent itself has failed: that is how it all ended. Says what had been started by then."""
+        if self._runs:
+            started = f"the workers of attempt {self._number} were running and have been ended"
+        elif self._has_run:
+            started = f"all workers of attempt {self._number} had ended"
+        else:
+            started = "no worker has run" if self._number >= 0 else "no worker was started"
+        what = f"{type(error).__name__}: {error}".rstrip(": ").partition("\n")[0]
+        self.ending = Ending(outcome="failed", code=1, cause=f"an error of the agent ({what}); {started}")
 
     def _result(self, attempt: Attempt | None) -> RunResult:
         """What torch's own bookkeeping wants to know."""
@@ -260,16 +276,18 @@ class Supervisor(LocalElasticAgent):
             ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
+        self._runs = self._has_run = True
         self._error_files = dict(getattr(self._pcontext, "error_files", {}))
         return ids
 
     def _stop_workers(self, worker_group: WorkerGroup, *more: Any) -> None:
         self._shutdown()
 
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30, *more: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None, *more: Any) -> None:
         """Stop what torch runs beside the workers (log tails, watchdog), which have ended unless something broke."""
         if self._pcontext is None:
             return
+        timeout = math.ceil(self._options.grace_s) if timeout is None else timeout
         try:
             super()._shutdown(death_sig, timeout)
         except TypeError:  # older than the second argument

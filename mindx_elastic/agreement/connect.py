@@ -7,6 +7,7 @@ import os
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.agreement.other_launchers import refusal
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 
@@ -16,7 +17,10 @@ _guards = itertools.count()
 
 
 def current_ranks(env: RankInfo) -> RankInfo:
-    """Rank and world size as torch.distributed has them, else as the environment says."""
+    """Rank and world size as torch.distributed has them, else as the environment says.
+
+    Raises UsageError for one of several ranks without torch.distributed, whoever has started it.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
@@ -28,6 +32,9 @@ def current_ranks(env: RankInfo) -> RankInfo:
             f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
             "torch.distributed.init_process_group() before entering the guard (Model.train does it by itself)"
         )
+    refused = refusal(os.environ)
+    if refused:
+        raise UsageError(refused)
     return env
 
 

@@ -17,7 +17,7 @@ from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unw
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.plan import plan_command
-from mindx_elastic.cli.run import RUN_SETTINGS, run_command
+from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
 from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=f"Exit codes: {EXIT_CODES_HELP}.",
 )
-app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS)(run_command)
+app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(run_command)
 app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
 app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)

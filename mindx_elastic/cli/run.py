@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-__all__ = ["RUN_SETTINGS", "run_command"]
+__all__ = ["RUN_SETTINGS", "RunCommand", "run_command"]
 
-RUN_SETTINGS = {
-    # Everything is the launcher's to read: its options are torchrun's, and what follows the script is the script's.
-    "ignore_unknown_options": True,
-    "allow_interspersed_args": False,
-    "help_option_names": [],
-}
+RUN_SETTINGS: dict[str, Any] = {"help_option_names": []}
+
+
+class RunCommand(TyperCommand):
+    """Everything is the launcher's to read: its options are torchrun's, and what follows the script is the script's."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Behind this one nothing is looked at. Without it a "--" of the user's would be taken out.
+        return super().parse_args(ctx, ["--", *args])
 
 
 def run_command(

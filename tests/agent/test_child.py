@@ -10,13 +10,14 @@ from pathlib import Path
 
 from mindx_elastic.agent import child
 from tests.harness import wait_until
+from tests.watchdog import finish
 
 SHIM = [sys.executable, "-I", "-S", str(child.__file__)]
 
 
 def run(*command: str, parent: int | None = None) -> subprocess.CompletedProcess[str]:
     arguments = [*SHIM, str(os.getpid() if parent is None else parent), *command]
-    return subprocess.run(arguments, capture_output=True, text=True, timeout=30, check=False)
+    return finish(arguments)
 
 
 def test_the_process_becomes_the_program() -> None:
@@ -61,4 +62,4 @@ def test_it_ends_with_its_agent() -> None:
     agent.kill()
     agent.wait()
     agent.stdout.close()
-    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "end of the worker", 10)
+    wait_until(lambda: not Path(f"/proc/{worker}").exists(), "end of the worker")

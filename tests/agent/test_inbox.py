@@ -21,6 +21,10 @@ def refuse(signum: int) -> None:
     raise AssertionError("not stuck")
 
 
+def refuse_signal(signum: int, frame: object) -> None:
+    raise AssertionError(f"signal {signum} was to be ignored")
+
+
 def wait_for_torch(inbox: SignalInbox) -> None:
     with inbox.interrupting():
         os.kill(os.getpid(), USR1)
@@ -90,14 +94,40 @@ def test_a_wait_that_cannot_be_interrupted_is_ended(monkeypatch: pytest.MonkeyPa
     assert stuck == [USR1]
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT, signal.SIGQUIT])
+def test_what_nohup_or_a_shell_ignores_stays_ignored(number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        with SignalInbox([signal.SIGHUP], on_stuck=refuse) as inbox:
-            os.kill(os.getpid(), signal.SIGHUP)
+        with SignalInbox([number, USR1], on_stuck=refuse) as inbox:
+            assert (inbox.ignored, inbox.taken) == ((number,), (USR1,))
+            os.kill(os.getpid(), number)
+            signal.signal(number, refuse_signal)  # as torch does when it starts workers
+            inbox.install()
+            os.kill(os.getpid(), number)
             assert inbox.heard == []
+        assert signal.getsignal(number) is signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
+
+
+def test_an_ignored_sigterm_is_taken_all_the_same() -> None:
+    """It is how a platform stops a job; whoever started the agent has ignored it for itself."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with SignalInbox([signal.SIGTERM], on_stuck=refuse) as inbox:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert inbox.heard == [signal.SIGTERM] and inbox.ignored == ()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_what_torch_takes_unasked_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    with SignalInbox([USR1], on_stuck=refuse) as inbox:
+        signal.signal(signal.SIGHUP, refuse_signal)
+        inbox.install()
+        assert signal.getsignal(signal.SIGHUP) is before
 
 
 def test_at_the_end_of_the_process_a_late_signal_changes_nothing() -> None:

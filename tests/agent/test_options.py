@@ -17,7 +17,8 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("MINDX_GRACE_S", "MINDX_SNAPSHOT_EVERY", "PET_MAX_RESTARTS", "PYTHON_EXEC"):
+    names = ("MINDX_GRACE_S", "MINDX_SNAPSHOT_EVERY", "PET_MAX_RESTARTS", "PYTHON_EXEC")
+    for name in (*names, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "CUDA_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -59,6 +60,16 @@ def test_where_the_grace_period_comes_from(monkeypatch: pytest.MonkeyPatch) -> N
     assert not read().options.tell_grace, "the workers have the same variable"
     assert read("--shutdown-timeout", "9").options.grace_s == 9
     assert read("--shutdown-timeout", "9", "--grace", "8").options.grace_s == 8
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "70")
+    assert read().options.grace_s == 50
+    monkeypatch.delenv("MINDX_GRACE_S")
+    assert (read().options.grace_s, read().options.tell_grace) == (70, False)
+    assert read("--shutdown-timeout", "9").options.grace_s == 9
+
+
+def test_torchrun_s_no_time_at_all_is_the_shortest_grace_period(caplog: pytest.LogCaptureFixture) -> None:
+    assert read("--shutdown-timeout", "0").options.grace_s == 0.5
+    assert "--shutdown-timeout 0" in caplog.text
 
 
 def test_snapshots_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +120,43 @@ def test_modules_programs_and_paths() -> None:
         (["-m", "--no-python", "train.py"], "--no-python"),
         (["--redirects", "9", "train.py"], "9"),
         (["--run-dir", "train.py/run", "train.py"], "--run-dir"),
+        (["--nproc-per-node", "0", "train.py"], "--nproc-per-node 0: .* at least 1"),
+        (["--nproc-per-node", "-1", "train.py"], "--nproc-per-node -1: .* at least 1"),
+        (["--numa-binding", "node", "train.py"], "--numa-binding node: .*GPU"),
+        (["--monitor-interval", "0", "train.py"], "--monitor-interval 0"),
+        (["--monitor-interval", "nan", "train.py"], "--monitor-interval nan"),
+        (["--event-log-handler", "nosuch", "train.py"], "--event-log-handler nosuch"),
+        (["--signals-to-handle", "SIGTERM,SIGKILL", "train.py"], "--signals-to-handle SIGKILL"),
+        (["--shutdown-timeout", "-1", "train.py"], "--shutdown-timeout -1"),
+        (["-"], "stdin"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse(arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "soon"),
+        ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "-1"),
+        ("PET_STANDALONE", "yes"),
+        ("PET_MODULE", ""),
+        ("PET_NPROC_PER_NODE", "0"),
+    ],
+)
+def test_a_variable_that_cannot_work_is_named(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=name if name != "PET_NPROC_PER_NODE" else "--nproc-per-node 0"):
+        read()
+
+
+def test_more_workers_than_devices_to_hide_from_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert read("--virtual-local-rank", "--nproc-per-node", "2").config.virtual_local_rank
+    with pytest.raises(UsageError, match="3 workers, but CUDA_VISIBLE_DEVICES=0,1"):
+        read("--virtual-local-rank", "--nproc-per-node", "3")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.watcher import Watcher
 from tests.harness import wait_until
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 _PEER = """
 import sys
 from mindx_elastic.alarm.peers import own_identity

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -20,8 +19,9 @@ import pytest
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.errors import UsageError
+from tests.watchdog import finish
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 ONE, TWO = signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -346,5 +346,5 @@ print("fine")
 
 def test_a_forked_child_has_its_own_signals() -> None:
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = finish(command)
     assert (result.returncode, result.stdout) == (0, "fine\n"), result.stderr

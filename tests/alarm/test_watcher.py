@@ -14,7 +14,7 @@ import pytest
 
 from mindx_elastic.alarm.watcher import Watcher
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 class Ears:

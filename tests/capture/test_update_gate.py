@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from tests.harness import wait_until
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 
 
 @pytest.fixture

@@ -46,6 +46,32 @@ def test_the_option_set() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--", "train.py", "--", "x"],
+        ["--standalone", "--", "train.py", "-h"],
+        ["-mr3", "module", "--help"],
+        ["--help"],
+        ["--version", "train.py"],
+        [],
+    ],
+)
+def test_run_hands_on_every_word_as_it_is(
+    run: Callable[..., Any], words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a "--", which a command line parser would take for itself: torchrun and the script want to see it."""
+    given: list[list[str]] = []
+
+    def launch(arguments: list[str]) -> int:
+        given.append(arguments)
+        return 7
+
+    monkeypatch.setattr("mindx_elastic.agent.launcher.launch", launch)
+    assert run("run", *words).exit_code == 7
+    assert given == [words]
+
+
 def test_version(run: Callable[..., Any]) -> None:
     result = run("--version")
     assert result.exit_code == 0

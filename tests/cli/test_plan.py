@@ -492,12 +492,12 @@ def test_thousands_of_ranks_fit_on_a_screen(
     assert isinstance(plan, ResumePlan)
     from mindx_elastic.plan.outputs import plan_to_json
 
-    started = time.monotonic()
+    started = time.process_time()
     extra: dict[str, Any] = {"directory": "/c", "reasons": [], "faults_problems": [], "digests_checked": False}
     found = {**plan_to_json(plan, "/c"), **extra}
     plan_table.print_plan(make_console(), plan, found, now=2e9)
     plan_table.print_explanation(make_console(), plan_table.explain(plan))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) < 70 and max(map(len, lines)) < 400
-    assert time.monotonic() - started < 5
+    assert time.process_time() - started < 5
     assert any("other ranks' files" in line for line in lines)

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 import demo
+from tests.watchdog import finish
 
 
 def make_run(folder: Path, stderr: str = "") -> demo.Run:
@@ -46,7 +46,7 @@ def test_steps_done_twice_or_never_are_named() -> None:
 @pytest.mark.slow
 def test_the_demo_keeps_its_promises(tmp_path: Path, environment: dict[str, str]) -> None:
     command = [sys.executable, demo.__file__, "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False, env=environment)
+    done = finish(command, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resnet-2_" in done.stdout
     assert "NO" not in done.stdout

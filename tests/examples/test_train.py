@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import train
+from tests.watchdog import MOST_S, finish
 
 EXAMPLE = Path(train.__file__)
 QUICK = ["--epochs", "2", "--batch-size", "16", "--limit-train", "96", "--log-steps", "1"]  # 12 steps, alone
@@ -146,9 +147,7 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 def run_to_the_end(environment: dict[str, str], folder: Path, *flags: str) -> dict[str, object]:
     """Run the script; returns the JSON of the last line on its stdout."""
-    done = subprocess.run(
-        command(folder, *flags), capture_output=True, text=True, timeout=120, check=False, env=environment
-    )
+    done = finish(command(folder, *flags), env=environment)
     assert done.returncode == 0, done.stderr
     result: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     assert set(result) == {"event", "step", "epoch", "weights_sha256", "resumed_from_step", "test_accuracy"}
@@ -178,7 +177,7 @@ def test_stopped_by_signal_and_by_flag_file_and_resumed_with_equal_weights(
                 process.send_signal(signal.SIGTERM)
             else:
                 flag_file.write_text('{"GracefulExit": 1}')
-            _, errors = process.communicate(timeout=60)
+            _, errors = process.communicate(timeout=MOST_S)
         assert "Graceful exit is triggered, stop training." in errors
         assert process.returncode == code, errors
         flag_file.unlink(missing_ok=True)

@@ -61,6 +61,16 @@ def wait() -> None:
     time.sleep(120)
 
 
+def hold(fail_attempts: str = "0") -> None:
+    """Wait until the file ``go-{attempt}`` is in the working directory; fail in the first attempts, then succeed."""
+    terminal = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
+    ignored = [number.name for number in terminal if signal.getsignal(number) is signal.SIG_IGN]
+    say(f"HOLDING {RANK} {ATTEMPT} ignores {'+'.join(ignored) or 'nothing'}")
+    while not os.path.exists(f"go-{ATTEMPT}"):
+        time.sleep(0.01)
+    sys.exit(1 if int(fail_attempts) > ATTEMPT else 0)
+
+
 def handle(code: str) -> None:
     """On SIGTERM or SIGINT leave with `code`."""
 
@@ -129,7 +139,7 @@ def record() -> None:
 
 ACTIONS: dict[str, Callable[..., None]] = {
     function.__name__: function
-    for function in (show, leave, late, world, die, wait, handle, ignore, nest, gloo, record)
+    for function in (show, leave, late, world, die, wait, hold, handle, ignore, nest, gloo, record)
 }
 
 if __name__ == "__main__":

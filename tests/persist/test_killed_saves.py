@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from mindx_elastic.persist.reader import read_checkpoint, verify_file
 from mindx_elastic.persist.storage import TEMP_SUFFIX, remove_stale_temps
 from mindx_elastic.persist.writer import previous_path
 from tests.persist.killed_saves import NAMES, POINTS
+from tests.watchdog import finish
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,8 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, in
     root = tmp_path_factory.mktemp("killed")
     script = Path(__file__).with_name("killed_saves.py")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = subprocess.run(
-        [sys.executable, script, root], check=True, stdout=subprocess.PIPE, text=True, env=environment, timeout=120
-    )
+    done = finish([sys.executable, script, root], env=environment)
+    assert done.returncode == 0, done.stderr
     return root, json.loads(done.stdout)
 
 

@@ -518,7 +518,7 @@ def test_any_json_in_place_of_a_field_gives_a_layout_or_a_named_error(field: str
 @pytest.mark.parametrize("factor", [1 << 30, 1 << 80])
 @pytest.mark.parametrize("rows", [8, 1 << 60])
 def test_a_hostile_split_factor_does_not_keep_us_busy(factor: int, rows: int) -> None:
-    start = time.monotonic()
+    start = time.process_time()
     with contextlib.suppress(UsageError):
         layout_of((2,), f"_S(0,{factor})").boxes((rows,), 0)
-    assert time.monotonic() - start < 2
+    assert time.process_time() - start < 2

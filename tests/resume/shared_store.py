@@ -12,7 +12,7 @@ from mindx_elastic.agreement.gather import all_or_none
 __all__ = ["Board", "on_all_ranks"]
 
 T = TypeVar("T")
-_WAIT_S = 30.0
+_WAIT_S = 120.0
 
 
 class Board:

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from tests.checkpoint_files import flip_bit_in_data
 from tests.persist.states import bits, tensor_of
 from tests.resume.shared_store import on_all_ranks
 from tests.resume.worlds import Saved, cut, plan_for, resharded, target_of
+from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[2]
 
@@ -481,7 +481,7 @@ def test_memory_is_the_part_itself_and_little_more(tmp_path: Path) -> None:
     for mesh, placement in ((1, "R"), (2, "S(0)"), (4, "S(1)")):
         command = [sys.executable, "-c", _MEASURE, str(tmp_path), str(mesh), placement, json.dumps([rows, columns])]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=env)
+        done = finish(command, env=env)
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
         assert found["part"] == (256 << 20) // mesh

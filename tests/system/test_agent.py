@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import JOBS, Job, children, events, start_agent, wait_until
+from tests.harness import JOBS, Job, children, events, start_agent, start_job, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -211,6 +212,38 @@ def test_a_signal_to_the_agent_reaches_the_workers(signum: signal.Signals) -> No
     assert nothing_left()
 
 
+@pytest.mark.parametrize(
+    ("under", "signals"),
+    [
+        pytest.param(["nohup"], [signal.SIGHUP], id="nohup"),
+        # What a shell without job control does for a command behind which stands "&".
+        pytest.param(
+            ["sh", "-c", 'trap "" INT QUIT; exec "$@"', "sh"], [signal.SIGINT, signal.SIGQUIT], id="background"
+        ),
+    ],
+)
+def test_a_job_that_is_started_with_ignored_signals_outlives_them(
+    under: Sequence[str], signals: Sequence[signal.Signals]
+) -> None:
+    """A logout, a Ctrl-C in the script that started it: to the agent, to its group and to the workers; also after a
+    restart, since torch takes the signals at each start of workers."""
+    with agent("hold", "1", ranks=2, options=["--grace", "5"], under=under) as job:
+        for attempt in range(2):
+            holding = job.wait_for(rf"^HOLDING \d {attempt} ignores (.*)", 2)
+            in_workers = {match[1] for match in holding}
+            assert in_workers == {"+".join(number.name for number in signals)}, "in the workers too"
+            for number in signals:
+                job.process.send_signal(number)
+                os.killpg(job.process.pid, number)
+                for pid in [int(match[2]) for match in job.matches(rf"^READY (\d) (\d+) {attempt}")]:
+                    os.kill(pid, number)
+            Path(f"go-{attempt}").touch()
+        job.expect(0)
+    assert job.matches("restart 1 of 3")
+    assert not events(Path("mindx-run"), "signal")
+    assert job.matches(rf"{' and '.join(number.name for number in signals)} .*ignored")
+
+
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (5, 5), (143, 143)])
 def test_the_workers_answer_to_a_stop_is_handed_on(code: int, expected: int) -> None:
     with agent("handle", str(code), ranks=2) as job:
@@ -255,11 +288,39 @@ def test_workers_do_not_outlive_a_killed_agent() -> None:
         pids = list(job.pids().values())
         assert sorted(children(job.process.pid)) == sorted(pids), "the shim has become the worker"
         job.process.kill()
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers", 5)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "end of the workers")
     assert not nothing_left()
     with agent("leave", "0") as job:
         job.expect(0)
     assert nothing_left(), "the next agent removes what the killed one left"
+
+
+# --- an agent that breaks ---
+
+
+@pytest.mark.parametrize(
+    ("where", "started"),
+    [
+        ("before", "no worker was started"),
+        pytest.param("starting", "no worker has run", marks=pytest.mark.drill),
+        ("run", "the workers of attempt 0 were running and have been ended"),
+    ],
+)
+def test_an_agent_that_fails_says_what_it_had_started(where: str, started: str) -> None:
+    options = ["--nproc-per-node", "2", "--event-log-handler", "console", "--run-dir", "mindx-run", "--grace", "3"]
+    with start_job("broken_agent.py", where, *options, JOBS / PLAIN, "ignore") as job:
+        if where == "run":
+            job.wait_for("WAITING", 2)
+            Path("break").touch()
+        job.expect(1)
+    assert job.matches("^RuntimeError: broken by the test"), "with a traceback: it is an error of ours"
+    said = rf"an error of the agent \(RuntimeError: broken by the test\); {started}"
+    assert job.matches(rf"ERROR the job has failed: {said}; exit code 1")
+    end = events(Path("mindx-run"), "agent_end")
+    assert [(each["exit_code"], bool(re.fullmatch(said, each["reason"]))) for each in end] == [(1, True)]
+    assert job.matches(r'"source": "AGENT".*"state": "FAILED"') or job.matches(r'"state": "FAILED".*"source": "AGENT"')
+    assert all(not Path(f"/proc/{pid}").exists() for pid in job.pids().values())
+    assert nothing_left()
 
 
 # --- two nodes ---
