@@ -4,6 +4,7 @@
 
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
+    +-- UntrustedMessageError (ValueError)   the store holds what no rank of this job has written
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- CheckpointError
         +-- SaveError (OSError)              a file could not be written; older files are untouched
@@ -36,6 +37,7 @@ __all__ = [
     "SaveError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
+    "UntrustedMessageError",
     "UsageError",
 ]
 
@@ -48,6 +50,13 @@ class MindxError(Exception):
 
 class UsageError(MindxError, ValueError):
     """An argument or a call that cannot work; nothing was started and nothing was written."""
+
+
+class UntrustedMessageError(MindxError, ValueError):
+    """The job's store holds a value that none of its ranks has written: different keys, or somebody else writes there.
+
+    Raised at the start, where nothing has been changed yet.
+    """
 
 
 class UnsupportedStateError(MindxError, TypeError):

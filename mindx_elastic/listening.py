@@ -46,7 +46,8 @@ class Listening:
         """Main thread. `stack` restores the handlers at the end."""
         self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
         alarms, post = stopper.alarms, self._watcher.post
-        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content))))
+        trusted = exchange.is_sealed
+        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, trusted=trusted))))
         peers.start(self._watcher, stopper.hear_death)
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
-from mindx_elastic.config import RankInfo
+from mindx_elastic.agreement.job_key import find_key
+from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
 
-__all__ = ["current_ranks", "open_exchange", "store_host"]
+__all__ = ["current_ranks", "current_seal", "open_exchange", "store_host"]
 
+_MISSING_S = 1.0  # how long a call may wait for keys that are said to be there
 _guards = itertools.count()
+_seals: list[Seal] = []
 
 
 def current_ranks(env: RankInfo) -> RankInfo:
@@ -34,7 +41,8 @@ def current_ranks(env: RankInfo) -> RankInfo:
 def open_exchange(ranks: RankInfo) -> Exchange:
     """An exchange under a key prefix of its own: one per attempt and per guard of the process.
 
-    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do.
+    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do. Raises UsageError
+    for a key of the job that cannot be used.
     """
     if ranks.world_size == 1:
         return LocalExchange()
@@ -47,13 +55,36 @@ def open_exchange(ranks: RankInfo) -> Exchange:
     base: Any = _get_default_store()
 
     def connect() -> Any:  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
-        if hasattr(base, "clone"):
-            return dist.PrefixStore(prefix, base.clone())
-        return dist.PrefixStore(prefix, _second_connection(base))
+        own = base.clone() if hasattr(base, "clone") else _second_connection(base)
+        own.set_timeout(timedelta(seconds=_MISSING_S))  # else half an hour; waits of ours name their own
+        return dist.PrefixStore(prefix, own)
 
     # torch's env:// start lets rank 0 host it, unless the launcher does.
     host_rank = 0 if not shared and isinstance(_innermost(base), dist.TCPStore) else None
-    return StoreExchange(connect, rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank)
+    seal, on_met = _open_seal(base, prefix, ranks)
+    return StoreExchange(
+        connect, rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank, seal=seal, on_met=on_met
+    )
+
+
+def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable[[], None]]:
+    settings = KeySettings.from_env()
+    place = getattr(_innermost(store), "port", "")  # the same for all ranks, whatever they call the host
+    job = f"{settings.job}/{place}/{ranks.world_size}/{prefix}"
+    key, on_met = find_key(settings, job, rank=ranks.rank, world_size=ranks.world_size)
+    if key is None and ranks.rank == 0:
+        logger.info(
+            "what the ranks tell each other is not sealed: whoever reaches the store's port can stop the job. Set "
+            "MINDX_JOB_KEY_FILE, or keep the port from others"
+        )
+    seal = Seal(key, prefix, ranks.rank)
+    _seals[:] = [seal]
+    return seal, on_met
+
+
+def current_seal() -> Seal:
+    """The seal of the exchange that was opened last in this process; one that seals nothing where there is none."""
+    return _seals[-1] if _seals else Seal(None, "", 0)
 
 
 def store_host() -> str:
