@@ -11,6 +11,7 @@ from contextlib import ExitStack
 
 from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.alarm.flag_file import FlagFile, watch_flag_file
@@ -29,7 +30,9 @@ _FAULT_POLL_S = 1.0
 def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
     """Learn which ranks live on this machine. Main thread, all ranks together."""
     exchange.publish("identity", own_identity())
-    return PeerWatch(exchange.collect("identity", _START_TIMEOUT_S), rank=ranks.rank)
+    identities = exchange.collect("identity", _START_TIMEOUT_S)
+    with making_sense("the process ids of the ranks"):
+        return PeerWatch(identities, rank=ranks.rank)
 
 
 class Listening:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.alarm.fault_report import Faults, default_fault_sources, default_node_map, merge, read_faults
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import FaultPaths, RankInfo
@@ -70,9 +71,11 @@ def faults_at_start(ranks: RankInfo, exchange: Exchange) -> KnownFaults:
     """
     own = _read_faults(ranks)
     exchange.publish("faults", json.dumps([sorted(own.ranks), own.created]))
-    found = [json.loads(text) for text in exchange.collect("faults", _START_TIMEOUT_S)]
-    created = [stamp for named, stamp in found if named and stamp is not None]
-    return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
+    texts = exchange.collect("faults", _START_TIMEOUT_S)
+    with making_sense("the fault reports that the ranks have read"):
+        found = [json.loads(text) for text in texts]
+        created = [float(stamp) for named, stamp in found if named and stamp is not None]
+        return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
 
 
 def _read_faults(ranks: RankInfo) -> Faults:

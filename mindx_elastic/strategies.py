@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import Standing
 from mindx_elastic.config import RankInfo
@@ -87,7 +88,9 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     if isinstance(given, ByHand):
         parts = given.parts(collector.layouts.shapes())
     exchange.publish("by_hand", json.dumps(parts))
-    told = [json.loads(text) for text in exchange.collect("by_hand", _START_TIMEOUT_S)]
+    texts = exchange.collect("by_hand", _START_TIMEOUT_S)
+    with making_sense("the layouts given by hand"):
+        told = [{str(p): [int(n) for n in shape] for p, shape in json.loads(text).items()} for text in texts]
     own, problem = None, ""
     try:
         if isinstance(given, ByHand):
@@ -98,7 +101,9 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     text = "" if own is None else json.dumps(own.to_json(), sort_keys=True)
     digest = xxhash.xxh3_128_hexdigest(text.encode())
     exchange.publish("strategy", json.dumps([digest, problem]))
-    heads = [json.loads(each) for each in exchange.collect("strategy", _START_TIMEOUT_S)]
+    texts = exchange.collect("strategy", _START_TIMEOUT_S)
+    with making_sense("the digests of the ranks' layouts"):
+        heads = [(str(each), str(problem)) for each, problem in map(json.loads, texts)]
     if problem:
         raise failure
     for rank, (_, text_of_other) in enumerate(heads):
@@ -107,8 +112,9 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     digests = [each for each, _ in heads]
     exchange.publish("strategy_text", text if digests.index(digest) == ranks.rank else "")
     texts = [each for each in exchange.collect("strategy_text", _START_TIMEOUT_S) if each]
-    specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
-    strategy = Strategy(ranks.world_size, tuple(specs))
+    with making_sense("how the ranks lay out their tensors"):
+        specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
+        strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.
     samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
     collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])

@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
-MAX_LINES = 420  # about 400
+MAX_LINES = 620  # about 600
 
 STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
 """In the order of the path: a stage imports only stages to its left."""

@@ -574,8 +574,8 @@ class StoreExchange:
         if key not in self._said:
             self._said.add(key)
             logger.warning(
-                "%r in the store of the process group holds what no rank of this job has written (%s); it is not obeyed. "
-                "Somebody else writes to the store: its port must not be reachable for others",
+                "%r in the store of the process group holds what no rank of this job has written (%s); it is not "
+                "obeyed. Somebody else writes to the store: its port must not be reachable for others",
                 key,
                 error,
             )

@@ -99,8 +99,8 @@ def _check(text: str, what: str) -> bytes:
     text = text.strip()
     if len(text) < _LEAST_CHARACTERS:
         raise UsageError(
-            f"{what}: a key of {len(text)} characters can be guessed; give at least {_LEAST_CHARACTERS} random ones, for "
-            "example 32 hex digits of openssl rand -hex 16"
+            f"{what}: a key of {len(text)} characters can be guessed; give at least {_LEAST_CHARACTERS} random ones, "
+            "for example 32 hex digits of openssl rand -hex 16"
         )
     return text.encode()
 
@@ -114,7 +114,7 @@ def _prefix() -> str:
 
 
 def _share(path: Path) -> bytes:
-    """The content of `path`; whoever comes first makes it. It is never seen half-written. Raises OSError, UsageError."""
+    """The content of `path`; whoever comes first makes it. Never seen half-written. Raises OSError, UsageError."""
     _remove_stale(path.parent)
     for _ in range(5):
         with suppress(FileNotFoundError):  # the last rank of an earlier start may take it away in between
@@ -136,13 +136,18 @@ def _read_shared(path: Path) -> bytes:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise UsageError(f"{path} belongs to somebody else ({error.strerror}); remove it, or set MINDX_JOB_KEY") from error
-    with open(fd, "rb") as file:
-        status, content = os.fstat(fd), file.read(_MAX_BYTES)
+        raise UsageError(
+            f"{path} belongs to somebody else ({error.strerror}); remove it, or set MINDX_JOB_KEY"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        content = os.read(fd, _MAX_BYTES) if stat.S_ISREG(status.st_mode) else b""
+    finally:
+        os.close(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UsageError(
-            f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode 600: "
-            "somebody else knows what is in it. Remove it, or set MINDX_JOB_KEY"
+            f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode "
+            "600: somebody else knows what is in it. Remove it, or set MINDX_JOB_KEY"
         )
     if not content.startswith(_MARK.encode()):
         raise UsageError(f"{path} holds no key; remove it, or set MINDX_JOB_KEY")

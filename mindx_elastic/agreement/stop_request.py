@@ -44,7 +44,11 @@ def parse_request(text: str, world_size: int) -> dict[str, Any]:
         raise ValueError(f"no kind of alarm: {printable(kind, 60)!r}")
     if not isinstance(reason, str):
         raise ValueError("no reason")
-    if isinstance(grace_s, bool) or not isinstance(grace_s, (int, float)) or not -_MAX_GRACE_S <= grace_s <= _MAX_GRACE_S:
+    if (
+        isinstance(grace_s, bool)
+        or not isinstance(grace_s, (int, float))
+        or not -_MAX_GRACE_S <= grace_s <= _MAX_GRACE_S
+    ):
         raise ValueError("no number of seconds left")
     if signum is not None:
         _whole(signum, 1, _MAX_SIGNAL, "signal")

@@ -93,7 +93,7 @@ def parse_decision(text: str) -> Decision:
     if not isinstance(content, dict) or content.keys() != {"step", "reason"}:
         raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
     step, reason = content["step"], content["reason"]
-    if step is not None and (type(step) is not int or not 0 <= step < _MOST_STEPS) or not isinstance(reason, str):
+    if (step is not None and (type(step) is not int or not 0 <= step < _MOST_STEPS)) or not isinstance(reason, str):
         raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
     return Decision(step, printable(reason))
 

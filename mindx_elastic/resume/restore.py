@@ -88,7 +88,7 @@ def find_and_read(
     sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
-    reader = PlanReader(directories, ranks.rank, exchange, sights, transport)
+    reader = PlanReader(directories, ranks.rank, exchange, sights, transport, arenas)
     while True:
         plan = plan_resume(
             sights.facts(),
