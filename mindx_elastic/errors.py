@@ -25,6 +25,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mindx_elastic.printable import printable
+
 __all__ = [
     "ArenaError",
     "CheckpointError",
@@ -45,7 +47,13 @@ StrPath = str | os.PathLike[str]
 
 
 class MindxError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Its text is one line, in which nothing that a file, a rank or the platform has said is obeyed by a terminal.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(MindxError, ValueError):

@@ -16,9 +16,29 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.printable import printable, printable_block
+
 __all__ = ["EventLog", "RankFilter", "attach_console", "logger"]
 
+
+class _Shown(logging.Filter):
+    """What others have said in a message (file names, reasons, texts of exceptions) is shown, not obeyed.
+
+    On the logger, not on a handler: the program may have handlers of its own. A record is one line, but for tracebacks.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            record.msg, record.args = printable(record.getMessage()), None
+        except Exception:  # a message that does not fit its arguments: the handler says so
+            return True
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable_block(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
 logger = logging.getLogger("mindx_elastic")
+logger.addFilter(_Shown())
 _TAIL_BYTES = 1 << 18
 
 

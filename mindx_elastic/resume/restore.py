@@ -24,6 +24,7 @@ from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.plan.strategy import Strategy
+from mindx_elastic.printable import printable
 from mindx_elastic.resume.looking import look
 from mindx_elastic.resume.memory_files import OwnState
 from mindx_elastic.resume.reading import PlanReader, Transport
@@ -154,7 +155,7 @@ def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[
     try:
         info = read_header(path).info
     except CheckpointError as error:
-        reason = str(error).removeprefix(f"{path}: ")
+        reason = str(error).removeprefix(printable(f"{path}: "))
         remedy = "give another checkpoint, or a directory to take the newest step that is sound"
         raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
     except OSError as error:
