@@ -24,6 +24,7 @@ from mindx_elastic.cli import plan as plan_cli
 from mindx_elastic.config import (
     AgentInfo,
     FaultPaths,
+    KeySettings,
     MemorySettings,
     RankInfo,
     RedundancySettings,
@@ -72,7 +73,7 @@ def variables_in_source() -> set[str]:
     return {a or b for path in SOURCES for a, b in pattern.findall(path.read_text(encoding="utf-8"))}
 
 
-SETTINGS = (RankInfo, Settings, AgentInfo, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
+SETTINGS = (RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
 
 
 def test_no_settings_are_forgotten_here() -> None:
