@@ -6,7 +6,8 @@
 #   eval "$(bash ma_pre_start.sh [FOLDER])"    the same as source
 #
 # Installs the newest mindx_elastic wheel of FOLDER (default: the folder of this script), checks that it imports, and
-# exports what a job needs. A wheel that is already installed is left alone. Needs no root and never installs torch.
+# exports what a job needs. A wheel that is already installed is left alone; where no FOLDER is named and no wheel lies
+# beside this script, a mindx_elastic that is installed already will do. Needs no root and never installs torch.
 # Where Python's own folder cannot be written to, it installs for this user only (pip's --user), and where that is not
 # possible either, into a folder of its own that it puts on PYTHONPATH. Messages go to standard error. A failure gives a
 # non-zero status (sourced: returned, the shell lives on) and one ERROR line that says what to do.
@@ -55,17 +56,18 @@ fail() {
 }
 
 # What `probe` finds out.
-wheel='' version='' state='' mode='' where='' missing=()
+url='' wheel='' version='' state='' mode='' where='' missing=()
 
 holds_wheel() {
     set -- "$1"/mindx_elastic-*.whl
     [ -e "$1" ]
 }
 
-# Sets `folder`, absolute. A sourced script sees its caller's arguments when it was given none itself, so there an
-# argument counts only when it is a folder with a wheel in it.
+# Sets `folder`, absolute, and `named`: 1 where somebody has named it, else empty. A sourced script sees its caller's
+# arguments when it was given none itself, so there an argument counts only when it is a folder with a wheel in it.
 choose_folder() {
     local here
+    named=1
     here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) || fail "cannot enter the folder of this script"
     folder=${MINDX_WHEEL_DIR:-$here}
     if [ -n "${_MINDX_SOURCED:-}" ]; then
@@ -73,6 +75,7 @@ choose_folder() {
     elif [ $# -gt 0 ]; then
         folder=$1
     fi
+    if [ -z "${MINDX_WHEEL_DIR:-}" ] && [ "$folder" = "$here" ]; then named=''; fi
     [ -d "$folder" ] || fail "'$folder' is not a folder; give the folder that holds the wheel"
     folder=$(CDPATH='' cd -- "$folder" && pwd) || fail "cannot enter '$folder'"
 }
@@ -92,18 +95,39 @@ choose_python() {
     case "$python" in /*) ;; */*) python=$PWD/$python ;; esac
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 10))') ||
         fail "$python is Python ${version:-(it does not run)}; 3.10 or newer is needed, set PYTHON to one"
-    "$python" -m pip --version >/dev/null 2>&1 ||
-        fail "$python has no pip; install it ($python -m ensurepip --user, or your system's python3-pip)"
+}
+
+# Called where something has to be installed; without that pip is not needed.
+require_pip() {
+    "$python" -m pip --version >/dev/null 2>&1 && return
+    "$python" - "$work/remedy" <<'PY' || fail "$python has no pip; install it"
+import importlib.util, os, shlex, sys, sysconfig
+
+here, able = sys.prefix != sys.base_prefix, importlib.util.find_spec("ensurepip") is not None
+managed = not here and os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED"))
+command = f"{shlex.quote(sys.executable)} -m ensurepip"
+if able and here:
+    remedy = f"run: {command}"
+elif able and not managed:
+    remedy = f"run: {command} --user"
+elif here:
+    remedy = "install your system's python3-venv and make the virtual environment anew, or one that has pip"
+else:
+    remedy = "install your system's python3-pip"
+with open(sys.argv[1], "w", encoding="utf-8") as file:
+    print(remedy, file=file)
+PY
+    fail "$python has no pip; $(cat -- "$work/remedy")"
 }
 
 # Looks, changes nothing, and leaves what it found in the file "$work/facts" as shell assignments:
-#   wheel version       the newest wheel, by PEP 440
+#   wheel url version   the newest wheel, by PEP 440, its path as a URL, its version; no wheel: what is installed
 #   state               current (what is installed is what the wheel holds) or absent
 #   mode where          site, user or target; the folder that the package is, or will be, imported from
 #   missing             requirements of the wheel that are not met (an array)
 probe() {
-    "$python" - "$folder" "$work/facts" <<'PY' || exit 1
-import hashlib, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
+    "$python" - "$folder" "$work/facts" "$named" <<'PY' || { if [ $? -eq 3 ]; then require_pip; fi; exit 1; }
+import hashlib, importlib.util, os, pathlib, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
 from email.parser import Parser
 from importlib import metadata
 
@@ -111,10 +135,13 @@ try:
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion, Version
 except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
-    from pip._vendor.packaging.version import InvalidVersion, Version
+    try:
+        from pip._vendor.packaging.requirements import Requirement
+        from pip._vendor.packaging.version import InvalidVersion, Version
+    except ImportError:
+        sys.exit(3)  # neither: only pip, which is missing, could install anything
 
-folder, facts = sys.argv[1:]
+folder, facts, named = sys.argv[1:]
 
 
 def say(text):
@@ -124,6 +151,29 @@ def say(text):
 def fail(text):
     say(f"ERROR: {text}")
     sys.exit(1)
+
+
+def write_facts(missing, **values):
+    with open(facts, "w", encoding="utf-8") as file:
+        for key, value in values.items():
+            print(f"{key}={shlex.quote(value)}", file=file)
+        print(f"missing=({' '.join(map(shlex.quote, missing))})", file=file)
+
+
+def installed_already():
+    """Version and folder of the mindx_elastic that Python imports; None where it is not there, or was not installed."""
+    for dist in metadata.distributions(name="mindx_elastic"):
+        spec = importlib.util.find_spec("mindx_elastic")
+        if spec is None or not spec.origin:
+            return None
+        lacking = list(unmet(dist.metadata))
+        if lacking:
+            fail(
+                f"mindx_elastic {dist.version} is installed without {', '.join(lacking)}; install that, or put the "
+                f"wheel into '{folder}'"
+            )
+        return dist.version, os.path.dirname(os.path.dirname(os.path.realpath(spec.origin)))
+    return None
 
 
 def newest_wheel():
@@ -142,6 +192,10 @@ def newest_wheel():
             found.append(((Version(match[1]), int(match[2] or -1), match[3] or ""), name))
         except InvalidVersion:
             say(f"skipping '{name}': not a name that our wheels have")
+    if not found and not named and (installed := installed_already()) is not None:
+        say(f"no wheel in '{folder}': taking what is installed")
+        write_facts(wheel="", url="", version=installed[0], state="current", mode="site", where=installed[1], missing=[])
+        sys.exit(0)
     if not found:
         fail(f"no mindx_elastic-<version>-py3-none-any.whl in '{folder}'; put the wheel there, or give its folder")
     if len(found) > 1:
@@ -271,10 +325,9 @@ else:
             state = "current"
     if note and state == "absent":
         say(note)
-with open(facts, "w", encoding="utf-8") as file:
-    for key, value in {"wheel": wheel, "version": str(version), "state": state, "mode": mode, "where": where}.items():
-        print(f"{key}={shlex.quote(value)}", file=file)
-    print(f"missing=({' '.join(map(shlex.quote, missing))})", file=file)
+# As a URL: in a path pip takes ";" for the beginning of a condition, and "[" for that of an extra.
+url = pathlib.Path(wheel).as_uri()
+write_facts(wheel=wheel, url=url, version=str(version), state=state, mode=mode, where=where, missing=missing)
 PY
     # shellcheck source=/dev/null
     . "$work/facts"
@@ -291,18 +344,19 @@ run_pip() {
 # rebuilt wheel often has the version of the installed one, and pip would keep that.
 install_wheel() {
     local place
+    require_pip
     case "$mode" in
         site | user)
             if [ "$mode" = user ]; then place=--user; else place=--no-user; fi
             [ ${#missing[@]} -eq 0 ] || run_pip "$place" "${missing[@]}"
-            run_pip "$place" --no-deps --force-reinstall "$wheel"
+            run_pip "$place" --no-deps --force-reinstall "$url"
             ;;
         target)
             # Built aside and renamed: the folder is there whole or not at all. Its name has the wheel's digest in it.
             unfinished=$where.unfinished.$$
             mkdir -p -- "$unfinished" || fail "cannot make '$unfinished'"
             [ ${#missing[@]} -eq 0 ] || run_pip --target "$unfinished" "${missing[@]}"
-            run_pip --target "$unfinished" --no-deps "$wheel"
+            run_pip --target "$unfinished" --no-deps "$url"
             rm -rf -- "$where"
             mv -- "$unfinished" "$where" || fail "cannot rename '$unfinished' to '$where'"
             ;;
@@ -365,7 +419,6 @@ set_python_path() {
 }
 
 main() {
-    local how
     if [ -z "${_MINDX_SOURCED:-}" ]; then
         case "${1-}" in
             -h | --help)
@@ -376,6 +429,19 @@ main() {
         esac
         [ $# -le 1 ] || fail "one folder at most, $# arguments given (quote a name that has spaces); see --help"
     fi
+    # What the caller evaluates is what `print_exports` prints and nothing else: whatever Python says when it starts (a
+    # `sitecustomize`, a wrapper around it) or while the package is imported goes to standard error.
+    exec 3>&1 1>&2
+    prepare "$@" 3>&-
+    print_exports >&3
+    if [ -z "${_MINDX_SOURCED:-}" ]; then
+        # shellcheck disable=SC2016
+        say 'nothing is set yet: source this script, or use: eval "$(bash ma_pre_start.sh)"'
+    fi
+}
+
+prepare() {
+    local how
     choose_folder "$@"
     choose_python
     unfinished=''
@@ -392,9 +458,8 @@ main() {
         how=installed
         install_wheel
     fi
-    check_import || fail "$(basename -- "$wheel") is installed but cannot be used by $python; the reason is above"
+    check_import || fail "mindx_elastic $version is installed but cannot be used by $python; the reason is above"
     say "mindx_elastic $version $how in '$where' for $python"
-    print_exports
 }
 
 main "$@"
