@@ -6,8 +6,8 @@
 #   eval "$(bash ma_pre_start.sh [FOLDER])"    the same as source
 #
 # Installs the newest mindx_elastic wheel of FOLDER (default: the folder of this script), checks that it imports, and
-# exports what a job needs. A wheel that is already installed is left alone; where FOLDER holds none, an installed
-# package is used as it is. Needs no root and never installs torch.
+# exports what a job needs. A wheel that is already installed is left alone; where no FOLDER is named and no wheel lies
+# beside this script, a mindx_elastic that is installed already will do. Needs no root and never installs torch.
 # Where Python's own folder cannot be written to, it installs for this user only (pip's --user), and where that is not
 # possible either, into a folder of its own that it puts on PYTHONPATH. Messages go to standard error. A failure gives a
 # non-zero status (sourced: returned, the shell lives on) and one ERROR line that says what to do.
@@ -56,17 +56,18 @@ fail() {
 }
 
 # What `probe` finds out.
-wheel='' version='' state='' mode='' where='' missing=()
+url='' wheel='' version='' state='' mode='' where='' missing=()
 
 holds_wheel() {
     set -- "$1"/mindx_elastic-*.whl
     [ -e "$1" ]
 }
 
-# Sets `folder`, absolute. A sourced script sees its caller's arguments when it was given none itself, so there an
-# argument counts only when it is a folder with a wheel in it.
+# Sets `folder`, absolute, and `named`: 1 where somebody has named it, else empty. A sourced script sees its caller's
+# arguments when it was given none itself, so there an argument counts only when it is a folder with a wheel in it.
 choose_folder() {
     local here
+    named=1
     here=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd) || fail "cannot enter the folder of this script"
     folder=${MINDX_WHEEL_DIR:-$here}
     if [ -n "${_MINDX_SOURCED:-}" ]; then
@@ -74,6 +75,7 @@ choose_folder() {
     elif [ $# -gt 0 ]; then
         folder=$1
     fi
+    if [ -z "${MINDX_WHEEL_DIR:-}" ] && [ "$folder" = "$here" ]; then named=''; fi
     [ -d "$folder" ] || fail "'$folder' is not a folder; give the folder that holds the wheel"
     folder=$(CDPATH='' cd -- "$folder" && pwd) || fail "cannot enter '$folder'"
 }
@@ -92,27 +94,40 @@ choose_python() {
     [ -n "$python" ] || fail "no python3 and no python on PATH; set PYTHON to the interpreter of the job"
     case "$python" in /*) ;; */*) python=$PWD/$python ;; esac
     version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2]); sys.exit(sys.version_info < (3, 10))') ||
-        fail "$python is Python $(tail -n 1 <<<"${version:-(it does not run)}"); 3.10 or newer is needed, set PYTHON to one"
+        fail "$python is Python ${version:-(it does not run)}; 3.10 or newer is needed, set PYTHON to one"
 }
 
-# Only where something is to be installed, or a version to be compared, is pip needed.
-fail_without_pip() {
-    if "$python" -c 'import ensurepip' >/dev/null 2>&1; then
-        fail "$python has no pip; give it one: $python -m ensurepip"
-    fi
-    fail "$python has no pip and cannot make one; install your system's package for it (Debian: python3-pip), or set " \
-        "PYTHON to an interpreter that has pip"
+# Called where something has to be installed; without that pip is not needed.
+require_pip() {
+    "$python" -m pip --version >/dev/null 2>&1 && return
+    "$python" - "$work/remedy" <<'PY' || fail "$python has no pip; install it"
+import importlib.util, os, shlex, sys, sysconfig
+
+here, able = sys.prefix != sys.base_prefix, importlib.util.find_spec("ensurepip") is not None
+managed = not here and os.path.exists(os.path.join(sysconfig.get_path("stdlib"), "EXTERNALLY-MANAGED"))
+command = f"{shlex.quote(sys.executable)} -m ensurepip"
+if able and here:
+    remedy = f"run: {command}"
+elif able and not managed:
+    remedy = f"run: {command} --user"
+elif here:
+    remedy = "install your system's python3-venv and make the virtual environment anew, or one that has pip"
+else:
+    remedy = "install your system's python3-pip"
+with open(sys.argv[1], "w", encoding="utf-8") as file:
+    print(remedy, file=file)
+PY
+    fail "$python has no pip; $(cat -- "$work/remedy")"
 }
 
 # Looks, changes nothing, and leaves what it found in the file "$work/facts" as shell assignments:
-#   wheel version       the newest wheel, by PEP 440; no wheel: that of the installed package
+#   wheel url version   the newest wheel, by PEP 440, its path as a URL, its version; no wheel: what is installed
 #   state               current (what is installed is what the wheel holds) or absent
 #   mode where          site, user or target; the folder that the package is, or will be, imported from
 #   missing             requirements of the wheel that are not met (an array)
 probe() {
-    local status=0
-    "$python" - "$folder" "$work/facts" <<'PY' || status=$?
-import hashlib, importlib.util, os, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
+    "$python" - "$folder" "$work/facts" "$named" <<'PY' || { if [ $? -eq 3 ]; then require_pip; fi; exit 1; }
+import hashlib, importlib.util, os, pathlib, re, shlex, site, sys, sysconfig, tempfile, zipfile, zlib
 from email.parser import Parser
 from importlib import metadata
 
@@ -124,9 +139,9 @@ except ImportError:
         from pip._vendor.packaging.requirements import Requirement
         from pip._vendor.packaging.version import InvalidVersion, Version
     except ImportError:
-        sys.exit(3)
+        sys.exit(3)  # neither: only pip, which is missing, could install anything
 
-folder, facts = sys.argv[1:]
+folder, facts, named = sys.argv[1:]
 
 
 def say(text):
@@ -136,6 +151,29 @@ def say(text):
 def fail(text):
     say(f"ERROR: {text}")
     sys.exit(1)
+
+
+def write_facts(missing, **values):
+    with open(facts, "w", encoding="utf-8") as file:
+        for key, value in values.items():
+            print(f"{key}={shlex.quote(value)}", file=file)
+        print(f"missing=({' '.join(map(shlex.quote, missing))})", file=file)
+
+
+def installed_already():
+    """Version and folder of the mindx_elastic that Python imports; None where it is not there, or was not installed."""
+    for dist in metadata.distributions(name="mindx_elastic"):
+        spec = importlib.util.find_spec("mindx_elastic")
+        if spec is None or not spec.origin:
+            return None
+        lacking = list(unmet(dist.metadata))
+        if lacking:
+            fail(
+                f"mindx_elastic {dist.version} is installed without {', '.join(lacking)}; install that, or put the "
+                f"wheel into '{folder}'"
+            )
+        return dist.version, os.path.dirname(os.path.dirname(os.path.realpath(spec.origin)))
+    return None
 
 
 def newest_wheel():
@@ -154,8 +192,12 @@ def newest_wheel():
             found.append(((Version(match[1]), int(match[2] or -1), match[3] or ""), name))
         except InvalidVersion:
             say(f"skipping '{name}': not a name that our wheels have")
+    if not found and not named and (installed := installed_already()) is not None:
+        say(f"no wheel in '{folder}': taking what is installed")
+        write_facts(wheel="", url="", version=installed[0], state="current", mode="site", where=installed[1], missing=[])
+        sys.exit(0)
     if not found:
-        return None
+        fail(f"no mindx_elastic-<version>-py3-none-any.whl in '{folder}'; put the wheel there, or give its folder")
     if len(found) > 1:
         say(f"{len(found)} wheels in '{folder}', taking the newest version: {max(found)[1]}")
     (version, *_), name = max(found)
@@ -213,23 +255,17 @@ def writable(path):
         return False
 
 
-def checked(place):
-    if os.pathsep in place:
-        fail(f"'{place}' has a '{os.pathsep}' in it, which PYTHONPATH cannot hold; set MINDX_INSTALL_DIR to another folder")
-    return place
-
-
 def own_folder(version, digest):
     name = os.path.join(f"py{sys.version_info[0]}.{sys.version_info[1]}", f"{version}-{digest[:12]}")
     if os.environ.get("MINDX_INSTALL_DIR"):
         chosen = os.path.abspath(os.environ["MINDX_INSTALL_DIR"])
         if not writable(chosen):
             fail(f"MINDX_INSTALL_DIR='{chosen}' cannot be written to")
-        return checked(os.path.join(chosen, name))
+        return os.path.join(chosen, name)
     roots = [os.path.join(os.path.expanduser("~"), ".local", "share", "mindx_elastic"), os.path.join(folder, ".installed")]
     for root in roots:
         if os.path.isabs(root) and writable(root):
-            return checked(os.path.join(root, name))
+            return os.path.join(root, name)
     fail(f"nowhere to install: neither Python's own folder nor {' nor '.join(roots)} can be written to; set MINDX_INSTALL_DIR")
 
 
@@ -273,37 +309,14 @@ def installed_from(wheel, paths):
     return None
 
 
-def installed():
-    """Metadata and folder of the package that is installed already, from whatever source. Ends the script without."""
-    try:
-        spec = importlib.util.find_spec("mindx_elastic")
-        meta = metadata.metadata("mindx_elastic")
-    except metadata.PackageNotFoundError:
-        spec = None
-    if spec is None or not spec.origin:
-        fail(f"no mindx_elastic-<version>-py3-none-any.whl in '{folder}'; put the wheel there, or give its folder")
-    missing = list(unmet(meta))
-    if missing:
-        fail(
-            f"mindx_elastic {meta['Version']} is installed, but not what it needs ({', '.join(missing)}), and "
-            f"'{folder}' holds no wheel; install that, or put the wheel there"
-        )
-    say(f"no wheel in '{folder}'; using the mindx_elastic that is installed")
-    return meta, os.path.dirname(os.path.dirname(os.path.realpath(spec.origin)))
-
-
-newest = newest_wheel()
-if newest is None:
-    meta, where = installed()
-    wheel, version, missing, chosen, state, mode = "", meta["Version"], [], None, "current", "site"
-else:
-    wheel, version = newest
-    meta, digest = read_metadata(wheel, version)
-    missing = list(unmet(meta))
-    chosen = os.environ.get("MINDX_INSTALL_DIR")
-    where = None if chosen or missing else installed_from(wheel, sys.path)
+wheel, version = newest_wheel()
+meta, digest = read_metadata(wheel, version)
+missing = list(unmet(meta))
+chosen = os.environ.get("MINDX_INSTALL_DIR")
+where = None if chosen or missing else installed_from(wheel, sys.path)
+if where is not None:
     state, mode = "current", "site"
-if where is None:
+else:
     mode, where, note = choose_place(version, digest)
     state = "absent"
     if mode == "target" and os.path.isdir(where):
@@ -312,16 +325,10 @@ if where is None:
             state = "current"
     if note and state == "absent":
         say(note)
-with open(facts, "w", encoding="utf-8") as file:
-    for key, value in {"wheel": wheel, "version": str(version), "state": state, "mode": mode, "where": where}.items():
-        print(f"{key}={shlex.quote(value)}", file=file)
-    print(f"missing=({' '.join(map(shlex.quote, missing))})", file=file)
+# As a URL: in a path pip takes ";" for the beginning of a condition, and "[" for that of an extra.
+url = pathlib.Path(wheel).as_uri()
+write_facts(wheel=wheel, url=url, version=str(version), state=state, mode=mode, where=where, missing=missing)
 PY
-    case $status in
-        0) ;;
-        3) fail_without_pip ;;
-        *) exit 1 ;;
-    esac
     # shellcheck source=/dev/null
     . "$work/facts"
 }
@@ -335,25 +342,21 @@ run_pip() {
 
 # The requirements first: if one cannot be had, an older mindx_elastic goes on working. --force-reinstall, because a
 # rebuilt wheel often has the version of the installed one, and pip would keep that.
-#
-# The wheel is named from the folder it is copied to: pip takes what follows a ";" in a path for a condition.
 install_wheel() {
-    local place copy
-    "$python" -m pip --version >/dev/null 2>&1 || fail_without_pip
-    copy=./$(basename -- "$wheel")
-    cp -- "$wheel" "$copy" || fail "cannot copy '$wheel' to '$work'"
+    local place
+    require_pip
     case "$mode" in
         site | user)
             if [ "$mode" = user ]; then place=--user; else place=--no-user; fi
             [ ${#missing[@]} -eq 0 ] || run_pip "$place" "${missing[@]}"
-            run_pip "$place" --no-deps --force-reinstall "$copy"
+            run_pip "$place" --no-deps --force-reinstall "$url"
             ;;
         target)
             # Built aside and renamed: the folder is there whole or not at all. Its name has the wheel's digest in it.
             unfinished=$where.unfinished.$$
             mkdir -p -- "$unfinished" || fail "cannot make '$unfinished'"
             [ ${#missing[@]} -eq 0 ] || run_pip --target "$unfinished" "${missing[@]}"
-            run_pip --target "$unfinished" --no-deps "$copy"
+            run_pip --target "$unfinished" --no-deps "$url"
             rm -rf -- "$where"
             mv -- "$unfinished" "$where" || fail "cannot rename '$unfinished' to '$where'"
             ;;
@@ -416,7 +419,6 @@ set_python_path() {
 }
 
 main() {
-    local how
     if [ -z "${_MINDX_SOURCED:-}" ]; then
         case "${1-}" in
             -h | --help)
@@ -427,9 +429,19 @@ main() {
         esac
         [ $# -le 1 ] || fail "one folder at most, $# arguments given (quote a name that has spaces); see --help"
     fi
-    # Only the finished export lines go to standard output, which the caller evaluates; what Python prints when it starts
-    # (a sitecustomize), or pip, or anything else, goes where messages go.
+    # What the caller evaluates is what `print_exports` prints and nothing else: whatever Python says when it starts (a
+    # `sitecustomize`, a wrapper around it) or while the package is imported goes to standard error.
     exec 3>&1 1>&2
+    prepare "$@" 3>&-
+    print_exports >&3
+    if [ -z "${_MINDX_SOURCED:-}" ]; then
+        # shellcheck disable=SC2016
+        say 'nothing is set yet: source this script, or use: eval "$(bash ma_pre_start.sh)"'
+    fi
+}
+
+prepare() {
+    local how
     choose_folder "$@"
     choose_python
     unfinished=''
@@ -448,10 +460,6 @@ main() {
     fi
     check_import || fail "mindx_elastic $version is installed but cannot be used by $python; the reason is above"
     say "mindx_elastic $version $how in '$where' for $python"
-    print_exports >&3
-    # shellcheck disable=SC2016
-    [ -n "${_MINDX_SOURCED:-}" ] ||
-        say 'nothing is set in the calling shell by this: source the script, or write eval "$(bash ma_pre_start.sh)"'
 }
 
 main "$@"

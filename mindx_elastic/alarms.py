@@ -8,9 +8,13 @@ from typing import Any
 from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.deadline import Deadline
 from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.events import logger
 from mindx_elastic.policy import EXIT_TEMPORARY, ExitPolicy
+from mindx_elastic.printable import printable
 
 __all__ = ["Alarms"]
+
+_LEAST_GRACE_S = 3.0  # what somebody else's request cannot shorten
 
 
 class Alarms:
@@ -28,10 +32,10 @@ class Alarms:
 
     def of_request(self, reason: str, exit_code: int) -> Alarm:
         """The program itself asked for a stop."""
-        return self._make("request", reason, exit_code)
+        return self._make("request", printable(reason, 400), exit_code)
 
     def of_exception(self, error: BaseException) -> Alarm:
-        return self._make("exception", f"exception: {type(error).__name__}: {error}"[:300], 1)
+        return self._make("exception", printable(f"exception: {type(error).__name__}: {error}"[:300]), 1)
 
     def of_death(self, ranks: Sequence[int]) -> Alarm:
         """Other ranks are gone. No step that needs them can end."""
@@ -44,25 +48,53 @@ class Alarms:
         return self._make("signal", reason, EXIT_TEMPORARY)  # no number: whoever answers any signal answers this
 
     def of_fault(self, reason: str) -> Alarm:
-        return self._make("fault", reason, self._exit_code("fault", EXIT_TEMPORARY))
+        return self._make("fault", printable(reason, 400), self._exit_code("fault", EXIT_TEMPORARY))
 
     def of_agent(self, content: Mapping[str, Any]) -> Alarm:
         """The agent of this machine has sent `content` (see `agent_link`)."""
         kind = content["kind"] if content["kind"] in ("fault", "peer", "request") else "request"
-        code = self._exit_code(kind, int(content.get("exit_code", EXIT_TEMPORARY)))
-        grace_s = min(self._settings.grace_s, max(0.5, float(content.get("grace_s", self._settings.grace_s))))
-        return Alarm(kind, str(content["reason"]), Deadline.after(grace_s), code, origin=self._ranks.rank)
+        told, grace = content.get("exit_code"), content.get("grace_s")
+        known = isinstance(told, int) and not isinstance(told, bool) and 0 <= told <= 255
+        code = self._exit_code(kind, told if known else EXIT_TEMPORARY)  # type: ignore[arg-type]
+        grace_s = self._settings.grace_s
+        if isinstance(grace, (int, float)) and not isinstance(grace, bool) and grace == grace:
+            grace_s = min(grace_s, max(0.5, grace))
+        return Alarm(kind, printable(content["reason"], 400), Deadline.after(grace_s), code, origin=self._ranks.rank)
 
-    def of_peer(self, content: Mapping[str, Any]) -> Alarm:
-        """Another rank's request, as `for_peers` made it."""
-        grace_s = min(self._settings.grace_s, float(content["grace_left_s"]))
+    def of_peer(self, content: Mapping[str, Any], *, trusted: bool = False) -> Alarm:
+        """Another rank's request, as `for_peers` made it and `stop_request.parse_request` has checked it.
+
+        `trusted`: nobody but a rank of this job can have written it. If not, it may stop the job and no more: how the
+        process leaves then follows from this rank's own policies, it never looks like a training that has finished, and
+        time enough to save is left.
+        """
+        kind, signum, told = str(content["kind"]), content.get("signum"), int(content["exit_code"])
+        least_s = 0.5 if trusted else min(self._settings.grace_s, _LEAST_GRACE_S)
+        grace_s = min(self._settings.grace_s, max(least_s, float(content["grace_left_s"])))
+        if kind == "exception":
+            code = EXIT_TEMPORARY
+        elif trusted:
+            code = told
+        elif kind == "signal":
+            code = EXIT_TEMPORARY if signum is None else self._exit_code("signal", exit_code_of_signal(signum))
+        elif kind == "request":
+            code = told or EXIT_TEMPORARY
+            if not told:
+                logger.warning(
+                    "rank %s asks for exit code 0, which anybody who reaches the store could do: %d is used. Give all "
+                    "ranks a key (MINDX_JOB_KEY_FILE), then it is believed",
+                    content["origin"],
+                    EXIT_TEMPORARY,
+                )
+        else:
+            code = self._exit_code(kind, EXIT_TEMPORARY)
         return Alarm(
-            kind=str(content["kind"]),
+            kind=kind,
             reason=f"{content['reason']} on rank {content['origin']}",
-            deadline=Deadline.after(max(0.5, grace_s)),
-            exit_code=EXIT_TEMPORARY if content["kind"] == "exception" else int(content["exit_code"]),
+            deadline=Deadline.after(grace_s),
+            exit_code=code,
             origin=int(content["origin"]),
-            signum=content.get("signum"),
+            signum=signum,
         )
 
     def for_peers(self, alarm: Alarm) -> dict[str, Any]:

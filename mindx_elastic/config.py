@@ -19,6 +19,7 @@ __all__ = [
     "MIN_GRACE_S",
     "AgentInfo",
     "FaultPaths",
+    "KeySettings",
     "MemorySettings",
     "RankInfo",
     "RedundancySettings",
@@ -163,6 +164,31 @@ class AgentInfo:
         if not folder:
             return None
         return cls(folder=Path(folder), pid=pid, run_dir=Path(run_dir) if run_dir else None, attempt=attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeySettings:
+    """What seals the ranks' messages, see `agreement.job_key`."""
+
+    text: str = field(default="", repr=False)
+    """``MINDX_JOB_KEY``: the key itself; empty: not given."""
+    file: Path | None = None
+    """``MINDX_JOB_KEY_FILE``: private file with the key; None: not given."""
+    local_world_size: int = 0
+    """``LOCAL_WORLD_SIZE``: how many ranks this node's launcher has started; 0: it does not tell."""
+    job: str = ""
+    """``TORCHELASTIC_RUN_ID``: the launcher's name of the job."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> KeySettings:
+        env = os.environ if env is None else env
+        file = env.get("MINDX_JOB_KEY_FILE", "").strip()
+        return cls(
+            text=env.get("MINDX_JOB_KEY", "").strip(),
+            file=Path(file) if file else None,
+            local_world_size=_integer(env, "LOCAL_WORLD_SIZE", 0),
+            job=env.get("TORCHELASTIC_RUN_ID", "").strip(),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

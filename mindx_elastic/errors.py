@@ -4,6 +4,7 @@
 
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
+    +-- UntrustedMessageError (ValueError)   the store holds what no rank of this job has written
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
@@ -25,6 +26,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from mindx_elastic.printable import printable
+
 __all__ = [
     "ArenaError",
     "CheckpointError",
@@ -38,6 +41,7 @@ __all__ = [
     "SaveError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
+    "UntrustedMessageError",
     "UsageError",
 ]
 
@@ -45,11 +49,24 @@ StrPath = str | os.PathLike[str]
 
 
 class MindxError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base of every error that this package raises on purpose.
+
+    Its text is one line, in which nothing that a file, a rank or the platform has said is obeyed by a terminal.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class UsageError(MindxError, ValueError):
     """An argument or a call that cannot work; nothing was started and nothing was written."""
+
+
+class UntrustedMessageError(MindxError, ValueError):
+    """The job's store holds a value that none of its ranks has written: different keys, or somebody else writes there.
+
+    Raised at the start, where nothing has been changed yet.
+    """
 
 
 class UnsupportedStateError(MindxError, TypeError):

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.printable import printable, printable_block
 from mindx_elastic.ready_thread import ReadyThread
 
 __all__ = [
@@ -50,7 +51,24 @@ class _Fallback(logging.Filter):
         return True
 
 
+class _Shown(logging.Filter):
+    """What others have said in a message (file names, reasons, texts of exceptions) is shown, not obeyed.
+
+    On the logger, not on a handler: the program may have handlers of its own. A record is one line, but for tracebacks.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            record.msg, record.args = printable(record.getMessage()), None
+        except Exception:  # a message that does not fit its arguments: the handler says so
+            return True
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable_block(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
 logger = logging.getLogger("mindx_elastic")
+logger.addFilter(_Shown())
 logger.addFilter(_Fallback())
 GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 
 from mindx_elastic.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
 from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.alarm.flag_file import AnsweredFlags, FlagFile, watch_flag_file
@@ -30,7 +31,9 @@ _FAULT_POLL_S = 1.0
 
 def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
     """Learn which ranks live on this machine. Main thread, all ranks together."""
-    return PeerWatch(exchange.gather("identity", own_identity(), _START_TIMEOUT_S), rank=ranks.rank)
+    identities = exchange.gather("identity", own_identity(), _START_TIMEOUT_S)
+    with making_sense("the process ids of the ranks"):
+        return PeerWatch(identities, rank=ranks.rank)
 
 
 def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exchange) -> None:
@@ -38,9 +41,11 @@ def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exc
 
     `own`: of this rank's file. Main thread, all ranks together, after a resume.
     """
-    exchange.publish("flags", json.dumps(list(own)))
-    for text in exchange.collect("flags", _START_TIMEOUT_S):
-        flags.take_over(json.loads(text))
+    texts = exchange.gather("flags", json.dumps(list(own)), _START_TIMEOUT_S)
+    with making_sense("the flag files that have stopped the ranks"):
+        found = [[str(flag) for flag in json.loads(text)] for text in texts]
+    for each in found:
+        flags.take_over(each)
 
 
 class Listening:
@@ -59,7 +64,8 @@ class Listening:
         """Main thread. `stack` restores the handlers at the end."""
         self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
         alarms, post = stopper.alarms, self._watcher.post
-        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content))))
+        trusted = exchange.is_sealed
+        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, trusted=trusted))))
         peers.start(self._watcher, stopper.hear_death)
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:

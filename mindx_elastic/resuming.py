@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense, whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
@@ -27,6 +28,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
+from mindx_elastic.printable import printable
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.reading import Transport
 from mindx_elastic.resume.restore import Resumed, Target, find_and_read
@@ -43,6 +45,7 @@ __all__ = [
 ]
 
 _RUN_ID_TIMEOUT_S = 600.0
+_LONGEST_RUN_ID = 1000
 
 
 @dataclass(frozen=True)
@@ -102,10 +105,13 @@ def start_or_resume(
     on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     own_id = found.checkpoint.info.run_id if found else fresh_id
-    events.run_id = run_id = exchange.gather("run_id", own_id, _RUN_ID_TIMEOUT_S)[0]
+    told_id = exchange.gather("run_id", own_id, _RUN_ID_TIMEOUT_S)[0]
+    events.run_id = run_id = printable(told_id, _LONGEST_RUN_ID)
     # Launchers count for themselves, on each node; files of two attempts are never put together.
     own_attempt = str(ranks.attempt if found is None else found.next_attempt)
-    events.attempt = max(map(int, exchange.gather("attempt", own_attempt, _RUN_ID_TIMEOUT_S)))
+    attempts = exchange.gather("attempt", own_attempt, _RUN_ID_TIMEOUT_S)
+    with making_sense("the number of attempts"):
+        events.attempt = max(whole_number(text, 0, 10**9) for text in attempts)
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import whole_number
 from mindx_elastic.capture.arena import RankArena
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
@@ -215,11 +216,12 @@ class Snapshotter:
                 if time.monotonic() > end:
                     raise TimeoutError(f"a rank is {_AGREEMENT_S:g} s behind")
                 time.sleep(_ASK_AGAIN_S)
+            intervals = [whole_number(text, 1, 10**9) for text in found]
         except Exception as error:
             logger.warning("the ranks could not agree on a snapshot interval (%s); there are no snapshots", error)
             self.schedule.every = 0
             return
-        self.schedule.agree([int(text) for text in found])
+        self.schedule.agree(intervals)
         self._arena.interval = interval = self.schedule.every or 0
         logger.info("a snapshot in memory every %d steps costs less than 1%% of the step time", interval)
         self._events.emit("snapshot_every", step=self._collector.position.step, outcome=str(interval))

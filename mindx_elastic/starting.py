@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.alarm.fault_report import Faults, default_fault_sources, default_node_map, merge, read_faults
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.targets import RESERVED_NAMES
@@ -124,10 +125,11 @@ def faults_at_start(ranks: RankInfo, exchange: Exchange) -> KnownFaults:
     Main thread, all ranks together: the mounts of two nodes may be a moment apart.
     """
     own = _read_faults(ranks)
-    text = json.dumps([sorted(own.ranks), own.created])
-    found = [json.loads(each) for each in exchange.gather("faults", text, _START_TIMEOUT_S)]
-    created = [stamp for named, stamp in found if named and stamp is not None]
-    return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
+    texts = exchange.gather("faults", json.dumps([sorted(own.ranks), own.created]), _START_TIMEOUT_S)
+    with making_sense("the fault reports that the ranks have read"):
+        found = [json.loads(text) for text in texts]
+        created = [float(stamp) for named, stamp in found if named and stamp is not None]
+        return KnownFaults.of({int(rank) for named, _ in found for rank in named}, max(created, default=None))
 
 
 def _read_faults(ranks: RankInfo) -> Faults:

@@ -10,6 +10,7 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import Standing
 from mindx_elastic.config import RankInfo
@@ -86,7 +87,9 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     given, parts = collector.layouts.standing.given, {}
     if isinstance(given, ByHand):
         parts = given.parts(collector.layouts.shapes())
-    told = [json.loads(text) for text in exchange.gather("by_hand", json.dumps(parts), _START_TIMEOUT_S)]
+    texts = exchange.gather("by_hand", json.dumps(parts), _START_TIMEOUT_S)
+    with making_sense("the layouts given by hand"):
+        told = [{str(p): [int(n) for n in shape] for p, shape in json.loads(text).items()} for text in texts]
     if isinstance(given, ByHand):
         given.learn(told)
     text = json.dumps(_own_strategy(collector, ranks).to_json(), sort_keys=True)
@@ -94,8 +97,9 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
     digests = exchange.gather("strategy", digest, _START_TIMEOUT_S)
     sent = text if digests.index(digest) == ranks.rank else ""
     texts = [each for each in exchange.gather("strategy_text", sent, _START_TIMEOUT_S) if each]
-    specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
-    strategy = Strategy(ranks.world_size, tuple(specs))
+    with making_sense("how the ranks lay out their tensors"):
+        specs = (spec for each in texts for spec in Strategy.from_json(json.loads(each)).tensors)
+        strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.
     samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
     collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])

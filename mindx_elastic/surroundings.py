@@ -12,6 +12,7 @@ from torch import nn
 from mindx_elastic.agent_link import AgentLink
 from mindx_elastic.agreement.connect import store_host
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense, whole_number
 from mindx_elastic.capture.arena import job_folder
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
@@ -75,7 +76,9 @@ class Surroundings:
     def _agree_on_interval(self) -> None:
         """A measured snapshot interval outlives a restart where every rank still knows the same."""
         own = str(0 if self.memory is None else self.memory.interval)
-        found = {int(text) for text in self.exchange.gather("interval", own, _START_TIMEOUT_S)}
+        texts = self.exchange.gather("interval", own, _START_TIMEOUT_S)
+        with making_sense("the snapshot interval of the ranks"):
+            found = {whole_number(text, 0, 10**9) for text in texts}
         if self.memory is None:
             self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
         elif len(found) == 1:

@@ -23,6 +23,7 @@ from mindx_elastic.cli import plan as plan_cli
 from mindx_elastic.config import (
     AgentInfo,
     FaultPaths,
+    KeySettings,
     MemorySettings,
     RankInfo,
     RedundancySettings,
@@ -72,7 +73,7 @@ def variables_in_source() -> set[str]:
     return {a or b for path in SOURCES for a, b in pattern.findall(path.read_text(encoding="utf-8"))}
 
 
-SETTINGS = (RankInfo, Settings, AgentInfo, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
+SETTINGS = (RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
 
 
 def test_no_settings_are_forgotten_here() -> None:
@@ -122,7 +123,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     memory, copies, faults = MemorySettings(), RedundancySettings(), FaultPaths()
     assert (MemorySettings.from_env(recorder), FaultPaths.from_env(recorder)) == (memory, faults)
     assert (AgentInfo.from_env(recorder), TftSettings.from_env(recorder)) == (None, TftSettings())
-    agent = AgentInfo(folder=Path())
+    agent, keys = AgentInfo(folder=Path()), KeySettings.from_env(recorder)
     defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
         "MINDX_AGREEMENT_S": settings.agreement_s,
@@ -137,6 +138,10 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_ARENA_DIR": memory.base,
         "MINDX_SNAPSHOT_EVERY": memory.snapshot_every,
         "MINDX_REDUNDANCY": copies.copies,
+        "MINDX_JOB_KEY": keys.text or None,
+        "MINDX_JOB_KEY_FILE": keys.file,
+        "LOCAL_WORLD_SIZE": keys.local_world_size,
+        "TORCHELASTIC_RUN_ID": keys.job or None,
         "GROUP_RANK": copies.node or None,
         "MINDX_FAULT_DIR": faults.fault_dir,
         "MINDX_RESET_DIR": faults.reset_dir,

@@ -8,10 +8,10 @@ import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import packaging
 import pytest
 
 from tests.environments import SCRIPT, make_environment, run, write_wheel
-from tests.watchdog import MOST_S
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,7 +90,7 @@ def test_two_runs_at_once(machine: Machine) -> None:
     command = ["bash", str(machine.script)]
     env = machine.environment.variables()
     runs = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in "ab"]
-    outputs = [process.communicate(timeout=MOST_S) for process in runs]
+    outputs = [process.communicate(timeout=120) for process in runs]
     assert [process.returncode for process in runs] == [0, 0], outputs
     assert machine.version() == "0.1.0"
 
@@ -284,75 +284,77 @@ def test_a_python_that_will_not_do(machine: Machine) -> None:
     assert_fails(machine.execute(PYTHON=str(old)), "is Python 3.9; 3.10 or newer is needed")
     assert_fails(machine.execute(PYTHON="no-such-python"), "PYTHON='no-such-python' is not a program")
     (machine.environment.site_packages / "links.pth").unlink()
-    assert_fails(machine.execute(), f"has no pip; give it one: {machine.environment.python} -m ensurepip")
-    (machine.environment.site_packages / "ensurepip.py").write_text("raise ImportError")  # Debian leaves it out
-    (machine.environment.site_packages / "ensurepip.pth").write_text(
-        "import sys; sys.path.insert(0, sys.path.pop())"  # in front of the standard library
-    )
-    assert_fails(machine.execute(), "has no pip and cannot make one", "python3-pip")
+    done = machine.execute()
+    assert_fails(done, "has no pip")
+    remedy = done.stderr.partition("has no pip; ")[2]
+    assert remedy.startswith(("run: ", "install your system's python3")) and "--user" not in remedy, "no such in a venv"
 
 
-def test_the_remedy_without_pip_is_one(machine: Machine) -> None:
+def test_pip_is_needed_only_to_install(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
-    (machine.environment.site_packages / "links.pth").unlink()
-    failed = machine.execute()
-    assert_fails(failed, "has no pip; give it one: ")
-    remedy = failed.stderr.strip().rpartition("give it one: ")[2]
-    assert machine.bash(remedy.replace(str(machine.environment.python), '"$PYTHON"')).returncode == 0
     assert machine.execute().returncode == 0
-    assert machine.version() == "0.1.0"
-
-
-def test_an_installed_package_needs_no_wheel(machine: Machine) -> None:
-    wheel = write_wheel(machine.job, "0.1.0")
-    first = machine.execute()
-    wheel.unlink()
-    second = machine.execute()
-    assert second.returncode == 0 and second.stdout == first.stdout
-    assert "no wheel in" in second.stderr and "was installed already" in second.stderr
-    (machine.environment.site_packages / "links.pth").unlink()
-    without_pip = machine.execute()
-    assert_fails(without_pip, "has no pip")
-
-
-def test_an_installed_package_without_what_it_needs_is_named(machine: Machine) -> None:
-    wheel = write_wheel(machine.job, "0.1.0")
+    links = machine.environment.site_packages / "links.pth"
+    links.write_text("")
+    shutil.copytree(Path(packaging.__file__).parent, machine.environment.site_packages / "packaging")
     assert machine.execute().returncode == 0
-    wheel.unlink()
-    (record,) = machine.environment.site_packages.glob("mindx_elastic-*/METADATA")
-    record.write_text(record.read_text().replace("Version: 0.1.0", "Version: 0.1.0\nRequires-Dist: absent>=2"))
-    assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed, but not what it needs (absent>=2)")
+
+
+# --- what Python says by itself ---
+
+
+def say_at_start(machine: Machine) -> None:
+    """A `sitecustomize` as some platforms have it: it greets whoever starts Python."""
+    folder = machine.environment.site_packages
+    (folder / "sitecustomize.py").write_text("print('export HIJACKED=1; echo EVALUATED')\n")
 
 
 def test_what_python_prints_at_its_start_is_not_evaluated(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    (machine.environment.site_packages / "sitecustomize.py").write_text(
-        'print("touch \\"$HOME/evaluated\\"; export PWNED=1")\n'
-    )
+    write_wheel(machine.job, "0.1.0", body="print('touch imported'); __version__ = '0.1.0'")
+    say_at_start(machine)
     for program in ('source "$S"', 'eval "$(bash "$S")"'):
-        done = machine.bash(f'{program}; echo "status $?"; env | grep -c PWNED; type -t mindx-elastic')
-        assert done.stdout == "status 0\n0\nfile\n", done.stderr
-    assert not (machine.environment.home / "evaluated").exists()
-    assert "export PWNED=1" in done.stderr  # the line was printed, and went where messages go
-    assert "PWNED" not in machine.execute().stdout
+        done = machine.bash(f'{program}; echo "status $? ${{HIJACKED-unset}} $MS_ENABLE_GRACEFUL_EXIT"')
+        assert done.stdout == "status 0 unset 1\n", done.stderr
+    done = machine.execute()
+    assert [line for line in done.stdout.splitlines() if not line.startswith("export ")] == []
+    assert "HIJACKED" not in done.stdout
+    assert "HIJACKED" in done.stderr, "it is seen, though"
 
 
-@pytest.mark.parametrize("name", ["a;b", "a; python_version<'3' [c]#d%20@e"])
-def test_folders_with_characters_that_pip_takes_for_its_own(tmp_path: Path, name: str) -> None:
-    (tmp_path / name).mkdir()
-    machine = Machine(tmp_path / name)
+@pytest.mark.parametrize("place", ["a;b", "a b;python_version<'3'", "a[b]", "a#b", "a%3Bb"])
+def test_a_folder_with_characters_that_mean_something_to_pip(machine: Machine, place: str) -> None:
+    write_wheel(machine.place / place, "0.1.0")
+    done = machine.execute(place)
+    assert done.returncode == 0, done.stderr
+    assert machine.version() == "0.1.0"
+
+
+def test_bash_instead_of_source_says_that_nothing_is_set(machine: Machine) -> None:
     write_wheel(machine.job, "0.1.0")
-    chosen = str(machine.place / "x;y")
-    for more in ({}, {"MINDX_INSTALL_DIR": chosen}):
-        done = machine.bash('source "$S" && "$PYTHON" -c "import mindx_elastic as m; print(m.__version__)"', **more)
-        assert done.stdout == "0.1.0\n", done.stderr
-    assert_fails(machine.execute(MINDX_INSTALL_DIR=f"{chosen}:z"), "which PYTHONPATH cannot hold")
-
-
-def test_without_source_it_says_that_nothing_is_set(machine: Machine) -> None:
-    write_wheel(machine.job, "0.1.0")
-    assert "nothing is set in the calling shell by this: source the script" in machine.execute().stderr
+    assert 'nothing is set yet: source this script, or use: eval "$(bash' in machine.execute().stderr
     assert "nothing is set" not in machine.bash('source "$S"').stderr
+
+
+def test_without_a_wheel_what_is_installed_will_do(machine: Machine) -> None:
+    wheel = write_wheel(machine.job, "0.1.0")
+    machine.execute()
+    wheel.unlink()
+    done = machine.bash('source "$S"; echo "status $? $MS_ENABLE_GRACEFUL_EXIT"; type -p mindx-elastic')
+    assert done.stdout.startswith("status 0 1\n") and done.stdout.endswith("mindx-elastic\n"), done.stderr
+    assert "taking what is installed" in done.stderr and "mindx_elastic 0.1.0 was installed already" in done.stderr
+    assert_fails(machine.execute(str(machine.place)), "no mindx_elastic-<version>-py3-none-any.whl in")
+    (machine.environment.site_packages / "mindx_elastic" / "__init__.py").write_text("import gone\n")
+    assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed but cannot be used")
+
+
+def test_without_a_wheel_what_is_installed_must_have_what_it_needs(machine: Machine) -> None:
+    wheel = write_wheel(machine.job, "0.1.0", requires=["small_thing>=1"])
+    index = machine.place / "index"
+    write_wheel(index, "1.5", name="small_thing")
+    assert machine.execute(PIP_FIND_LINKS=index.as_uri()).returncode == 0
+    wheel.unlink()
+    for folder in machine.environment.site_packages.glob("small_thing*"):
+        shutil.rmtree(folder)
+    assert_fails(machine.execute(), "mindx_elastic 0.1.0 is installed without small_thing>=1")
 
 
 # --- sourced ---

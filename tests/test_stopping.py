@@ -406,3 +406,53 @@ def test_the_last_resort_refuses_what_is_no_boundary(parts: Parts) -> None:
     parts.stopper.save_as_last_resort(alarm)
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
     assert parts.stopper.failure == "an optimizer.step() was in progress or failed half-way"
+REQUEST = {"kind": "request", "reason": "enough", "exit_code": 0, "origin": 1, "signum": None, "grace_left_s": 30.0}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({}, 75),  # never as if the training had finished
+        ({"exit_code": 9}, 9),
+        ({"kind": "signal", "signum": 15, "exit_code": 0}, 143),
+        ({"kind": "signal", "exit_code": 0}, 75),
+        ({"kind": "flag", "exit_code": 143}, 0),  # this rank's own policy says so
+        ({"kind": "fault", "exit_code": 0}, 75),
+        ({"kind": "peer", "exit_code": 0}, 75),
+        ({"kind": "exception", "exit_code": 0}, 75),
+    ],
+)
+def test_how_to_leave_is_not_for_a_stranger_to_say(make_parts: Make, change: dict[str, Any], code: int) -> None:
+    alarms = make_parts(exit_codes={"flag": 0}).stopper.alarms
+    assert alarms.of_peer({**REQUEST, **change}).exit_code == code
+
+
+def test_another_rank_that_is_known_may_say_how_to_leave(parts: Parts) -> None:
+    assert parts.stopper.alarms.of_peer(REQUEST, trusted=True).exit_code == 0
+    assert parts.stopper.alarms.of_peer({**REQUEST, "kind": "exception"}, trusted=True).exit_code == 75
+
+
+@pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])
+def test_a_stranger_cannot_take_the_time_to_save(parts: Parts, left_s: float) -> None:
+    assert parts.stopper.alarms.of_peer({**REQUEST, "grace_left_s": left_s}).deadline.remaining_s() > 2
+    assert parts.stopper.alarms.of_peer({**REQUEST, "grace_left_s": left_s}, trusted=True).deadline.grace_s == 0.5
+
+
+def test_a_reason_is_shown_not_obeyed(parts: Parts) -> None:
+    alarms = parts.stopper.alarms
+    foreign = "\x1b[31mred\r\nline"
+    for alarm in (
+        alarms.of_request(foreign, 0),
+        alarms.of_fault(foreign),
+        alarms.of_exception(ValueError(foreign)),
+        alarms.of_agent({"kind": "peer", "reason": foreign}),
+    ):
+        assert alarm.reason.isprintable() and "red" in alarm.reason
+
+
+@pytest.mark.parametrize(
+    "content", [{"exit_code": "x"}, {"exit_code": -1}, {"grace_s": "x"}, {"grace_s": float("nan")}]
+)
+def test_an_order_without_sense_still_stops(parts: Parts, content: dict[str, Any]) -> None:
+    alarm = parts.stopper.alarms.of_agent({"kind": "fault", "reason": "x", **content})
+    assert (alarm.exit_code, alarm.deadline.grace_s) == (75, 30.0)

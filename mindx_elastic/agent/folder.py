@@ -6,6 +6,7 @@
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
         rank_{r}.page                                    see `status_page`
+        job.key                                          of a job of one node, see `agreement.job_key`
 
 Removed at the agent's end. What a killed agent left is removed by the next one of the same user: its process is gone,
 or its process id belongs to a process that started at another time. Folders of agents in other process-id namespaces
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.liveness import is_alive
+from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.capture.arena import user_folder
 from mindx_elastic.errors import UsageError
@@ -34,7 +36,7 @@ from mindx_elastic.status_page import read_page
 
 __all__ = ["AgentFolder", "remove_dead_folders"]
 
-_IDENTITY = "agent.json"
+_IDENTITY, _KEY = "agent.json", "job.key"
 _PREFIX = "agent-"
 _MAX_BYTES = 1 << 16
 
@@ -65,6 +67,12 @@ class AgentFolder:
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / "control.json")
+
+    def make_key(self) -> Path:
+        """A new secret for the workers to seal their messages with. Once. Raises OSError."""
+        path = self.path / _KEY
+        write_key_file(path)
+        return path
 
     def forget_workers(self) -> None:
         """Before new workers start: the pages and orders of the old ones."""

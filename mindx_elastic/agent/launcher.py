@@ -31,7 +31,7 @@ from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.alarm import exit_code_of_signal
-from mindx_elastic.config import FaultPaths, Settings
+from mindx_elastic.config import FaultPaths, KeySettings, Settings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
@@ -160,6 +160,12 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"
+    if options.job_key_file is not None:
+        os.environ.pop("MINDX_JOB_KEY", None)  # else it would go before the file
+        os.environ["MINDX_JOB_KEY_FILE"] = str(options.job_key_file)
+    elif plan.config.max_nodes == 1 and not KeySettings.from_env().text:
+        # By a file, not in the environment, which programs like to print.
+        os.environ["MINDX_JOB_KEY_FILE"] = str(folder.make_key())
 
 
 def _open_rendezvous(config: LaunchConfig) -> RendezvousHandler:

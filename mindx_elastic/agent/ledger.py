@@ -31,6 +31,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.events import EventLog
+from mindx_elastic.printable import printable
 
 __all__ = [
     "FAILED",
@@ -269,14 +270,14 @@ def _cells(record: AttemptRecord, still_open: str) -> dict[str, str]:
 def _ending(record: AttemptRecord, still_open: str) -> str:
     if record.outcome is None:
         return still_open
-    cause = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in record.cause or "")
+    cause, outcome = printable(record.cause or ""), printable(record.outcome)
     if len(cause) > _CAUSE_CHARS:
         cause = cause[: _CAUSE_CHARS - 3].rstrip() + "..."
     if cause and record.cause_rank is not None and record.cause_rank >= 0:
         cause = f"rank {record.cause_rank}: {cause}"
-    if record.outcome == FAILED and cause:
+    if outcome == FAILED and cause:
         return cause
-    return f"{record.outcome}: {cause}" if cause else record.outcome
+    return f"{outcome}: {cause}" if cause else outcome
 
 
 def _width_without_cause(rows: Sequence[dict[str, str]]) -> int:

@@ -17,7 +17,8 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from mindx_elastic.agent.arguments import split
-from mindx_elastic.config import MIN_GRACE_S, MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.agreement.job_key import read_key_file
+from mindx_elastic.config import MIN_GRACE_S, KeySettings, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 
@@ -59,6 +60,8 @@ class AgentOptions:
     """Equal failures in a row that stop the job; 0: never."""
     arena_base: Path
     """Memory file system for the agent's folder."""
+    job_key_file: Path | None
+    """Private file with the job's key, absolute; None: none was given."""
     log_level: str
 
 
@@ -154,6 +157,12 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         help="count --max-restarts over the last so many seconds, not over the whole job",
     )
     add(
+        "--job-key-file",
+        metavar="FILE",
+        help="private file with a secret, the same on all nodes: seals what the ranks tell each other (default: "
+        "MINDX_JOB_KEY_FILE or MINDX_JOB_KEY; a job of one node makes its own)",
+    )
+    add(
         "--crash-loop",
         type=_count,
         default=3,
@@ -221,8 +230,22 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,
         arena_base=memory.base or Path("/dev/shm"),
+        job_key_file=_job_key_file(args.job_key_file),
         log_level=settings.log_level,
     )
+
+
+def _job_key_file(text: str | None) -> Path | None:
+    """Read it once here: what cannot be used must not be found out by every worker."""
+    if text is not None:
+        path = Path(text).absolute()
+        read_key_file(path, "--job-key-file")
+        return path
+    settings = KeySettings.from_env()
+    if settings.file is not None and not settings.text:
+        read_key_file(settings.file, "environment variable MINDX_JOB_KEY_FILE")
+        return settings.file.absolute()
+    return None
 
 
 def _make_run_dir(text: str) -> Path:

@@ -42,12 +42,14 @@ from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.policy import EXIT_TEMPORARY
+from mindx_elastic.printable import printable, printable_block
 
 __all__ = ["Supervisor", "print_block"]
 
 _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
+_MEET_TRIES = 3
 
 
 class Supervisor(LocalElasticAgent):
@@ -250,7 +252,18 @@ class Supervisor(LocalElasticAgent):
             self._meet(worker_group)
 
     def _meet(self, worker_group: WorkerGroup) -> None:
-        super()._rendezvous(worker_group)
+        most = _MEET_TRIES if self._num_nodes == 1 else 1  # other nodes would not come a second time
+        for tries_left in reversed(range(most)):
+            try:
+                super()._rendezvous(worker_group)
+                break
+            except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+                # Addresses and ranks come as JSON out of the store, where anybody may have put something else.
+                what = printable(f"{type(error).__name__}: {error}", 300)
+                if not tries_left:
+                    problem = f"what the store of the rendezvous holds makes no sense ({what})"
+                    raise RendezvousError(problem) from error
+                logger.warning("what the store of the rendezvous holds makes no sense (%s); once more", what)
         if (worker_group.group_world_size or 1) > 1:
             self._agree_on_restarts(worker_group)
 
@@ -261,12 +274,13 @@ class Supervisor(LocalElasticAgent):
         workers that believe in different counts no longer do the same things.
         """
         store: Any = group.store
-        most = group.spec.max_restarts
-        store.set(f"mindx/restarts/{group.group_rank}", str(most - self._remaining_restarts))
+        most, nodes = group.spec.max_restarts, int(group.group_world_size or 1)
+        own = most - self._remaining_restarts
+        store.set(f"mindx/restarts/{group.group_rank}", str(own))
         if group.group_rank == 0:
-            counts = store.multi_get([f"mindx/restarts/{node}" for node in range(int(group.group_world_size or 1))])
-            store.set("mindx/restarts", str(max(map(int, counts))))
-        self._remaining_restarts = most - int(store.get("mindx/restarts"))
+            told = store.multi_get([f"mindx/restarts/{node}" for node in range(nodes)])
+            store.set("mindx/restarts", str(max(_restarts(each, own, most) for each in told)))
+        self._remaining_restarts = most - _restarts(store.get("mindx/restarts"), own, most)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
@@ -306,12 +320,20 @@ class Supervisor(LocalElasticAgent):
             with open(self._error_file(local[rank]), "rb") as file:
                 message = json.loads(file.read(_MAX_ERROR_BYTES))["message"]
             text = message["message"] if isinstance(message, dict) else message
-            return str(text).strip().partition("\n")[0][:300]
+            return printable(str(text).strip().partition("\n")[0][:300])
         return ""
 
 
+def _restarts(told: bytes, own: int, most: int) -> int:
+    """How often a node says that it has restarted; ours where that is no such number."""
+    if len(told) <= 9 and told.isdigit() and int(told) <= most:
+        return int(told)
+    logger.warning("the store of the rendezvous holds no count of restarts, but %s; this node's counts", told[:60])
+    return own
+
+
 def print_block(text: str) -> None:
-    """Several lines for a person, without a prefix on each."""
+    """Several lines for a person, without a prefix on each. What others have said in them is shown, not obeyed."""
     with suppress(OSError, ValueError):  # a closed stderr is no reason to stop
-        sys.stderr.write(f"{text}\n")
+        sys.stderr.write(f"{printable_block(text)}\n")
         sys.stderr.flush()

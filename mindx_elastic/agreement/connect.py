@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.agreement.other_launchers import refusal
-from mindx_elastic.config import RankInfo
+from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
 
-__all__ = ["connect_store", "current_ranks", "open_exchange", "store_host"]
+__all__ = ["connect_store", "current_ranks", "current_seal", "open_exchange", "store_host"]
 
+_MISSING_S = 1.0  # how long a call may wait for keys that are said to be there
 _guards = itertools.count()
+_seals: list[Seal] = []
 
 
 def current_ranks(env: RankInfo) -> RankInfo:
@@ -41,18 +48,27 @@ def current_ranks(env: RankInfo) -> RankInfo:
 def open_exchange(ranks: RankInfo) -> Exchange:
     """An exchange under a key prefix of its own: one per attempt and per guard of the process.
 
-    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do.
+    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do. Raises UsageError
+    for a key of the job that cannot be used.
     """
     if ranks.world_size == 1:
         return LocalExchange()
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    number = next(_guards)
+    prefix = _prefix(ranks, str(next(_guards)))
+    base: Any = _get_default_store()
     # torch's env:// start lets rank 0 host it, unless the launcher does.
-    host_rank = 0 if not _is_shared() and isinstance(_innermost(_get_default_store()), dist.TCPStore) else None
+    host_rank = 0 if not _is_shared() and isinstance(_innermost(base), dist.TCPStore) else None
+    seal, on_met = _open_seal(base, prefix, ranks)
     return StoreExchange(
-        lambda: connect_store(ranks, str(number)), rank=ranks.rank, world_size=ranks.world_size, host_rank=host_rank
+        # Half an hour is torch's bound for a key that is missing; waits of ours name their own.
+        lambda: _connect(prefix, timedelta(seconds=_MISSING_S)),
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        host_rank=host_rank,
+        seal=seal,
+        on_met=on_met,
     )
 
 
@@ -61,17 +77,47 @@ def connect_store(ranks: RankInfo, name: str) -> Any:
 
     A wait holds a connection's lock, and torch uses its own. Raises UsageError where torch cannot open another one.
     """
+    return _connect(_prefix(ranks, name), None)
+
+
+def _connect(prefix: str, timeout: timedelta | None) -> Any:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    # Only torchrun's shared store outlives an attempt; elsewhere it is new, and nodes may count attempts differently.
-    prefix = f"mindx/{ranks.attempt if _is_shared() else 0}/{name}"
     base: Any = _get_default_store()  # torch's stubs lack multi_set on PrefixStore; `Store` says what is used
-    return dist.PrefixStore(prefix, base.clone() if hasattr(base, "clone") else _second_connection(base))
+    own = base.clone() if hasattr(base, "clone") else _second_connection(base)
+    if timeout is not None:
+        own.set_timeout(timeout)
+    return dist.PrefixStore(prefix, own)
+
+
+def _prefix(ranks: RankInfo, name: str) -> str:
+    # Only torchrun's shared store outlives an attempt; elsewhere it is new, and nodes may count attempts differently.
+    return f"mindx/{ranks.attempt if _is_shared() else 0}/{name}"
 
 
 def _is_shared() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable[[], None]]:
+    settings = KeySettings.from_env()
+    place = getattr(_innermost(store), "port", "")  # the same for all ranks, whatever they call the host
+    job = f"{settings.job}/{place}/{ranks.world_size}/{prefix}"
+    key, on_met = find_key(settings, job, rank=ranks.rank, world_size=ranks.world_size)
+    if key is None and ranks.rank == 0:
+        logger.info(
+            "what the ranks tell each other is not sealed: whoever reaches the store's port can stop the job. Set "
+            "MINDX_JOB_KEY_FILE, or keep the port from others"
+        )
+    seal = Seal(key, prefix, ranks.rank)
+    _seals[:] = [seal]
+    return seal, on_met
+
+
+def current_seal() -> Seal:
+    """The seal of the exchange that was opened last in this process; one that seals nothing where there is none."""
+    return _seals[-1] if _seals else Seal(None, "", 0)
 
 
 def store_host() -> str:

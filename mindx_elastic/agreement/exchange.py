@@ -9,7 +9,13 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
 ``stop/known``, ``all_know``  how many ranks know that all have finished
+``start/{name}/{rank}``     what the ranks tell each other at the start
 ==========================  =====================================================================
+
+All but counters and bells is sealed where the job has a key (`sealed`). What does not make sense, or is not ours, is
+said once and never obeyed: a rank goes on listening; a cell that holds such a thing counts as empty; a round without
+sound offers ends with each rank acting alone. So whoever may write to the store can delay an agreement or prevent it,
+which a firewall must see to, and cannot make a rank ignore a stop.
 
 O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of
 our own (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
@@ -19,23 +25,29 @@ One bell a rank, and not one for all, lets a rank that ends wake its own listene
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from mindx_elastic.agreement.gather import Gathering
+from mindx_elastic.agreement.sealed import NotOursError, Seal
+from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
     LEFT,
+    MAX_CELL,
     Decision,
     End,
     Offer,
     StopRound,
+    check_decision,
     parse_decision,
     parse_offer,
 )
+from mindx_elastic.errors import UntrustedMessageError
 from mindx_elastic.events import logger
 from mindx_elastic.ready_thread import ReadyThread
 
@@ -46,6 +58,9 @@ _NOTHING = Decision(None)
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
 _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
+_TRIES = 4  # to take a cell back from somebody who writes nonsense into it
+_LOOK_AGAIN_S = 0.05
+_MOST_PAUSE_S = 2.0
 
 
 class Store(Protocol):
@@ -56,7 +71,8 @@ class Store(Protocol):
     def add(self, key: str, amount: int, /) -> int: ...
     def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
     def multi_get(self, keys: list[str], /) -> list[bytes]: ...
     def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
 
@@ -67,8 +83,15 @@ class Exchange(Protocol):
     Called from the watcher thread unless said otherwise.
     """
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether what the others say is known to come from them: nobody else can write it."""
+
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
-        """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop."""
+        """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop.
+
+        The content is checked, see `stop_request.parse_request`.
+        """
 
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         """Ask every rank to stop; returns the request that won, this one or an earlier one."""
@@ -98,7 +121,10 @@ class Exchange(Protocol):
         """Start-up, main thread: make `value` known to all ranks."""
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
-        """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing."""
+        """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing,
+
+        UntrustedMessageError for a value that its rank has not written.
+        """
 
     def try_collect(self, name: str) -> list[str] | None:
         """The values of all ranks if they are all there by now. Any thread, never blocks long.
@@ -111,6 +137,8 @@ class Exchange(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Start-up, main thread: this rank cannot start; see `agreement.gather`."""
+    def derive(self, text: str) -> str:
+        """What all ranks of the job can make of `text` and nobody else; `text` itself where that cannot be."""
 
     def close(self) -> None:
         """End the listener. Main thread."""
@@ -118,6 +146,8 @@ class Exchange(Protocol):
 
 class LocalExchange(Gathering):
     """A job of one rank: nobody to ask."""
+
+    is_sealed = True
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
@@ -163,8 +193,16 @@ class LocalExchange(Gathering):
     def try_collect(self, name: str) -> list[str] | None:
         return [self._values[name]]
 
+    def derive(self, text: str) -> str:
+        return text
+
     def close(self) -> None:
         pass
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether the store has answered that a key is not there."""
+    return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
 
 
 class StoreExchange(Gathering):
@@ -176,48 +214,116 @@ class StoreExchange(Gathering):
     """
 
     def __init__(
-        self, connect: Callable[[], Store], *, rank: int, world_size: int, host_rank: int | None = None
+        self,
+        connect: Callable[[], Store],
+        *,
+        rank: int,
+        world_size: int,
+        host_rank: int | None = None,
+        seal: Seal | None = None,
+        on_met: Callable[[], None] = lambda: None,
     ) -> None:
-        """`host_rank`: the rank whose process hosts the store; None: none of them."""
+        """`host_rank`: the rank whose process hosts the store; None: none of them. `seal`: None: nothing is sealed.
+
+        `on_met` is called once, when every rank is known to have opened its exchange, or at the end.
+        """
         self.rank, self.world_size = rank, world_size
+        self.seal = Seal(None, "", rank) if seal is None else seal
+        self._on_met: Callable[[], None] | None = on_met
         self._host_rank = host_rank
         self._store = connect()
         self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
         self._bell = connect()
         self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
-        self._closed = self._lost = False
+        self._closed = threading.Event()
+        self._lost = False
         self._listener: threading.Thread | None = None
-        self._offered: set[str] = set()
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
+        self._offered: dict[str, Offer] = {}
+        self._said: set[str] = set()
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.seal.is_keyed
+
+    def derive(self, text: str) -> str:
+        return self.seal.derive(text)
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         def run() -> None:
             try:
-                self._bell.wait([f"bell/{self.rank}"], _FOREVER)
-                if self._closed:
-                    return
-                content = json.loads(self._bell.get("request"))
+                content = self._wait_for_request()
             except Exception as error:
                 # The store's host is gone: a peer has died or the job is over. Collectives will tell the main thread.
                 logger.debug("listener of rank %d ended: %s", self.rank, error)
                 return
-            on_request(content)
+            if content is not None:
+                on_request(content)
 
         self._listener = threading.Thread(target=run, name="mindx-listener", daemon=True)
         self._listener.start()
         for caller in self._callers:  # now: a dying process may have no room for another thread
             caller.start()
 
+    def _wait_for_request(self) -> dict[str, Any] | None:
+        """The first request that makes sense; None when the exchange is closed. Raises what a lost store raises.
+
+        Somebody else may ring, or put nonsense where the request belongs: the listener goes on listening.
+        """
+        bell, pause_s = f"bell/{self.rank}", 0.1
+        while True:
+            self._bell.wait([bell], _FOREVER)
+            if self._closed.is_set():
+                return None
+            content = self._find_request()
+            if content is None:
+                self._closed.wait(pause_s)
+                pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+                self._bell.delete_key(bell)
+                if self._closed.is_set():  # its ring may just have been deleted
+                    return None
+                content = self._find_request()  # a request from now on rings anew; this is one that came meanwhile
+            if content is not None:
+                return content
+
+    def _find_request(self) -> dict[str, Any] | None:
+        try:
+            return self._open_request(self._bell.get("request"))
+        except NotOursError as error:
+            self._say_nonsense("request", error)
+        except Exception as error:
+            if not _is_timeout(error):
+                raise
+            self._say_nonsense(f"bell/{self.rank}", NotOursError("it rings, and nobody has asked for a stop"))
+        return None
+
+    def _open_request(self, message: bytes) -> dict[str, Any]:
+        """Raises NotOursError."""
+        text = self.seal.open("request", message, limit=MAX_REQUEST)
+        try:
+            return parse_request(text, self.world_size)
+        except ValueError as error:
+            raise NotOursError(str(error)) from None
+
     def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
         mine = dict(content)
+        message = self.seal.close("request", encode_request(mine))
 
         def ask() -> dict[str, Any]:
+            won, expected = None, b""
             with self._lock:
-                won = json.loads(self._store.compare_set("request", "", json.dumps(mine)))
+                for _ in range(_TRIES):
+                    found = self._store.compare_set("request", expected, message)
+                    try:
+                        won = self._open_request(found)
+                        break
+                    except NotOursError as error:
+                        self._say_nonsense("request", error)
+                        expected = found
                 ranks = range(self.world_size)
                 self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
-            return dict(won)
+            return mine if won is None else won
 
         try:
             return self._bounded(ask, _ANSWER_S)
@@ -233,26 +339,38 @@ class StoreExchange(Gathering):
 
     def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
         round_ = StopRound(self.rank, self.world_size)
+        end = time.monotonic() + timeout_s
         with self._lock:
             # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
             full = name not in self._offered and self._offer(name, offer)
             round_.offer()
-            if full:
-                return round_.decide(self._settle(name, round_.propose(self._all_offers(name))))
-        try:
+            if full and (proposal := self._proposal(name, round_)) is not None:
+                return round_.decide(self._settle(name, proposal))
+        with suppress(Exception):
             self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
-        except Exception:
-            proposal = round_.time_out()
-        else:
-            proposal = _NOTHING  # the cell is set: whatever is proposed now loses
+            while True:
+                with self._lock:
+                    # The cell is set: whatever is proposed now loses.
+                    found = self._look(name, self._store.compare_set(*self._cell(name, _NOTHING)))
+                if found is not None:
+                    return round_.decide(found)
+                if time.monotonic() + _LOOK_AGAIN_S > end:
+                    break
+                time.sleep(_LOOK_AGAIN_S)  # what is there is not ours; somebody may still replace it
         with self._lock:
-            return round_.decide(self._settle(name, proposal))
+            # Whoever has reached the full count may have been given nonsense to read, or there was none: the count,
+            # too, is anybody's. So look for the offers themselves, before acting alone.
+            keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
+            proposal = self._proposal(name, round_) if self._store.check(keys) else None
+            return round_.decide(self._settle(name, proposal or round_.time_out()))
 
     def announce(self, name: str, offer: Offer) -> None:
         def tell() -> None:
             with self._lock:
                 if name not in self._offered and self._offer(name, offer):
-                    self._settle(name, StopRound(self.rank, self.world_size).propose(self._all_offers(name)))
+                    proposal = self._proposal(name, StopRound(self.rank, self.world_size))
+                    if proposal is not None:
+                        self._settle(name, proposal)
 
         try:
             self._bounded(tell, _ANSWER_S)
@@ -284,7 +402,10 @@ class StoreExchange(Gathering):
         def ask() -> bool:
             with self._lock:
                 key = f"stop/offer/{rank}"
-                return self._store.check([key]) and self._store.get(key).decode().partition(":")[0] in (LEFT, "end")
+                if not self._store.check([key]):
+                    return False
+                offer = self._open_offer(key, self._store.get(key), rank)
+                return offer == LEFT or isinstance(offer, End)
 
         try:
             return self._bounded(ask, _ANSWER_S)
@@ -307,7 +428,8 @@ class StoreExchange(Gathering):
 
     def publish(self, name: str, value: str) -> None:
         with self._lock:
-            self._store.set(f"start/{name}/{self.rank}", value)
+            key = f"start/{name}"
+            self._store.set(f"{key}/{self.rank}", self.seal.close(key, value))
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
         keys = [f"start/{name}/{r}" for r in range(self.world_size)]
@@ -319,24 +441,53 @@ class StoreExchange(Gathering):
                     f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} at the start of training; "
                     f"is every rank entering the guard? ({error})"
                 ) from error
-            return [value.decode() for value in self._store.multi_get(keys)]
+            return self._join(name, self._store.multi_get(keys))
+
+    def _join(self, name: str, values: list[bytes]) -> list[str]:
+        try:
+            found = self.seal.join(f"start/{name}", values)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(name, values, error)) from None
+        self._meet()
+        return found
+
+    def _complaint(self, name: str, values: list[bytes], error: NotOursError) -> str:
+        """Which rank's value it is, and what may be the cause."""
+        culprit = ""
+        for rank, value in enumerate(values):
+            try:
+                self.seal.open(f"start/{name}", value, author=rank)
+            except NotOursError as each:
+                culprit, error = f" of rank {rank}", each
+                break
+        return (
+            f"rank {self.rank}: the value {name!r}{culprit} in the store of the process group was not written by this "
+            f"job: {error}. Either the ranks have different keys (give all of them the same MINDX_JOB_KEY or "
+            "MINDX_JOB_KEY_FILE), or somebody else writes to the store: its port must not be reachable for others"
+        )
+
+    def _meet(self) -> None:
+        on_met, self._on_met = self._on_met, None
+        if on_met is not None:
+            on_met()
 
     def try_collect(self, name: str) -> list[str] | None:
         keys = [f"start/{name}/{r}" for r in range(self.world_size)]
 
         def ask() -> list[str] | None:
             with self._lock:
-                return [v.decode() for v in self._store.multi_get(keys)] if self._store.check(keys) else None
+                return self._join(name, self._store.multi_get(keys)) if self._store.check(keys) else None
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
         return self._bounded(ask, _ANSWER_S, give_up=False)
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         try:
             self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
+        self._meet()
         for caller in self._callers:
             caller.close(0.0 if caller.busy else 2.0)
         if self._listener is not None:
@@ -366,14 +517,72 @@ class StoreExchange(Gathering):
 
     def _offer(self, name: str, offer: Offer) -> bool:
         """Publish an offer; True when it was the last one missing."""
-        self._offered.add(name)
-        self._store.set(f"{name}/offer/{self.rank}", str(offer))
+        self._offered[name] = offer
+        key = f"{name}/offer/{self.rank}"
+        self._store.set(key, self.seal.close(key, str(offer)))
         return self._store.add(f"{name}/count", 1) == self.world_size
 
-    def _all_offers(self, name: str) -> list[Offer]:
+    def _open_offer(self, key: str, message: bytes, author: int) -> Offer:
+        """Raises ValueError."""
+        return parse_offer(self.seal.open(key, message, author=author, limit=MAX_CELL))
+
+    def _proposal(self, name: str, round_: StopRound) -> Decision | None:
+        """What follows from all offers, which are said to be there; None: some are not their ranks'."""
         keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
-        return [parse_offer(value.decode()) for value in self._store.multi_get(keys)]
+        mine = self._offered[name]
+        offers = []
+        try:
+            values = self._store.multi_get(keys)
+        except Exception as error:
+            if not _is_timeout(error):
+                raise
+            self._say_nonsense(f"{name}/count", NotOursError("it is not the number of offers"))
+            return None
+        for rank, (key, value) in enumerate(zip(keys, values, strict=True)):
+            try:
+                # This rank's own is known for certain.
+                offers.append(mine if rank == self.rank else self._open_offer(key, value, rank))
+            except ValueError as error:
+                self._say_nonsense(key, error)
+                return None
+        try:
+            return check_decision(round_.propose(offers), mine, trusted=self.is_sealed)
+        except ValueError as error:
+            return Decision(None, f"what the ranks have offered makes no sense: {error}")
+
+    def _cell(self, name: str, proposal: Decision) -> tuple[str, str, str]:
+        key = f"{name}/decision"
+        return key, "", self.seal.close(key, proposal.encode())
+
+    def _look(self, name: str, message: bytes) -> Decision | None:
+        """What the decision cell holds; None: nothing that can be a decision of this job."""
+        key = f"{name}/decision"
+        try:
+            decision = parse_decision(self.seal.open(key, message, limit=MAX_CELL))
+            mine = self._offered.get(name)
+            return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
+        except ValueError as error:
+            self._say_nonsense(key, error)
+            return None
 
     def _settle(self, name: str, proposal: Decision) -> Decision:
-        """Try to put `proposal` into the decision cell; whatever the cell holds afterwards is the decision."""
-        return parse_decision(self._store.compare_set(f"{name}/decision", "", proposal.encode()).decode())
+        """Try to put `proposal` into the decision cell; whatever sound the cell holds afterwards is the decision."""
+        key, expected, message = self._cell(name, proposal)
+        found = b""
+        for _ in range(_TRIES):
+            found = self._store.compare_set(key, found or expected, message)
+            decision = self._look(name, found)
+            if decision is not None:
+                return decision
+        return Decision(None, f"somebody else writes to {key!r} in the store of the process group")
+
+    def _say_nonsense(self, key: str, error: ValueError) -> None:
+        """Once a key: whoever has written it may do so again and again."""
+        if key not in self._said:
+            self._said.add(key)
+            logger.warning(
+                "%r in the store of the process group holds what no rank of this job has written (%s); it is not "
+                "obeyed. Somebody else writes to the store: its port must not be reachable for others",
+                key,
+                error,
+            )

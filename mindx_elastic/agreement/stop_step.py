@@ -22,15 +22,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from mindx_elastic.printable import printable
+
 __all__ = [
     "CANNOT",
     "FINISHED",
     "LEFT",
+    "MAX_CELL",
     "Decision",
     "End",
     "Offer",
     "Phase",
     "StopRound",
+    "check_decision",
     "conclude",
     "parse_decision",
     "parse_offer",
@@ -38,6 +42,11 @@ __all__ = [
 
 CANNOT = "cannot"
 LEFT = "left"
+MAX_CELL = 8192
+"""Longest offer or decision, in characters."""
+_MAX_REASON = 300
+_MOST_STEPS = 1 << 53  # what every JSON reader keeps exact
+_MOST_AHEAD = 10_000  # steps that another rank may be ahead; far more than can be run within a grace period
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +75,7 @@ class Decision:
         return self.step is not None
 
     def encode(self) -> str:
-        return json.dumps({"step": self.step, "reason": self.reason})
+        return json.dumps({"step": self.step, "reason": printable(self.reason, _MAX_REASON)})
 
 
 FINISHED = Decision(None, "every rank has finished training")
@@ -75,21 +84,51 @@ FINISHED = Decision(None, "every rank has finished training")
 
 def parse_decision(text: str) -> Decision:
     """Inverse of `Decision.encode`. Raises ValueError for anything else."""
-    content = json.loads(text)
-    step = content["step"]
-    if step is not None and (type(step) is not int or step < 0):
-        raise ValueError(f"not a stop decision: {text!r}")
-    return Decision(step, str(content["reason"]))
+    if len(text) > MAX_CELL:
+        raise ValueError(f"a stop decision of {len(text)} characters")
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"not a stop decision: {printable(text, 60)!r}") from None
+    if not isinstance(content, dict) or content.keys() != {"step", "reason"}:
+        raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
+    step, reason = content["step"], content["reason"]
+    if (step is not None and (type(step) is not int or not 0 <= step < _MOST_STEPS)) or not isinstance(reason, str):
+        raise ValueError(f"not a stop decision: {printable(text, 60)!r}")
+    return Decision(step, printable(reason))
 
 
 def parse_offer(text: str) -> Offer:
     """Read an offer from the exchange. Raises ValueError for anything that is none."""
     if text in (CANNOT, LEFT):
         return text
-    step = int(text.removeprefix("end:"))
-    if step < 0:
-        raise ValueError(f"not an offer: {text!r}")
-    return End(step) if text.startswith("end:") else step
+    digits = text.removeprefix("end:")
+    if not digits.isascii() or not digits.isdecimal() or len(digits) > 16 or int(digits) >= _MOST_STEPS:
+        raise ValueError(f"not an offer: {printable(text, 60)!r}")
+    return End(int(digits)) if text.startswith("end:") else int(digits)
+
+
+def check_decision(decision: Decision, offer: Offer, *, trusted: bool) -> Decision:
+    """`decision`, if it can have come of offers of which this rank's `offer` was one. Raises ValueError if not.
+
+    A stop is never ignored because of what lies in the store: that all have finished is believed only by a rank that
+    has itself reached its end, and nobody runs to a step that lies before its own or, where everybody may write to the
+    store (not `trusted`), absurdly far ahead.
+    """
+    if decision == FINISHED:
+        if offer != LEFT and not isinstance(offer, End):
+            raise ValueError("every rank is said to have finished, and this one has not")
+        return decision
+    if decision.step is None or offer == LEFT:
+        return decision
+    if offer == CANNOT:
+        raise ValueError(f"a common step {decision.step}, though this rank has no boundary to offer")
+    mine = offer.step if isinstance(offer, End) else int(offer)
+    if decision.step < mine:
+        raise ValueError(f"step {decision.step} lies before step {mine}, which this rank has offered")
+    if not trusted and decision.step > mine + _MOST_AHEAD:
+        raise ValueError(f"step {decision.step} is out of reach of step {mine}, which this rank has offered")
+    return decision
 
 
 def conclude(offers: Sequence[Offer]) -> Decision:

@@ -23,6 +23,9 @@ from mindx_elastic.events import logger
 
 __all__ = ["PeerWatch", "own_identity"]
 
+_LONGEST_IDENTITY = 1000
+_MOST_PID = 1 << 22  # the kernel's own limit
+
 
 def own_identity() -> str:
     """What a rank publishes at the start: JSON of its pid, start time and process-id namespace."""
@@ -44,19 +47,29 @@ def _start_time(pid: int) -> str:
     return "" if found is None else found.started
 
 
+def _parse(text: str) -> tuple[int, str, str]:
+    """Process id, start time and namespace. Raises ValueError, also for what only looks like them."""
+    content = json.loads(text) if len(text) <= _LONGEST_IDENTITY else None
+    if isinstance(content, dict):
+        pid, started, space = content.get("pid"), content.get("started"), content.get("space")
+        # 0 and negative numbers stand for groups of processes.
+        if type(pid) is int and 0 < pid <= _MOST_PID and isinstance(started, str) and isinstance(space, str):
+            return pid, started, space
+    raise ValueError("no process id, start time and namespace")
+
+
 class PeerWatch:
-    """Watches the peers of this machine. `identities` by rank, as `own_identity` made them."""
+    """Watches the peers of this machine. `identities` by rank, as `own_identity` made them; ValueError for others."""
 
     def __init__(self, identities: Sequence[str], *, rank: int) -> None:
         self.gone: list[int] = []
         """Ranks found dead so far, in the order in which they were found."""
         self._fds: dict[int, int] = {}
-        mine = json.loads(identities[rank])
-        for peer, text in enumerate(identities):
-            content = json.loads(text)
-            if peer == rank or not mine["space"] or content["space"] != mine["space"]:
-                continue
-            self._open(peer, int(content["pid"]), str(content["started"]))
+        _, _, space = _parse(identities[rank])
+        found = [_parse(text) for text in identities]
+        for peer, (pid, started, other) in enumerate(found):
+            if peer != rank and space and other == space:
+                self._open(peer, pid, started)
 
     def _open(self, peer: int, pid: int, started: str) -> None:
         try:

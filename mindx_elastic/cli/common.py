@@ -15,6 +15,8 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
+from mindx_elastic.printable import printable
+
 __all__ = [
     "EXIT_BAD",
     "EXIT_CODES_HELP",
@@ -94,15 +96,6 @@ def make_console(*, stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     wide = not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit()
     return Console(file=stream, width=_PIPE_WIDTH if wide else None, highlight=False, markup=False, emoji=False)
-
-
-def printable(text: object) -> str:
-    """`text` on one line, without anything that a terminal would obey or cannot show.
-
-    File names and header fields may come from anywhere: escape sequences, line breaks and undecodable bytes
-    become visible escapes.
-    """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def nothing_found(directory: str, quarantined: int, *, usable: str = "") -> str:

@@ -109,7 +109,7 @@ def print_file(console: Console, details: dict[str, Any]) -> None:
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for name, value in _lines(details):
-        grid.add_row(f"  {name}", printable(value))
+        grid.add_row(Text(f"  {printable(name)}"), Text(printable(value)))
     console.print(grid)
 
 

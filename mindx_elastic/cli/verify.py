@@ -113,7 +113,8 @@ def check_entries(entries: Sequence[CatalogEntry]) -> list[list[str]]:
             else:
                 # Without the path in front: every place that shows them has named the file already.
                 problems = verify_file(entry.path)
-                verdicts.append([problem.removeprefix(f"{entry.path}: ") for problem in problems])
+                prefix = printable(f"{entry.path}: ")
+                verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
                 progress(entry.size)
     return verdicts
 

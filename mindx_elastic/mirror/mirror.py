@@ -16,10 +16,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.errors import CheckpointError, UsageError
 from mindx_elastic.events import EventLog, logger
@@ -28,6 +30,7 @@ from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
+from mindx_elastic.printable import printable
 
 __all__ = ["Mirror", "open_mirror"]
 
@@ -58,8 +61,12 @@ def open_mirror(
             logger.warning("redundancy=%d has no effect with one rank: there is no other node", settings.copies)
         return None
     own = {"node": settings.node_name(), "copies": settings.copies, "host": _own_host(store_host)}
-    told = [json.loads(text) for text in exchange.gather("node", json.dumps(own), _START_TIMEOUT_S)]
-    wanted = [int(content["copies"]) for content in told]
+    texts = exchange.gather("node", json.dumps(own), _START_TIMEOUT_S)
+    with making_sense("the nodes of the ranks"):
+        told = [json.loads(text) for text in texts]
+        wanted = [int(content["copies"]) for content in told]
+        nodes = [printable(content["node"], 400) for content in told]
+        hosts = [str(content["host"]) for content in told]
     if len(set(wanted)) > 1:
         other = next(rank for rank, copies in enumerate(wanted) if copies != settings.copies)
         raise UsageError(
@@ -68,19 +75,20 @@ def open_mirror(
         )
     if settings.copies == 1:
         return None
-    nodes = [str(content["node"]) for content in told]
     _say_what_is_possible(settings.copies, count_nodes(nodes), ranks)
     if count_nodes(nodes) == 1:
         return None
-    host = _reachable_host(str(own["host"]), [str(content["host"]) for content in told])
-    server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host)
+    host = _reachable_host(str(own["host"]), hosts)
+    server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host, exchange.derive)
     try:
         texts = exchange.gather("mirror", "" if server is None else server.endpoint.encode(), _START_TIMEOUT_S)
+        with making_sense("where the ranks keep copies"):
+            told_endpoints = [Endpoint.decode(text) if text else None for text in texts]
     except BaseException:
         if server is not None:
             server.close()
         raise
-    endpoints = [Endpoint.decode(text) if text else None for text in texts]
+    endpoints = [None if each is None else replace(each, token=exchange.derive(each.token)) for each in told_endpoints]
     return Mirror(ranks, roots, partners_of(ranks.rank, nodes, settings.copies), endpoints, server, events)
 
 
@@ -95,13 +103,15 @@ def _say_what_is_possible(copies: int, num_nodes: int, ranks: RankInfo) -> None:
         logger.info("each rank's checkpoint files are kept on %d of %d nodes", copies, num_nodes)
 
 
-def _listen(ranks: RankInfo, roots: Sequence[Path], sources: Sequence[int], host: str) -> Server | None:
+def _listen(
+    ranks: RankInfo, roots: Sequence[Path], sources: Sequence[int], host: str, derive: Callable[[str], str]
+) -> Server | None:
     for root in roots:
         for source in sources:
             if (folder := root / f"rank_{source}").is_dir():
                 remove_stale_temps(folder)  # of a receiver that was killed
     try:
-        return Server(ranks, roots, sources, host)
+        return Server(ranks, roots, sources, host, derive=derive)
     except OSError as error:
         # The other ranks wait for an answer; they get one, and their copies fail with a warning.
         logger.warning("rank %d cannot listen on %s (%s): it keeps no copies", ranks.rank, host, error)

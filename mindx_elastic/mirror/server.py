@@ -33,14 +33,22 @@ class Server:
     """Listens from the moment it is made until `close`. `sources`: the ranks whose copies are kept here."""
 
     def __init__(
-        self, ranks: RankInfo, roots: Sequence[Path], sources: Collection[int], host: str, *, patience_s: float = 20.0
+        self,
+        ranks: RankInfo,
+        roots: Sequence[Path],
+        sources: Collection[int],
+        host: str,
+        *,
+        patience_s: float = 20.0,
+        derive: Callable[[str], str] = str,
     ) -> None:
-        """Raises OSError when `host` cannot be listened on."""
+        """Raises OSError when `host` cannot be listened on. `derive` makes the token of what `endpoint` says."""
         self._ranks, self._roots, self._sources = ranks, tuple(roots), frozenset(sources)
         self._patience_s = patience_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=64)
         self.endpoint = Endpoint(host, int(self._listener.getsockname()[1]), secrets.token_hex(16))
+        self._token = derive(self.endpoint.token)
         self._changed = threading.Condition()
         self._channels: set[Channel] = set()
         self._present: dict[int, Channel] = {}
@@ -73,7 +81,7 @@ class Server:
         try:
             with channel:
                 request = channel.receive()
-                if not hmac.compare_digest(str(request.get("token")).encode(), self.endpoint.token.encode()):
+                if not hmac.compare_digest(str(request.get("token")).encode(), self._token.encode()):
                     logger.debug("a connection without the right token is ended")
                     return
                 channel.deadline = float("inf")  # its waits are bounded one by one

@@ -21,6 +21,9 @@ Every connection carries one request and its answers:
 A file is its bytes and the 16 bytes of their xxh3-128. Each request has ``token`` (the one that the server has
 published) and ``rank`` (who asks); an answer with ``error`` is the end. ``header`` is the xxh3-128 of the bytes before
 the data section, which hold the digests of all tensors: it names the content. No object is ever built from a message.
+
+The token does not lie in the store where the job has a key: what is published there is only what the ranks derive it
+from (`Exchange.derive`).
 """
 
 from __future__ import annotations
@@ -74,6 +77,8 @@ PATIENCE_S = 20.0
 CONNECT_S = 3.0
 
 _MAGIC = b"MXC1"
+_LONGEST_ENDPOINT = 1000
+_HOST = re.compile(r"[A-Za-z0-9_.:%-]{1,255}")
 _PREFIX = struct.Struct(">4sI")
 _PIECE_BYTES = 1 << 20
 _RANK_FOLDER = re.compile(r"rank_(0|[1-9][0-9]{0,8})")
@@ -112,8 +117,14 @@ class Endpoint:
 
     @classmethod
     def decode(cls, text: str) -> Endpoint:
-        content = json.loads(text)
-        return cls(str(content["host"]), int(content["port"]), str(content["token"]))
+        """Raises ValueError for anything but what `encode` makes."""
+        content = json.loads(text) if len(text) <= _LONGEST_ENDPOINT else None
+        if isinstance(content, dict):
+            host, port, token = content.get("host"), content.get("port"), content.get("token")
+            named = isinstance(host, str) and _HOST.fullmatch(host) and isinstance(token, str) and token.isalnum()
+            if named and type(port) is int and 0 < port < 1 << 16:
+                return cls(str(host), port, str(token))
+        raise ValueError("no host, port and token")
 
 
 class Channel:

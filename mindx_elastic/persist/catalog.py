@@ -23,6 +23,7 @@ from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPat
 from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
 from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.persist.storage import TEMP_SUFFIX
+from mindx_elastic.printable import printable
 
 __all__ = [
     "KIND_ORDER",
@@ -372,4 +373,4 @@ def _bad(path: Path, problem: str, status: os.stat_result | None, *, foreign: bo
 
 def _text(error: CheckpointError, path: Path) -> str:
     # The entry already names the file; a table with the path twice a row cannot be read.
-    return str(error).removeprefix(f"{path}: ")
+    return str(error).removeprefix(printable(f"{path}: "))

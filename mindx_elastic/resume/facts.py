@@ -180,11 +180,29 @@ def strategy_digest(strategy: Strategy) -> str:
     return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())
 
 
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a row that no header can give."""
+    sound = (
+        all(isinstance(row[name], str) for name in ("path", "kind", "where"))
+        and all(type(row[name]) is int and row[name] >= 0 for name in _WHOLE)
+        and row["rank"] < row["world_size"]
+        and all(type(row[name]) in (int, float) for name in ("created", "fault_report"))
+        and isinstance(row["echoes"], dict)
+        and all(isinstance(text, str) for text in row["echoes"].values())
+    )
+    if not sound:
+        raise ValueError("no facts of a checkpoint file")
+
+
 def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) -> list[FileFact]:
     """`strategies`: by digest."""
     found = []
     for (run, attempt, step), digest, *values in rows:
         named = dict(zip(_ROW, values, strict=True))
         named["base"] = None if named["base"] is None else tuple(named["base"])
+        _check_row(named)
         found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
     return found

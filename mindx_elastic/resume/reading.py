@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.errors import CheckpointError, MismatchError
 from mindx_elastic.events import logger
@@ -41,9 +42,11 @@ class PlanReader:
         exchange: Exchange,
         sights: Sights,
         transport: Transport | None,
+        arenas: Path | None = None,
     ) -> None:
+        """`arenas`: the job's folder in shared memory. No file outside of it and `directories` is ever touched."""
         self._directories, self._rank, self._exchange = directories, rank, exchange
-        self._sights, self._transport = sights, transport
+        self._sights, self._transport, self._arenas = sights, transport, arenas
         self._verified: set[tuple[object, ...]] = set()
         self.path = Path()
         """The file that this rank has taken last."""
@@ -62,11 +65,13 @@ class PlanReader:
     def _agree(self, plan: ResumePlan, bad: dict[tuple[int, int], str]) -> bool:
         """Tell the others what could not be read: (old rank, number among its files) -> problem. True: something."""
         problems = json.dumps([[old, number, text] for (old, number), text in bad.items()])
-        found = [json.loads(text) for text in self._exchange.gather("read", problems, START_TIMEOUT_S)]
-        for rank, each in enumerate(found):
-            for old, number, text in each:
-                self._sights.forget(rank, plan.files[old][number], text)
-        return any(found)
+        texts = self._exchange.gather("read", problems, START_TIMEOUT_S)
+        with making_sense("what the ranks could not read"):
+            found = [json.loads(text) for text in texts]
+            for rank, each in enumerate(found):
+                for old, number, text in each:
+                    self._sights.forget(rank, plan.files[old][int(number)], str(text))
+            return any(found)
 
     # --- reading whole files ---
 
@@ -108,7 +113,17 @@ class PlanReader:
             logger.warning("rank %d takes its file of step %d from rank %d: %s", self._rank, step, holder, path)
             yield path
 
+    def _outside(self, path: Path) -> str:
+        """Why a path that some rank has told must not be read here; empty where it may be."""
+        places = [*self._directories, *([] if self._arenas is None else [self._arenas])]
+        for place in places:
+            if path.is_relative_to(place) and ".." not in path.relative_to(place).parts:
+                return ""
+        return f"{path} lies outside of the checkpoint directory and is not touched"
+
     def _read_file(self, path: Path) -> tuple[Checkpoint | None, str]:
+        if problem := self._outside(path):
+            return None, problem
         try:
             return read_checkpoint(path, verify=True), ""
         except CheckpointError as error:
@@ -150,6 +165,8 @@ class PlanReader:
         return bad
 
     def _verify(self, path: Path) -> str:
+        if problem := self._outside(path):
+            return problem
         try:
             with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
                 problems = verify_file(path)

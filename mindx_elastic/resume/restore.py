@@ -26,6 +26,7 @@ from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import never_whole, plan_resume
 from mindx_elastic.plan.strategy import Strategy
+from mindx_elastic.printable import printable
 from mindx_elastic.resume.looking import look
 from mindx_elastic.resume.memory_files import OwnState
 from mindx_elastic.resume.reading import PlanReader, Transport
@@ -91,7 +92,7 @@ def find_and_read(
     sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
-    reader = PlanReader(directories, ranks.rank, exchange, sights, transport)
+    reader = PlanReader(directories, ranks.rank, exchange, sights, transport, arenas)
     while True:
         plan = plan_resume(
             sights.facts(),
@@ -181,7 +182,7 @@ def _resolve(directories: Sequence[Path], resume: str | Path) -> tuple[Sequence[
     try:
         info = read_header(path).info
     except CheckpointError as error:
-        reason = str(error).removeprefix(f"{path}: ")
+        reason = str(error).removeprefix(printable(f"{path}: "))
         remedy = "give another checkpoint, or a directory to take the newest step that is sound"
         raise type(error)(f"{what} cannot be resumed from: {reason}; {remedy}", path=path) from error
     except OSError as error:

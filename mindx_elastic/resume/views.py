@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.persist.catalog import KIND_ORDER
 from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
 from mindx_elastic.plan.strategy import Strategy
@@ -96,7 +97,7 @@ class Sights:
 
     def add(self, rank: int, content: Mapping[str, Any], strategies: Mapping[str, Strategy]) -> None:
         """What `rank` says that it has found."""
-        group = [int(each) for each in content["group"]]
+        group = [_rank(each, self.world_size) for each in content["group"]]
         for fact, place in zip(unpack_facts(content["facts"], strategies), content["places"], strict=True):
             self._note(fact, group)
             if place is not None:
@@ -105,7 +106,8 @@ class Sights:
         for fact in unpack_facts(content["in_memory"], strategies):
             self._note(fact, [rank])
         known_lines = {(one.what, one.reason) for one in self.rejected}
-        self.rejected += [Rejected(*row) for row in content["rejected"] if tuple(row) not in known_lines]
+        told = [(str(what), str(reason)) for what, reason in content["rejected"]]
+        self.rejected += [Rejected(*row) for row in told if row not in known_lines]
         self.anything |= bool(content["anything"])
         self.other |= bool(content["other"])
         self.launched = max(self.launched, int(content["attempt"]))
@@ -197,6 +199,12 @@ def _preference(fact: FileFact) -> tuple[Any, ...]:
     return kind, -fact.created, fact.path
 
 
+def _rank(value: object, world_size: int) -> int:
+    if type(value) is not int or not 0 <= value < world_size:
+        raise ValueError(f"no rank of {world_size}")
+    return value
+
+
 def _moment(values: Sequence[Any]) -> Moment:
     run, attempt, step = values
     return str(run), int(attempt), int(step)
@@ -207,16 +215,20 @@ def share_sights(sight: Sight, rank: int, exchange: Exchange) -> Sights:
     mine = {
         strategy_digest(s): s for s in {id(f.strategy): f.strategy for f in (*sight.facts, *sight.in_memory)}.values()
     }
-    met = [json.loads(text) for text in exchange.gather("strategies", json.dumps(list(mine)), START_TIMEOUT_S)]
+    texts = exchange.gather("strategies", json.dumps(list(mine)), START_TIMEOUT_S)
+    with making_sense("the digests of what the ranks have found"):
+        met = [[str(digest) for digest in json.loads(text)] for text in texts]
     first = {digest: number for number in reversed(range(len(met))) for digest in met[number]}
     sent = {digest: strategy.to_json() for digest, strategy in mine.items() if first[digest] == rank}
     body = json.dumps({"strategies": sent, "sight": sight.encode()})
-    bodies = [json.loads(text) for text in exchange.gather("sight", body, START_TIMEOUT_S)]
-    strategies = {digest: Strategy.from_json(each) for body in bodies for digest, each in body["strategies"].items()}
-    contents = [json.loads(body["sight"]) for body in bodies]
-    sights = Sights(len(contents))
-    for number, content in enumerate(contents):
-        sights.add(number, content, strategies)
-    for number, content in enumerate(contents):
-        sights.add_own(number, content)
+    texts = exchange.gather("sight", body, START_TIMEOUT_S)
+    with making_sense("what the ranks have found"):
+        bodies = [json.loads(text) for text in texts]
+        strategies = {key: Strategy.from_json(each) for body in bodies for key, each in body["strategies"].items()}
+        contents = [json.loads(body["sight"]) for body in bodies]
+        sights = Sights(len(contents))
+        for number, content in enumerate(contents):
+            sights.add(number, content, strategies)
+        for number, content in enumerate(contents):
+            sights.add_own(number, content)
     return sights

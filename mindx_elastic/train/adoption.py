@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
@@ -75,15 +76,18 @@ def adopt(callbacks: Sequence[Callback], exchange: Exchange, rank: int) -> list[
     Raises UsageError on every rank when the ranks were given different schedules, which would save different steps.
     """
     mine = [{"kind": kind.__name__, "spec": c.spec()} for kind in _KINDS for c in callbacks if isinstance(c, kind)]
-    everybody = [json.loads(text) for text in exchange.gather("policies", json.dumps(mine), START_TIMEOUT_S)]
-    _check_schedules(everybody)
+    texts = exchange.gather("policies", json.dumps(mine), START_TIMEOUT_S)
+    with making_sense("the callbacks of the ranks"):
+        everybody = [json.loads(text) for text in texts]
+        _check_schedules(everybody)
     added: list[SavingCallback] = []
     for kind in _KINDS:
         holders = [r for r, found in enumerate(everybody) if _specs(found, kind)]
         if not holders or len(holders) == len(everybody):
             continue
         if rank not in holders:
-            added += [_build(kind, spec) for spec in _specs(everybody[holders[0]], kind)]
+            with making_sense("the callbacks of the ranks"):
+                added += [_build(kind, spec) for spec in _specs(everybody[holders[0]], kind)]
         elif rank == holders[0]:
             logger.warning(
                 "%s was given to %s only; the other ranks save in the same way. Weaker than giving it to "

@@ -17,14 +17,18 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
-from mindx_elastic.agreement.connect import connect_store
+from mindx_elastic.agreement.connect import connect_store, current_seal
+from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.agreement.told import whole_number
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import logger
+from mindx_elastic.printable import printable
 
 __all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
 
 _TIMEOUT = timedelta(minutes=10)
 _KEEP = 1000
+_MOST_STEPS = 100_000  # between two looks at the clock
 _clocks = itertools.count()
 
 
@@ -41,7 +45,7 @@ def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
     """The step at which to look at the clock again: half-way to the save, at least one step on. Pure."""
     if step_s <= 0:
         return step + 1
-    return step + max(1, min(100_000, int(remaining_s / 2 / step_s)))
+    return step + max(1, min(_MOST_STEPS, int(remaining_s / 2 / step_s)))
 
 
 class SaveClock:
@@ -51,8 +55,17 @@ class SaveClock:
     """
 
     def __init__(
-        self, seconds: float, *, rank: int = 0, store: Any = None, now: Callable[[], float] = time.monotonic
+        self,
+        seconds: float,
+        *,
+        rank: int = 0,
+        store: Any = None,
+        now: Callable[[], float] = time.monotonic,
+        seal: Seal | None = None,
+        name: str = "clock",
     ) -> None:
+        """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
+        self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
         self.seconds, self._rank, self._now = seconds, rank, now
         self._store: ClockStore | None = store
         self._last_save = self._last_check = now()
@@ -88,7 +101,8 @@ class SaveClock:
         if self._store is None:
             return
         try:
-            self._store.set(str(self._checks), f"{step} {int(due)} {self._check_at}")
+            key, said = str(self._checks), f"{step} {int(due)} {self._check_at}"
+            self._store.set(key, self._seal.close(f"{self._name}/{key}", said))
             if self._checks >= _KEEP:  # old keys must not pile up; no rank lags by so many checks
                 self._store.delete_key(str(self._checks - _KEEP))
         except Exception as error:
@@ -99,9 +113,14 @@ class SaveClock:
         assert self._store is not None
         try:
             self._store.wait([str(self._checks)], _TIMEOUT)
-            said, due, self._check_at = map(int, self._store.get(str(self._checks)).split())
+            key = str(self._checks)
+            text = self._seal.open(f"{self._name}/{key}", self._store.get(key), author=0, limit=100)
+            said, due, check_at = (whole_number(word, 0, 1 << 53) for word in text.split(" "))
             if said != step:
                 raise ValueError(f"rank 0 looked at the clock at step {said}, rank {self._rank} at step {step}")
+            if due > 1 or not step < check_at <= step + _MOST_STEPS:
+                raise ValueError(f"{printable(text)!r} is nothing that rank 0 would say")
+            self._check_at = check_at
         except Exception as error:
             self._give_up(error)
             return False
@@ -119,5 +138,6 @@ def open_clock(seconds: float, rank: int, world_size: int) -> SaveClock | None:
         return None
     if world_size == 1:
         return SaveClock(seconds)
-    store = connect_store(RankInfo.from_env(), f"clock/{next(_clocks)}")
-    return SaveClock(seconds, rank=rank, store=store)
+    name = f"clock/{next(_clocks)}"
+    store = connect_store(RankInfo.from_env(), name)
+    return SaveClock(seconds, rank=rank, store=store, seal=current_seal(), name=name)

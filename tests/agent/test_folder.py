@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.agent.folder import AgentFolder, remove_dead_folders
+from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.capture.arena import user_folder
 from mindx_elastic.errors import UsageError
@@ -34,6 +35,17 @@ def test_two_agents_of_one_process_do_not_meet(tmp_path: Path) -> None:
     assert one.path != two.path
     one.remove()
     assert two.path.is_dir()
+
+
+def test_the_key_of_the_workers_is_private_and_outlives_their_restarts(tmp_path: Path) -> None:
+    folder = AgentFolder(tmp_path)
+    path = folder.make_key()
+    assert path.parent == folder.path and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert len(read_key_file(path, "x")) == 64
+    folder.forget_workers()
+    assert path.exists()
+    folder.remove()
+    assert not path.exists()
 
 
 def test_orders_are_numbered_and_replace_each_other(tmp_path: Path) -> None:

@@ -54,6 +54,26 @@ def test_ours() -> None:
     assert read("--exit-timeout", "auto").options.exit_timeout_s is None
 
 
+def test_the_key_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever cannot be used is found before anything is started."""
+    monkeypatch.delenv("MINDX_JOB_KEY", raising=False)
+    monkeypatch.delenv("MINDX_JOB_KEY_FILE", raising=False)
+    assert read().options.job_key_file is None
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef")
+    file.chmod(0o600)
+    assert read("--job-key-file", "key").options.job_key_file == file
+    monkeypatch.setenv("MINDX_JOB_KEY_FILE", "key")
+    assert read().options.job_key_file == file
+    file.chmod(0o644)
+    with pytest.raises(UsageError, match=r"--job-key-file=.*key .*chmod 600"):
+        read("--job-key-file", "key")
+    with pytest.raises(UsageError, match="variable MINDX_JOB_KEY_FILE"):
+        read()
+    monkeypatch.setenv("MINDX_JOB_KEY", "goes before the file")
+    assert read().options.job_key_file is None
+
+
 def test_where_the_grace_period_comes_from(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MINDX_GRACE_S", "50")
     assert read().options.grace_s == 50
@@ -199,7 +219,7 @@ def test_the_set_of_our_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     ours = capsys.readouterr().out.partition("exit codes:")[0]
     assert re.findall(r"^  (--[a-z-]+)", ours, re.MULTILINE) == [
         *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
-        *("--max-restarts-window", "--crash-loop"),
+        *("--max-restarts-window", "--job-key-file", "--crash-loop"),
     ]
 
 

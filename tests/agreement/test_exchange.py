@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +14,9 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement.exchange import LocalExchange, Store, StoreExchange
+from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
+from mindx_elastic.errors import UntrustedMessageError
 
 
 @pytest.fixture
@@ -26,6 +30,12 @@ def ranks() -> Iterator[list[StoreExchange]]:
     yield exchanges
     for exchange in exchanges:
         exchange.close()
+
+
+def request(reason: str, origin: int = 0) -> dict[str, Any]:
+    return {
+        "kind": "request", "reason": reason, "origin": origin, "exit_code": 0, "signum": None, "grace_left_s": 30.0
+    }  # fmt: skip
 
 
 def decide(ranks: list[StoreExchange], offers: dict[int, Offer], timeout_s: float) -> dict[int, Decision]:
@@ -87,11 +97,12 @@ def test_the_first_request_wins_and_reaches_every_listener(ranks: list[StoreExch
 
     for rank in range(3):
         listen(rank)
-    assert ranks[2].request({"reason": "first"}) == {"reason": "first"}
-    assert ranks[0].request({"reason": "second"}) == {"reason": "first"}
+    first = request("first", 2)
+    assert ranks[2].request(first) == first
+    assert ranks[0].request(request("second", 0)) == first
     for _ in range(3):
         assert done.acquire(timeout=30)
-    assert heard == {rank: {"reason": "first"} for rank in range(3)}
+    assert heard == dict.fromkeys(range(3), first)
 
 
 def test_closing_ends_a_listener_without_a_request(ranks: list[StoreExchange]) -> None:
@@ -124,7 +135,7 @@ def test_a_lost_store_makes_a_rank_act_alone() -> None:
     exchange = StoreExchange(connect, rank=0, world_size=2)
     del server
     assert exchange.decide("stop", 3, 1.0).step is None
-    assert exchange.request({"reason": "x"}) == {"reason": "x"}
+    assert exchange.request(request("x")) == request("x")
     exchange.leave()
     exchange.close()
 
@@ -204,7 +215,7 @@ class FrozenStore:
         self.thaw.wait()
         raise ConnectionError("the test is over")
 
-    set = get = add = wait = check = compare_set = multi_get = multi_set = _hang
+    set = get = add = wait = check = compare_set = delete_key = multi_get = multi_set = _hang
 
 
 @pytest.fixture
@@ -226,7 +237,7 @@ def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreExchange]:
     [
         lambda exchange: exchange.decide("stop", 3, 0.1),
         lambda exchange: exchange.finish(3, 0.1),
-        lambda exchange: exchange.request({"reason": "x"}),
+        lambda exchange: exchange.request(request("x")),
         lambda exchange: exchange.announce("stop", 3),
         lambda exchange: exchange.leave(),
         lambda exchange: exchange.has_left(1),
@@ -243,7 +254,7 @@ def test_a_store_that_never_answers_holds_nobody(
     assert time.monotonic() - began < 10  # 0.2 s and what a busy machine adds
     held = time.monotonic()
     assert frozen.decide("salvage", 3, 600).step is None, "not asked again"
-    assert frozen.request({"reason": "x"}) == {"reason": "x"}
+    assert frozen.request(request("x")) == request("x")
     frozen.close()
     assert time.monotonic() - held < 10
 
@@ -258,3 +269,152 @@ def test_one_rank_decides_alone_at_once() -> None:
     exchange = LocalExchange()
     assert exchange.decide("stop", 7, 0) == Decision(7)
     assert exchange.decide("salvage", CANNOT, 0).step is None
+
+
+class Attacked:
+    """Three ranks with a key, or without, and the store's own client for whoever is not one of them."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._prefix = f"test/{next(_jobs)}"
+        self.stranger = self._connect()
+        self.ranks = [
+            StoreExchange(self._connect, rank=r, world_size=3, seal=Seal(key, "mindx/0/0", r)) for r in range(3)
+        ]
+        for exchange in self.ranks:
+            exchange.publish("first", f"of {exchange.rank}")
+        for exchange in self.ranks:
+            assert exchange.collect("first", 30) == ["of 0", "of 1", "of 2"]
+
+    def _connect(self) -> Any:
+        port = _server().port  # one for all tests: making one can take seconds
+        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
+        store.set_timeout(timedelta(seconds=0.5))
+        return dist.PrefixStore(self._prefix, store)
+
+
+_jobs = itertools.count()
+
+
+@functools.cache
+def _server() -> Any:
+    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+@pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
+def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
+    attacked = Attacked(request.param)
+    yield attacked
+    for exchange in attacked.ranks:
+        exchange.close()
+
+
+NONSENSE = [
+    b"\xff\xfe",
+    b"{",
+    b"[" * 5000,
+    b"9" * (1 << 20),
+    b'{"step": 1000000000, "reason": ""}',
+    b'{"step": 0, "reason": ""}',
+    b'{"step": null, "reason": "every rank has finished training"}',
+]
+
+
+@pytest.mark.parametrize("planted", NONSENSE, ids=range(len(NONSENSE)))
+def test_a_planted_decision_does_not_keep_the_ranks_from_theirs(attacked: Attacked, planted: bytes) -> None:
+    attacked.stranger.set("stop/decision", planted)
+    assert decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 30) == dict.fromkeys(range(3), Decision(6))
+
+
+def test_a_planted_decision_that_is_sound_counts_only_without_a_key(attacked: Attacked) -> None:
+    attacked.stranger.set("stop/decision", '{"step": 8, "reason": ""}')
+    step = 6 if attacked.ranks[0].is_sealed else 8
+    assert {d.step for d in decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 30).values()} == {step}
+
+
+def test_ranks_that_have_finished_believe_no_planted_step_behind_them(attacked: Attacked) -> None:
+    attacked.stranger.set("stop/decision", '{"step": 3, "reason": ""}')
+    offers: dict[int, Offer] = {0: End(9), 1: End(9), 2: End(9)}
+    assert decide(attacked.ranks, offers, 30) == dict.fromkeys(range(3), FINISHED)
+
+
+@pytest.mark.parametrize("count", [-100, 1, 2])
+def test_a_wrong_count_of_offers_costs_the_bound_and_not_the_agreement(attacked: Attacked, count: int) -> None:
+    attacked.stranger.add("stop/count", count)
+    assert decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 2.0) == dict.fromkeys(range(3), Decision(6))
+
+
+def test_forged_offers_are_told_from_the_ranks_own(attacked: Attacked) -> None:
+    """They are there before the ranks make theirs, and the count says so."""
+    for rank in range(3):
+        attacked.stranger.set(f"stop/offer/{rank}", str(10**9))
+    attacked.stranger.add("stop/count", 2)
+    decisions = decide(attacked.ranks, {0: 5, 1: 6, 2: 5}, 2.0)
+    if attacked.ranks[0].is_sealed:
+        assert decisions == dict.fromkeys(range(3), Decision(6))
+    else:
+        # Each alone, unless all have made theirs before one of them looked. Nobody runs to 10^9.
+        assert {d.step for d in decisions.values()} in ({None}, {6})
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [b"\xff", b"no json", b"[]", b"9" * (1 << 20), b'{"kind": "signal", "reason": "x", "exit_code": 0, "origin": 77}'],
+    ids=range(5),
+)
+def test_a_listener_goes_on_listening(attacked: Attacked, planted: bytes) -> None:
+    heard: list[dict[str, Any]] = []
+    done = threading.Event()
+
+    def on_request(content: dict[str, Any]) -> None:
+        heard.append(content)
+        done.set()
+
+    attacked.ranks[1].listen(on_request)
+    attacked.stranger.set("request", planted)
+    attacked.stranger.set("bell/1", "1")
+    while attacked.stranger.check(["bell/1"]):  # it was heard, and the bell is free again
+        time.sleep(0.01)
+    wanted = request("SIGTERM", 2)
+    assert attacked.ranks[2].request(wanted) == wanted, "a planted one does not win"
+    assert done.wait(30)
+    assert heard == [wanted]
+
+
+def test_a_bell_that_rings_for_nothing_wakes_nobody_for_good(attacked: Attacked) -> None:
+    done = threading.Event()
+    attacked.ranks[1].listen(lambda content: done.set())
+    attacked.stranger.set("bell/1", "1")
+    while attacked.stranger.check(["bell/1"]):
+        time.sleep(0.01)
+    attacked.ranks[0].request(request("SIGTERM"))
+    assert done.wait(30)
+
+
+def test_closing_ends_a_listener_that_strangers_ring(attacked: Attacked) -> None:
+    exchange = attacked.ranks[1]
+    exchange.listen(lambda content: pytest.fail(f"heard {content}"))
+    attacked.stranger.set("request", "nothing")
+    attacked.stranger.set("bell/1", "1")
+    while attacked.stranger.check(["bell/1"]):
+        time.sleep(0.01)
+    exchange.close()
+    assert exchange._listener is not None
+    exchange._listener.join(30)
+    assert not exchange._listener.is_alive()
+
+
+def test_a_value_that_its_rank_has_not_written_is_named() -> None:
+    attacked = Attacked(b"0123456789abcdef")
+    for exchange in attacked.ranks:
+        exchange.publish("second", "x")
+    attacked.stranger.set("start/second/1", "x")
+    with pytest.raises(UntrustedMessageError, match=r"'second' of rank 1 .*MINDX_JOB_KEY"):
+        attacked.ranks[0].collect("second", 30)
+    for exchange in attacked.ranks:
+        exchange.close()
+
+
+def test_an_end_that_a_stranger_offers_is_no_end(attacked: Attacked) -> None:
+    attacked.stranger.set("stop/offer/1", "end:-5")
+    attacked.stranger.set("stop/offer/2", "left" if attacked.ranks[0].is_sealed else "lefty")
+    assert [attacked.ranks[0].has_left(rank) for rank in range(3)] == [False, False, False]

@@ -17,10 +17,12 @@ from mindx_elastic.agreement.stop_step import (
     Offer,
     Phase,
     StopRound,
+    check_decision,
     conclude,
     parse_decision,
     parse_offer,
 )
+from mindx_elastic.printable import printable
 
 
 class Cells:
@@ -110,7 +112,7 @@ def test_all_offers_give_the_largest_step_unless_one_rank_is_torn(made: list[Off
 
 @given(step=st.one_of(st.none(), st.integers(0, 10**12)), reason=st.text())
 def test_a_decision_survives_the_exchange(step: int | None, reason: str) -> None:
-    assert parse_decision(Decision(step, reason).encode()) == Decision(step, reason)
+    assert parse_decision(Decision(step, reason).encode()) == Decision(step, printable(reason, 300))
 
 
 @given(offer=offers)
@@ -143,3 +145,63 @@ def test_an_illegal_move_raises() -> None:
         round_.offer()
     with pytest.raises(RuntimeError, match="1 offers for 2 ranks"):
         round_.propose([1])
+
+
+@given(made=st.lists(offers, min_size=1, max_size=5), data=st.data())
+def test_every_decision_that_follows_from_offers_is_believed_by_who_made_them(
+    made: list[Offer], data: st.DataObject
+) -> None:
+    mine = data.draw(st.sampled_from(made))
+    assert check_decision(conclude(made), mine, trusted=True) == conclude(made)
+    alone = Decision(None, "somebody waited long enough")
+    assert check_decision(alone, mine, trusted=False) == alone
+
+
+@pytest.mark.parametrize(
+    ("decision", "offer", "trusted"),
+    [
+        (FINISHED, 7, True),  # a stop would be ignored
+        (FINISHED, CANNOT, True),
+        (Decision(6), 7, True),
+        (Decision(6), End(7), True),
+        (Decision(7), CANNOT, True),
+        (Decision(10**9), 7, False),  # a stop would be put off
+    ],
+)
+def test_a_decision_that_cannot_be_is_not_obeyed(decision: Decision, offer: Offer, trusted: bool) -> None:
+    with pytest.raises(ValueError, match=r"step|finished"):
+        check_decision(decision, offer, trusted=trusted)
+
+
+def test_ranks_that_drift_far_apart_are_believed_where_nobody_else_can_write() -> None:
+    assert check_decision(Decision(10**6), 7, trusted=True).step == 10**6
+    assert check_decision(Decision(9_000), 7, trusted=False).step == 9_000
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "\u0665", "1_0", " 7", "+7", "end: 7", "9" * 17])
+def test_only_numbers_as_we_write_them_are_offers(text: str) -> None:
+    with pytest.raises(ValueError, match="offer"):
+        parse_offer(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 8000,
+        "{}",
+        "null",
+        '{"step": 1e3, "reason": ""}',
+        '{"step": 1, "reason": 5}',
+        '{"step": 1, "reason": "", "more": 1}',
+        '{"step": 99999999999999999999, "reason": ""}',
+        '{"step": 1, "reason": "%s"}' % ("x" * 9000),
+    ],
+)
+def test_what_looks_like_a_decision_is_none(text: str) -> None:
+    with pytest.raises(ValueError, match="decision"):
+        parse_decision(text)
+
+
+def test_a_reason_from_elsewhere_is_shown_not_obeyed() -> None:
+    text = Decision(3, "\x1b]8;;http://x\x1b\\ \r\n" + "y" * 9999).encode()
+    assert parse_decision(text).reason.isprintable()

@@ -101,6 +101,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--hold-after", type=int, default=-1, help="hold this many steps after the start or resume")
+    parser.add_argument("--ask-stop-at", type=int, default=-1, help="rank 0 calls guard.request_stop() in this step")
     parser.add_argument("--hold-in-eval", type=int, default=-1, help="epoch after which to hold between two steps")
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
@@ -207,6 +208,8 @@ class Trainer:
         if step == args.stuck_at and self.rank == args.stuck_rank and self.guard.resumed_from_step is None:
             say(f"STUCK {self.rank} {step}")
             torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False).get("never")
+        if step == args.ask_stop_at and self.rank == 0:
+            self.guard.request_stop("enough")
         loss = nn.functional.cross_entropy(self.wrapped(x), y)
         self.kill("forward", step)
         if failing and args.fail_where == "forward":
@@ -268,6 +271,10 @@ def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
     if environment.get("LOOP_NO_REPLAY"):
         setattr(resuming_module, "replay_gradient_order", lambda *_: say("REPLAY LEFT OUT"))  # noqa: B010
+    if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
+        del os.environ["LOCAL_WORLD_SIZE"]
+    if environment.get("LOOP_OWN_KEY"):
+        os.environ["MINDX_JOB_KEY"] = f"each rank has another one {environment['RANK']}"
     if environment.get("LOOP_FSIZE"):
         limit = int(environment["LOOP_FSIZE"])
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)

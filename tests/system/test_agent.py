@@ -72,6 +72,8 @@ def test_a_script_sees_what_it_sees_under_torchrun() -> None:
     assert env["MASTER_ADDR"] and int(env["MASTER_PORT"]) and env["TORCHELASTIC_RUN_ID"]
     assert "MINDX_GRACE_S" not in env, "only told when it was given"
     assert env["MINDX_RUN_DIR"] == str(Path("mindx-run").absolute())
+    keys = {each["env"]["MINDX_JOB_KEY_FILE"] for each in ours.values()}
+    assert keys == {f"{env['MINDX_AGENT_DIR']}/job.key"}, "by a file, which is not printed with the environment"
     assert ours[1]["argv"] == ["show", "--flag", "x y"]
     assert ours[1]["cwd"] == os.getcwd()
     assert nothing_left()

@@ -1,0 +1,166 @@
+"""Where the key of the job comes from: a secret that all ranks have and the store does not.
+
+In this order:
+
+1. ``MINDX_JOB_KEY``, or the file that ``MINDX_JOB_KEY_FILE`` names; `mindx-elastic run` sets the latter by itself in a
+   job of one node.
+2. All ranks on one node, as their launcher's environment tells (torchrun): a random key that the first of them puts
+   into a private file of the machine's temporary folder; the file goes as soon as all of them have read it.
+3. Several nodes, or nobody tells: there is none.
+
+Not in the store, of course. Not in the checkpoint directory either: whether all nodes see the same directory cannot be
+known without asking the store, and a secret must not lie about where checkpoints are copied from.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from mindx_elastic.config import KeySettings
+from mindx_elastic.errors import UsageError
+from mindx_elastic.events import logger
+
+__all__ = ["find_key", "read_key_file", "write_key_file"]
+
+_SUFFIX = ".key"
+_MARK = "mindx-elastic job key 1 "
+_MAX_BYTES = 1 << 16
+_LEAST_CHARACTERS = 16
+_STALE_S = 86400.0
+
+
+def find_key(settings: KeySettings, job: str, *, rank: int, world_size: int) -> tuple[bytes | None, Callable[[], None]]:
+    """The key, and what to call when all ranks have it. None: there is none.
+
+    `job` names this start among all on the machine, the same on all ranks; it need not be secret. Raises UsageError for
+    a key or a file that cannot be used, and where somebody else holds the private file's name.
+    """
+    if settings.text:
+        return _check(settings.text, "environment variable MINDX_JOB_KEY"), _nothing
+    if settings.file is not None:
+        return read_key_file(settings.file, "environment variable MINDX_JOB_KEY_FILE"), _nothing
+    if settings.local_world_size != world_size:
+        return None, _nothing
+    name = hashlib.sha256(job.encode()).hexdigest()[:24]
+    path = Path(tempfile.gettempdir()) / f"{_prefix()}{name}{_SUFFIX}"
+    try:
+        key = _share(path)
+    except OSError as error:
+        logger.warning(
+            "%s: no private file for the job's key can be made there (%s), so what the ranks tell each other is not "
+            "sealed; set MINDX_JOB_KEY or MINDX_JOB_KEY_FILE",
+            path.parent,
+            error.strerror or error,
+        )
+        return None, _nothing
+    return key, (lambda: path.unlink(missing_ok=True)) if rank == 0 else _nothing
+
+
+def read_key_file(path: Path, what: str) -> bytes:
+    """The key in a private file of the user's. Raises UsageError; `what` says who has named the file."""
+    remedy = "give a file that only its owner can read (chmod 600), the same on every node"
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:
+            status, content = os.fstat(fd), file.read(_MAX_BYTES)
+    except OSError as error:
+        raise UsageError(f"{what}={path} cannot be read: {error.strerror}; {remedy}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UsageError(f"{what}={path} is no file; {remedy}")
+    # Readable for the group: secrets that Kubernetes mounts for a pod with fsGroup.
+    if status.st_mode & 0o027 or status.st_uid not in (os.geteuid(), 0):
+        raise UsageError(
+            f"{what}={path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) could be read or changed by "
+            f"others; {remedy}"
+        )
+    try:
+        text = content.decode()
+    except UnicodeDecodeError:
+        text = content.hex()
+    return _check(text.strip(), f"{what}={path}")
+
+
+def write_key_file(path: Path) -> None:
+    """Put a new random key into the private file `path`, which must not exist. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with open(fd, "w") as file:
+        file.write(f"{secrets.token_hex(32)}\n")
+
+
+def _check(text: str, what: str) -> bytes:
+    text = text.strip()
+    if len(text) < _LEAST_CHARACTERS:
+        raise UsageError(
+            f"{what}: a key of {len(text)} characters can be guessed; give at least {_LEAST_CHARACTERS} random ones, "
+            "for example 32 hex digits of openssl rand -hex 16"
+        )
+    return text.encode()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _prefix() -> str:
+    return f"mindx-elastic-{os.geteuid()}-"
+
+
+def _share(path: Path) -> bytes:
+    """The content of `path`; whoever comes first makes it. Never seen half-written. Raises OSError, UsageError."""
+    _remove_stale(path.parent)
+    for _ in range(5):
+        with suppress(FileNotFoundError):  # the last rank of an earlier start may take it away in between
+            return _read_shared(path)
+        fd, temp = tempfile.mkstemp(prefix=_prefix(), suffix=".tmp", dir=path.parent)  # mode 600
+        try:
+            with open(fd, "w") as file:
+                file.write(f"{_MARK}{secrets.token_hex(32)}\n")
+            with suppress(FileExistsError):
+                os.link(temp, path)
+        finally:
+            os.unlink(temp)
+    raise FileNotFoundError(2, "it is removed again and again", str(path))
+
+
+def _read_shared(path: Path) -> bytes:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UsageError(
+            f"{path} belongs to somebody else ({error.strerror}); remove it, or set MINDX_JOB_KEY"
+        ) from error
+    try:
+        status = os.fstat(fd)
+        content = os.read(fd, _MAX_BYTES) if stat.S_ISREG(status.st_mode) else b""
+    finally:
+        os.close(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UsageError(
+            f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode "
+            "600: somebody else knows what is in it. Remove it, or set MINDX_JOB_KEY"
+        )
+    if not content.startswith(_MARK.encode()):
+        raise UsageError(f"{path} holds no key; remove it, or set MINDX_JOB_KEY")
+    return content.removeprefix(_MARK.encode()).strip()
+
+
+def _remove_stale(folder: Path) -> None:
+    """What starts that were killed have left."""
+    prefix, now = _prefix(), time.time()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.startswith(prefix) and entry.name.endswith((_SUFFIX, ".tmp")):
+                with suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    if status.st_uid == os.geteuid() and now - status.st_mtime > _STALE_S:
+                        os.unlink(entry.path)

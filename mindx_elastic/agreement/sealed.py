@@ -1,0 +1,112 @@
+"""Seals messages that go through the store, so that only who has the job's key can have written them.
+
+Whoever reaches the store's port may read, write and delete everything in it: torch's store knows no passwords. With a
+key that does not lie in the store each message carries an HMAC-SHA256 over all that gives it its meaning: the attempt
+and guard (*scope*), this very start (*session*), the store's key, the rank that wrote it, and the content. A message
+that was written by somebody else, for another key, by another rank, or in another start is not opened.
+
+::
+
+    mx1.{mac, 64 hex digits}.{rank}.{nonce, 32 hex digits, or nothing}.{content}
+
+The session makes a replay of an earlier start's messages useless. It costs no round trip: the first values that the
+ranks collect carry a random nonce each, and all that comes later is bound to the nonces of all ranks, of which every
+rank knows its own for certain.
+
+Without a key the content goes as it is. A rank with a key opens nothing that is not sealed with it: there is no way
+back to a job without one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+
+__all__ = ["NotOursError", "Seal"]
+
+_MARK = "mx1"
+_DERIVED = "mx1-derived"
+
+
+class NotOursError(ValueError):
+    """A message that no rank of this job has written for this place."""
+
+
+class Seal:
+    """One a rank and exchange. `join` belongs to the start's thread; the rest to any thread once that has ended."""
+
+    def __init__(self, key: bytes | None, scope: str, rank: int) -> None:
+        """key: None seals nothing. scope: the same on all ranks, and different for each attempt and guard."""
+        self._key, self._scope, self.rank = key, scope, rank
+        self._nonce = secrets.token_hex(16)
+        self._session = ""
+
+    @property
+    def is_keyed(self) -> bool:
+        """Whether what is opened is known to come from this job."""
+        return self._key is not None
+
+    @property
+    def has_joined(self) -> bool:
+        """Whether messages are bound to this start."""
+        return bool(self._session) or self._key is None
+
+    def close(self, name: str, content: str) -> str:
+        """The message that stands for `content` under the store's key `name`."""
+        if self._key is None:
+            return content
+        nonce = "" if self._session else self._nonce
+        return f"{_MARK}.{self._mac(name, self.rank, nonce, content)}.{self.rank}.{nonce}.{content}"
+
+    def open(self, name: str, message: bytes | str, *, author: int | None = None, limit: int | None = None) -> str:
+        """The content. `author`: the rank that must have written it; None: any. `limit`: most characters.
+
+        Raises NotOursError.
+        """
+        return self._open(name, message, author, limit)[0]
+
+    def join(self, name: str, messages: Sequence[bytes | str]) -> list[str]:
+        """Open the first values that all ranks have told, in rank order; binds all later messages to this start."""
+        found = [self._open(name, message, rank, None) for rank, message in enumerate(messages)]
+        if not self.has_joined:
+            if found[self.rank][1] != self._nonce:
+                raise NotOursError(f"rank {self.rank}'s own message has been replaced by one of another start")
+            self._session = hashlib.sha256(".".join(nonce for _, nonce in found).encode()).hexdigest()
+        return [content for content, _ in found]
+
+    def derive(self, text: str) -> str:
+        """A secret that only who has the key can make of `text`; without a key `text` itself."""
+        if self._key is None:
+            return text
+        return self._mac(_DERIVED, 0, "", text)
+
+    def _open(self, name: str, message: bytes | str, author: int | None, limit: int | None) -> tuple[str, str]:
+        if limit is not None and len(message) > limit + 200:
+            raise NotOursError(f"{len(message)} bytes are too many")
+        try:
+            text = message if isinstance(message, str) else message.decode()
+        except UnicodeDecodeError:
+            raise NotOursError("no text") from None
+        if self._key is None:
+            if text.startswith(f"{_MARK}."):
+                raise NotOursError("it is sealed with a key, and this rank has none")
+            return text, ""
+        mark, mac, rank, nonce, content = [*text.split(".", 4), "", "", "", ""][:5]
+        if mark != _MARK or not rank.isascii() or not rank.isdecimal() or len(rank) > 9:
+            raise NotOursError("it is not sealed with the job's key")
+        if not hmac.compare_digest(mac.encode(), self._mac(name, int(rank), nonce, content).encode()):
+            raise NotOursError("it is sealed with another key, or for another place or start")
+        if author is not None and int(rank) != author:
+            raise NotOursError(f"it is sealed by rank {rank}")
+        return content, nonce
+
+    def _mac(self, name: str, rank: int, nonce: str, content: str) -> str:
+        assert self._key is not None
+        mac = hmac.new(self._key, digestmod=hashlib.sha256)
+        for part in (self._scope, self._session, name, str(rank), nonce, content):
+            data = part.encode("utf-8", "surrogatepass")
+            mac.update(len(data).to_bytes(8, "big"))
+            mac.update(data)
+        return mac.hexdigest()

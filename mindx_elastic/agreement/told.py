@@ -1,0 +1,38 @@
+"""What the other ranks tell, and how to say it when it makes no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mindx_elastic.errors import MindxError, UntrustedMessageError
+from mindx_elastic.printable import printable
+
+__all__ = ["making_sense", "whole_number"]
+
+_BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+
+
+@contextmanager
+def making_sense(what: str) -> Iterator[None]:
+    """Around the reading of `what` the ranks have told: an UntrustedMessageError for text that is no such thing.
+
+    Every rank reads the same text, so all of them raise it.
+    """
+    try:
+        yield
+    except MindxError:
+        raise
+    except _BROKEN as error:
+        raise UntrustedMessageError(
+            f"{what}, as the store of the process group has it, makes no sense ({type(error).__name__}: "
+            f"{printable(error, 200)}). If all ranks run the same version, somebody else writes to the store: its port "
+            "must not be reachable for others, or give all ranks a key (MINDX_JOB_KEY_FILE)"
+        ) from error
+
+
+def whole_number(text: str, low: int, high: int) -> int:
+    """Raises ValueError for anything but a whole number from `low` to `high`, written as we write it."""
+    if not 0 < len(text) <= 20 or not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
+        raise ValueError(f"{printable(text, 40)!r} is no whole number from {low} to {high}")
+    return int(text)

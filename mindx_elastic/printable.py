@@ -1,0 +1,29 @@
+"""Text from others on one line, harmless to a terminal and to a log: the one place that decides what is shown as it is.
+
+File names, header fields, tensor names, fault reports and the other ranks' messages may come from anybody. Escape
+sequences could colour, hide or rewrite what a person reads, a line break could forge a line of the log.
+"""
+
+from __future__ import annotations
+
+__all__ = ["printable", "printable_block"]
+
+
+def printable(text: object, limit: int | None = None) -> str:
+    """`text` on one line, without anything that a terminal would obey or cannot show.
+
+    Control characters, line breaks, marks that change the writing direction, invisible ones and undecodable bytes
+    become visible escapes (``\\x1b``). `limit`: longest result in characters; what is cut off is said.
+    """
+    found = str(text)
+    if limit is not None and len(found) > limit:
+        # Cut first: what is escaped may be megabytes long.
+        found = f"{found[:limit]}... ({len(found)} characters)"
+    if found.isprintable():
+        return found
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+
+
+def printable_block(text: str) -> str:
+    """The same line by line, for text whose line breaks are ours."""
+    return "\n".join(map(printable, text.split("\n")))

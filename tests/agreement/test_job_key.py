@@ -1,0 +1,165 @@
+"""Where the key comes from, and which files are believed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agreement.job_key import find_key, read_key_file, write_key_file
+from mindx_elastic.config import KeySettings
+from mindx_elastic.errors import UsageError
+
+SECRET = "0123456789abcdef0123"
+PROGRAM = """
+import sys
+from mindx_elastic.agreement.job_key import find_key
+from mindx_elastic.config import KeySettings
+sys.stdin.readline()
+key, done = find_key(KeySettings(local_world_size=8), "job", rank=int(sys.argv[1]), world_size=8)
+print(key.decode(), flush=True)
+sys.stdin.readline()
+done()
+"""
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The machine's folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return folder
+
+
+def on_one_node(rank: int = 0, job: str = "job") -> bytes:
+    key, _ = find_key(KeySettings(local_world_size=2), job, rank=rank, world_size=2)
+    assert key is not None
+    return key
+
+
+def test_the_environment_goes_first(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    write_key_file(file)
+    settings = KeySettings.from_env({"MINDX_JOB_KEY": SECRET, "MINDX_JOB_KEY_FILE": str(file), "LOCAL_WORLD_SIZE": "2"})
+    assert find_key(settings, "job", rank=0, world_size=2)[0] == SECRET.encode()
+    assert SECRET not in repr(settings)
+    settings = KeySettings.from_env({"MINDX_JOB_KEY_FILE": str(file), "LOCAL_WORLD_SIZE": "2"})
+    assert find_key(settings, "job", rank=1, world_size=2)[0] == file.read_text().strip().encode()
+
+
+def test_several_nodes_have_no_key_of_their_own(temporary: Path) -> None:
+    for local in (0, 1):
+        assert find_key(KeySettings(local_world_size=local), "job", rank=0, world_size=2)[0] is None
+    assert not list(temporary.iterdir())
+
+
+def test_ranks_of_one_node_that_come_at_the_same_moment_have_one_key(temporary: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(8)
+    ]
+    try:
+        for process in ranks:
+            assert process.stdin is not None
+            process.stdin.write("\n")
+            process.stdin.flush()
+        keys = {process.stdout.readline() for process in ranks if process.stdout is not None}
+        assert len(keys) == 1 and len(keys.pop()) > 64
+        (file,) = temporary.iterdir()
+        assert file.stat().st_mode & 0o777 == 0o600
+        for process in ranks:
+            process.communicate("\n", timeout=60)
+        assert not list(temporary.iterdir()), "rank 0 takes it away when all have it"
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def test_each_start_has_a_key_of_its_own(temporary: Path) -> None:
+    assert on_one_node(job="a") == on_one_node(rank=1, job="a") != on_one_node(job="b")
+
+
+@pytest.mark.parametrize("how", ["mode", "link", "folder", "empty"])
+def test_a_file_that_somebody_else_may_know_is_refused(temporary: Path, how: str) -> None:
+    on_one_node()
+    (path,) = temporary.iterdir()
+    content = path.read_text()
+    path.unlink()
+    if how == "mode":
+        path.write_text(content)
+        path.chmod(0o644)
+    elif how == "link":
+        (temporary / "else").write_text(content)
+        (temporary / "else").chmod(0o600)
+        path.symlink_to(temporary / "else")
+    elif how == "folder":
+        path.mkdir()
+    else:
+        path.touch(0o600)
+    with pytest.raises(UsageError, match="MINDX_JOB_KEY"):
+        on_one_node()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_a_file_of_another_user_is_refused(temporary: Path, tmp_path: Path) -> None:
+    on_one_node()
+    (path,) = temporary.iterdir()
+    os.chown(path, 12345, 12345)
+    with pytest.raises(UsageError, match="user 12345"):
+        on_one_node()
+    own = tmp_path / "key"
+    write_key_file(own)
+    os.chown(own, 12345, 12345)
+    with pytest.raises(UsageError, match="others"):
+        read_key_file(own, "MINDX_JOB_KEY_FILE")
+
+
+def test_what_killed_starts_have_left_goes_after_a_day(temporary: Path) -> None:
+    on_one_node(job="old")
+    (old,) = temporary.iterdir()
+    os.utime(old, (time.time() - 2 * 86400,) * 2)
+    (temporary / "mindx-elastic-other").touch()
+    on_one_node(job="new")
+    assert not old.exists() and len(list(temporary.iterdir())) == 2
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o622, 0o660, 0o666])
+def test_a_key_file_that_others_may_read_or_change_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "key"
+    file.write_text(SECRET)
+    file.chmod(mode)
+    with pytest.raises(UsageError, match=r"--job-key-file.*key \(mode .*chmod 600"):
+        read_key_file(file, "--job-key-file")
+
+
+def test_a_mounted_secret_may_be_readable_for_its_group(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_text(f"{SECRET}\n")
+    file.chmod(0o440)
+    assert read_key_file(file, "x") == SECRET.encode()
+
+
+@pytest.mark.parametrize("text", ["", "short", " " * 40])
+def test_a_key_that_can_be_guessed_is_refused(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "key"
+    file.write_text(text)
+    file.chmod(0o600)
+    with pytest.raises(UsageError, match="can be guessed"):
+        read_key_file(file, "x")
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"nowhere cannot be read: No such file"):
+        read_key_file(tmp_path / "nowhere", "x")
+    with pytest.raises(UsageError, match=r"is no file|cannot be read"):
+        read_key_file(tmp_path, "x")

@@ -1,0 +1,104 @@
+"""Who has the key can write; nobody else can, not even what somebody with the key once wrote."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.agreement.sealed import NotOursError, Seal
+
+KEY = b"0123456789abcdef"
+
+
+def joined(key: bytes | None = KEY, scope: str = "mindx/0/0", count: int = 2) -> list[Seal]:
+    """The seals of all ranks, after the first values were collected."""
+    seals = [Seal(key, scope, rank) for rank in range(count)]
+    messages = [seal.close("start/first", f"of {seal.rank}") for seal in seals]
+    for seal in seals:
+        assert seal.join("start/first", messages) == [f"of {rank}" for rank in range(count)]
+        assert seal.has_joined
+    return seals
+
+
+@given(content=st.text(), key=st.sampled_from([KEY, None]))
+def test_what_one_rank_closes_another_opens(content: str, key: bytes | None) -> None:
+    first, second = joined(key)
+    if key is None and content.startswith("mx1."):
+        return
+    assert second.open("stop/decision", first.close("stop/decision", content)) == content
+    assert second.open("x", first.close("x", content).encode("utf-8", "surrogatepass"), author=0) == content
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-1],
+        lambda text: text + "0",
+        lambda text: text.replace("step 7", "step 8"),
+        lambda text: text.replace(".0.", ".1.", 1),  # another author
+        lambda text: text.rpartition(".")[2],  # the bare content
+        lambda text: "mx1." + "0" * 64 + text[68:],
+        lambda text: "mx2" + text[3:],
+        lambda text: text.replace(".0..", ".0." + "a" * 32 + ".", 1),
+        lambda text: "",
+        lambda text: "mx1.....",
+        lambda text: "mx1.é.0..x",
+        lambda text: b"\xff" + text.encode(),
+    ],
+)
+def test_any_change_is_noticed(change: object) -> None:
+    first, second = joined()
+    text = first.close("key", "step 7")
+    assert second.open("key", text) == "step 7"
+    with pytest.raises(NotOursError):
+        second.open("key", change(text))  # type: ignore[operator]
+
+
+def test_a_message_holds_for_one_key_one_rank_one_guard_and_one_start() -> None:
+    first, second = joined()
+    text = first.close("stop/decision", "x")
+    with pytest.raises(NotOursError, match="another place"):
+        second.open("salvage/decision", text)
+    with pytest.raises(NotOursError, match="by rank 0"):
+        second.open("stop/decision", text, author=1)
+    for others in (joined(scope="mindx/0/1"), joined(), joined(key=b"another key of the user's")):
+        with pytest.raises(NotOursError):
+            others[1].open("stop/decision", text)
+
+
+def test_the_first_values_of_an_earlier_start_do_not_open_this_one() -> None:
+    """The prefix and the user's key may be the same: the nonces are not."""
+    old = [Seal(KEY, "mindx/0/0", rank) for rank in range(2)]
+    replayed = old[1].close("start/first", "of 1")
+    now = [Seal(KEY, "mindx/0/0", rank) for rank in range(2)]
+    told = [seal.close("start/first", f"of {seal.rank}") for seal in now]
+    assert now[0].join("start/first", [told[0], replayed]) == ["of 0", "of 1"]
+    assert now[1].join("start/first", told) == ["of 0", "of 1"]
+    with pytest.raises(NotOursError):  # rank 1 would have to have written the old one
+        now[0].open("stop/offer/1", now[1].close("stop/offer/1", "7"))
+    again = Seal(KEY, "mindx/0/0", 1)
+    again.close("start/first", "of 1")
+    with pytest.raises(NotOursError, match="own message"):
+        again.join("start/first", [told[0], replayed])
+
+
+def test_there_is_no_way_back_to_a_job_without_a_key() -> None:
+    keyed, plain = Seal(KEY, "s", 0), Seal(None, "s", 1)
+    with pytest.raises(NotOursError, match="not sealed"):
+        keyed.join("first", [keyed.close("first", ""), plain.close("first", "")])
+    with pytest.raises(NotOursError, match="this rank has none"):
+        plain.join("first", [keyed.close("first", ""), plain.close("first", "")])
+    assert not keyed.has_joined
+
+
+def test_a_secret_is_derived_by_all_ranks_and_by_nobody_else() -> None:
+    first, second = joined()
+    assert first.derive("public") == second.derive("public") != "public"
+    assert joined()[0].derive("public") != first.derive("public")
+    assert Seal(None, "", 0).derive("public") == "public"
+
+
+def test_what_is_far_too_long_is_not_looked_at() -> None:
+    with pytest.raises(NotOursError, match="too many"):
+        Seal(None, "", 0).open("request", b"9" * (7 << 20), limit=4096)
