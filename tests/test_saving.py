@@ -17,6 +17,7 @@ from torch import nn
 from mindx_elastic import saving as saving_module
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
+from mindx_elastic.capture.snapshot import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import GracefulExit, SaveError
 from mindx_elastic.events import EventLog
@@ -112,7 +113,7 @@ def test_asynchronous_saves_hold_two_copies_at_most(tmp_path: Path, monkeypatch:
     writing, go_on = threading.Event(), threading.Event()
     copies: list[weakref.ref[torch.Tensor]] = []
     counts: list[int] = []
-    copy = saving_module.to_host
+    copy = to_host
 
     def counted(state: Any, **options: Any) -> Any:
         counts.append(sum(one() is not None for one in copies))

@@ -55,6 +55,8 @@ def verify_command(
     mindx-elastic verify ckpt/rank_0/resnet-2_17_breakpoint.safetensors
     mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
     """
+    import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
+
     started = time.monotonic()
     entries = entries_at(path)
     in_quarantine = 0

@@ -206,7 +206,8 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"rank {info.rank} does not lie below world_size {info.world_size}"
     if type(info.resumable) is not bool:
         return "resumable must be true or false"
-    if type(info.created) not in (int, float) or not -(1 << 1023) < info.created < 1 << 1023:  # beyond: no float
+    created = info.created
+    if not (math.isfinite(created) if type(created) is float else type(created) is int and created.bit_length() < 64):
         return "created must be a time in seconds"
     if (
         not isinstance(info.coordinates, Mapping)
@@ -445,17 +446,17 @@ def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
         shape = value["shape"]
         if _SURROGATE.search(name):
             raise ValueError(f"tensor {name!a:.80}: a name with surrogates")
-        if not isinstance(shape, list) or len(shape) > MAX_DIMS:
+        if len(shape) > MAX_DIMS:
             raise ValueError(f"tensor {name:.80}: malformed shape; {MAX_DIMS} dimensions at most")
         if not all(type(number) is int and 0 <= number < 1 << 62 for number in (start, end, *shape)):
             raise ValueError(f"tensor {name:.80}: malformed shape or offsets")
         if value["dtype"] not in BY_NAME:
             raise ValueError(f"tensor {name:.80}: unknown type {value['dtype']!r:.80}")
         itemsize = BY_NAME[value["dtype"]].itemsize
-        if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
-            raise ValueError(f"tensor {name:.80}: its shape is beyond all memory")
         if end - start != math.prod(shape) * itemsize:
             raise ValueError(f"tensor {name:.80}: {end - start} bytes do not fit its shape and type")
+        if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
+            raise ValueError(f"tensor {name:.80}: its shape is beyond all memory")
         entries.append(TensorEntry(name, value["dtype"], tuple(shape), start, end))
     entries.sort(key=lambda entry: (entry.start, entry.end))
     position = 0

@@ -157,7 +157,7 @@ HARMLESS = {
     "tree that is a number",
     *(name for name in HOSTILE if name.startswith("layout")),
 }
-"""Headers that say nothing which cannot be; and where only the layout's record is malformed, the file serves its rank."""
+"""Nothing in them cannot be; or only the layout's record is malformed, and the file serves its own rank."""
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ def test_a_start_takes_what_is_sound(hostile: str, directory: Path) -> None:
         pytest.param(["convert", "{directory}", "{made}", "--to", "torch"], marks=pytest.mark.drill),
         ["convert", "{file}", "{made}", "--all", "--to", "mindx"],
     ],
-    ids=lambda words: " ".join(words),
+    ids=" ".join,
 )
 def test_no_command_ends_in_a_traceback(
     run: Callable[..., Any], directory: Path, tmp_path_factory: pytest.TempPathFactory, words: list[str]

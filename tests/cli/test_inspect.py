@@ -88,6 +88,7 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "world_size": 2,
         "ranks": [0, 1],
         "missing_ranks": [],
+        "num_missing_ranks": 0,
         "complete": True,
         "why_incomplete": None,
         "resumable": True,

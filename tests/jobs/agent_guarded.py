@@ -33,13 +33,14 @@ def parse() -> argparse.Namespace:
 def fill_the_disk_of(log: str) -> None:
     """Every write to `log` fails from now on, as on a full disk; says so the first time."""
     write = os.write
-    told = []
+    told: list[int] = []
 
     def full(fd: int, data: bytes) -> int:
         if os.readlink(f"/proc/self/fd/{fd}") != log:
             return write(fd, data)
         if not told:
-            told.append(say("FULL"))
+            told.append(fd)
+            say("FULL")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     setattr(os, "write", full)  # noqa: B010
