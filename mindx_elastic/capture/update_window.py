@@ -15,8 +15,8 @@ random numbers, buffers           never: how many more would have been drawn is 
 ================================  =====================================================================================
 
 Looked at are the first steps of a process, two in fifty up to about 1000, then two in 1000 (also where people count
-from 0), so that what is done only now and then is seen too; the others cost nothing. It stays a conclusion from what was seen: code of the
-window that has never run in a step that was looked at is not known.
+from 0), so that what is done only now and then is seen too; the others cost nothing. It stays a conclusion from what
+was seen: code of the window that has never run in a step that was looked at is not known.
 """
 
 from __future__ import annotations
