@@ -145,12 +145,19 @@ class ModuleComponent:
         """At a boundary: whether its buffers are those that `copy_ahead` saw."""
         return self._ahead.places == self._block.places and torch.equal(self._ahead.flat, self._block.flat)
 
-    def live_buffers(self) -> list[torch.Tensor | None]:
-        """The saved buffers as they are now, not copied."""
-        return [slots[key] for slots, key in self._slots]
+    @torch.no_grad()
+    def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
+        """A copy of the saved buffers as they are now; into `block`, an earlier one, where that fits."""
+        live = [slots[key] for slots, key in self._slots]
+        if block is None or not self._dense or block.places != self._block.places or not live:
+            return BufferBlock(live)
+        if [t.shape for t in live if t is not None] != [t.shape for t in block.views if t is not None]:
+            return BufferBlock(live)
+        torch._foreach_copy_(block.views, live)  # type: ignore[arg-type]
+        return block
 
     def has_buffers(self, block: BufferBlock) -> bool:
-        """Whether the boundary's copies are those of `block`, which was made of `live_buffers`."""
+        """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
         if block.places != self._block.places or not torch.equal(block.flat, self._block.flat):
             return False
         views = zip(block.views, self._block.views, block.places, strict=True)

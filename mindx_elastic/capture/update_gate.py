@@ -65,7 +65,8 @@ class UpdateGate:
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._readers = self._writers = self._waiters = 0
         self._hopeless = False
         self._state = GateState.CLEAN
@@ -83,6 +84,7 @@ class UpdateGate:
         self.even = True
         """Whether in every step with updates the parameters were changed in place equally often."""
         self._num_changes: int | None = None
+        self._total = 0  # of the version counters at the last boundary
         self._updates: dict[int, int] = {}  # in this step, by optimizer
         self._usual: dict[int, int] = {}
         self._changes: tuple[list[int], list[int]] = ([], [])  # version counters around the last step with updates
@@ -98,6 +100,7 @@ class UpdateGate:
         """Install the optimizer hooks and remember whose version counters to compare."""
         self._parameters = parameters
         self._versions = [p._version for p in parameters]
+        self._total = sum(self._versions)
         self._handles = [
             register_optimizer_step_pre_hook(lambda *_: self.begin_update()),
             register_optimizer_step_post_hook(lambda optimizer, *_: self.end_update(id(optimizer))),
@@ -112,7 +115,7 @@ class UpdateGate:
 
     def begin_update(self) -> None:
         """Waits while somebody reads."""
-        with self._changed:
+        with self._lock:
             if self._readers:
                 self._wait_for_readers()
             self._running += 1
@@ -120,7 +123,7 @@ class UpdateGate:
 
     def end_update(self, optimizer: int = 0) -> None:
         """`optimizer`: which one, its `id`."""
-        with self._changed:
+        with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
             self._updates[optimizer] = self._updates.get(optimizer, 0) + 1
@@ -136,7 +139,7 @@ class UpdateGate:
 
         with how often, and how often it usually does. Any thread.
         """
-        with self._changed:
+        with self._lock:
             keys = dict.fromkeys([*named, *self._usual, *self._updates])
             counts = [(key, self._updates.get(key, 0), self._usual.get(key, 0)) for key in keys]
         return [(key, done, usual) for key, done, usual in counts if done != usual or usual == 0]
@@ -154,14 +157,14 @@ class UpdateGate:
         swallowed): the caller says so, the program has chosen to go on from there. An exception in `copy_volatile`
         leaves the gate not clean: half of the copy may be the last boundary's.
         """
-        with self._changed:
+        with self._lock:
             if self._readers:
                 self._wait_for_readers()
             torn = self._running > 0
             before, self._state = self._state, GateState.PASSING
         copy_volatile()  # runs code of the program (`state_dict`), so not under the lock
         versions = [p._version for p in self._parameters]
-        with self._changed:
+        with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
             self._state = GateState.CLEAN
@@ -170,9 +173,11 @@ class UpdateGate:
                 self.steady = self.steady and (not self._usual or self._usual == self._updates)
                 self._usual, self._updates = self._updates, {}
                 self._changes = (self._versions, versions)
-                num_changes = sum(versions) - sum(self._versions)
+                num_changes = (total := sum(versions)) - self._total
                 self.even = self.even and self._num_changes in (None, num_changes)
-                self._num_changes = num_changes
+                self._num_changes, self._total = num_changes, total
+            elif before is not GateState.CLEAN or self.unguarded:
+                self._total = sum(versions)
             self._versions = versions
             if self._waiters:
                 self._changed.notify_all()
@@ -190,7 +195,7 @@ class UpdateGate:
 
     def give_up(self) -> None:
         """The training thread has failed: no boundary will come, nobody need wait for one. Any thread."""
-        with self._changed:
+        with self._lock:
             self._hopeless = True
             self._changed.notify_all()
 
@@ -199,12 +204,12 @@ class UpdateGate:
 
         `give_back` must follow, in any thread. The next update, and the next boundary, wait for it.
         """
-        with self._changed:
+        with self._lock:
             self._readers += 1
 
     def give_back(self) -> None:
         """The copy that `lend` was for is complete. Any thread."""
-        with self._changed:
+        with self._lock:
             self._readers -= 1
             if self._writers and not self._readers:
                 self._changed.notify_all()
@@ -217,7 +222,7 @@ class UpdateGate:
         and no boundary is passed inside, whatever was yielded.
         """
         end = time.monotonic() + timeout_s
-        with self._changed:
+        with self._lock:
             self._waiters += 1
             try:
                 while self._state is not GateState.CLEAN:
@@ -266,7 +271,8 @@ def _after_fork_in_child() -> None:
     not wait for them. What the child trains is not what is saved.
     """
     for gate in list(_watching):
-        gate._changed = threading.Condition(threading.Lock())
+        gate._lock = threading.Lock()
+        gate._changed = threading.Condition(gate._lock)
         gate._readers = gate._writers = gate._waiters = 0
         gate.unwatch()
 

@@ -14,15 +14,16 @@ parameters (EMA, clipping)        each was changed in place as often as in the s
 random numbers, buffers           never: how many more would have been drawn is not known
 ================================  =====================================================================================
 
-Looked at are the first steps of a process and then two in fifty (also where people count from 0), so that what is
-done only now and then is seen too; the others cost nothing. It stays a conclusion from what was seen: code of the
-window that has never run in a step that was looked at is not known.
+Looked at are the first steps of a process, two in fifty up to about 1000, then two in 1000 (also where people count
+from 0), so that what is done only now and then is seen too; the others cost nothing. It stays a conclusion from what
+was seen: code of the window that has never run in a step that was looked at is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -30,13 +31,14 @@ import torch
 
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 
 __all__ = ["UpdateWindow"]
 
 _FIRST, _EVERY = 4, 50
+_MANY, _RARELY = 40, 1000  # a look takes a millisecond
 _ENOUGH = 2
 _Leaves = dict[str, Any]
 
@@ -73,6 +75,8 @@ class UpdateWindow:
         self._learned = _Learned()
         self._boundaries = 0
         self._middle: _Middle | None = None
+        self._blocks: dict[str, BufferBlock] = {}
+        self._getters = [(name, _reference_of(component)) for name, component in collector.components.items()]
         self._broken: str | None = None
         # Copies that nobody changes, so keeping the last two boundaries' costs no copy.
         self._base: dict[str, Any] = self._references()
@@ -95,8 +99,11 @@ class UpdateWindow:
                 self._learn(middle, before)
             except Exception as error:  # an object that cannot be compared: no reason to end a training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
-        wanted = self._broken is None and (self._boundaries <= _FIRST or (step + 1) % _EVERY in (0, 1))
-        self._gate.at_last_update = self._look if wanted else None
+        if self._boundaries <= _FIRST:
+            wanted = True
+        else:
+            wanted = (step + 1) % (_EVERY if self._learned.num_windows < _MANY else _RARELY) in (0, 1)
+        self._gate.at_last_update = self._look if wanted and self._broken is None else None
 
     def standing(self) -> list[str]:
         """Why an exception in the window always costs the step, as far as is known; empty: it does not."""
@@ -181,7 +188,8 @@ class UpdateWindow:
         """Right after the last update of a step."""
         try:
             modules = {n: c for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
-            buffers = {name: BufferBlock(component.live_buffers()) for name, component in modules.items()}
+            buffers = {name: component.copy_buffers(self._blocks.get(name)) for name, component in modules.items()}
+            self._blocks = buffers
             self._middle = _Middle(capture_rng(), self._parts(), buffers)
         except Exception as error:  # a `state_dict` of the program's that raises
             self._middle, self._broken = None, f"the state cannot be looked at ({type(error).__name__}: {error})"
@@ -207,15 +215,7 @@ class UpdateWindow:
 
     def _references(self) -> dict[str, Any]:
         """The last boundary's copies of everything small, but for generators and buffers."""
-        found: dict[str, Any] = {}
-        for name, component in self._collector.components.items():
-            if isinstance(component, PlainComponent):
-                found[name] = component.state()
-            elif isinstance(component, OptimizerComponent):
-                found[name] = component.groups
-            elif isinstance(component, ModuleComponent):
-                found[name] = component.extras
-        return found
+        return {name: getter() for name, getter in self._getters}
 
     def _parts(self) -> dict[str, _Leaves]:
         """The same, live."""
@@ -224,6 +224,15 @@ class UpdateWindow:
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
                 found[name] = component.look()
         return _flat_parts(found)
+
+
+def _reference_of(component: Component) -> Callable[[], Any]:
+    """Gives the boundary's copy of what is small in it, but for buffers. Called at every boundary."""
+    if isinstance(component, OptimizerComponent):
+        return partial(getattr, component, "groups")
+    if isinstance(component, ModuleComponent):
+        return partial(getattr, component, "extras")
+    return component.state
 
 
 def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:
