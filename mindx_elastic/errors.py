@@ -9,6 +9,7 @@
         +-- SaveError (OSError)              a file could not be written; older files are untouched
         +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or somebody else's
         +-- UnsafeDirectoryError (PermissionError)  a directory that others may write to
+        +-- UntrustedFileError (PermissionError)    a file that another user has put there
         +-- CorruptCheckpointError (ValueError)     damaged bytes: truncated, flipped, malformed
         +-- ForeignCheckpointError (ValueError)     a sound file that this package did not write
         +-- MismatchError (ValueError)       a good checkpoint that does not fit this model, loader or world size
@@ -36,6 +37,7 @@ __all__ = [
     "SaveError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
+    "UntrustedFileError",
     "UsageError",
 ]
 
@@ -89,6 +91,14 @@ class ArenaError(CheckpointError, OSError):
 
 class UnsafeDirectoryError(CheckpointError, PermissionError):
     """A directory that other users may write to and that is not ours: a checkpoint there could be anybody's."""
+
+
+class UntrustedFileError(CheckpointError, PermissionError):
+    """A file that another user has put there, or may have changed. It is left out. `uid`: its owner."""
+
+    def __init__(self, message: str, *, path: StrPath | None = None, uid: int = -1) -> None:
+        super().__init__(message, path=path)
+        self.uid = uid
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):

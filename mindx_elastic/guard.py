@@ -24,7 +24,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import UpdateGate
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.config import RankInfo, Settings, SharingSettings
 from mindx_elastic.data.position import current_epoch, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
@@ -75,7 +75,9 @@ class Guard:
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
-    * `allow_shared_directory`: accept a directory that other users may write to.
+    * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left out.
+      `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
+      ``MINDX_TRUSTED_USERS``.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
@@ -103,6 +105,7 @@ class Guard:
         periodic: Sequence[PeriodicPolicy] = (),
         append_info: Sequence[object] = (),
         allow_shared_directory: bool = False,
+        trusted_users: Sequence[int | str] = (),
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
         layouts: Mapping[str, Layout] | None = None,
@@ -111,7 +114,7 @@ class Guard:
             raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
         self._directory, self._prefix = Path(directory), prefix
         self._resume, self._grace_s = resume, grace_s
-        self._allow_shared = allow_shared_directory
+        self._allow_shared, self._trusted_users = allow_shared_directory, trusted_users
         self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
         self.loader = loader
         self._periodic = tuple(periodic)
@@ -170,14 +173,17 @@ class Guard:
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
         wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
+        sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
+        self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
         directories = list(dict.fromkeys(self._resolved.values()))
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
-        self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
+        self._saver = Saver(
+            self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated, trust=trust
+        )
         self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
         self._exchange = self._around.exchange
         start = start_job(

@@ -26,6 +26,7 @@ from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import MismatchError
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
@@ -87,6 +88,7 @@ def start_or_resume(
     target: Target | None = None,
     faults: KnownFaults | None = None,
     on_found: Callable[[Resumed | None], None] = lambda found: None,
+    trust: Trust | None = None,
 ) -> Start:
     """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""
     began = time.perf_counter()
@@ -99,6 +101,7 @@ def start_or_resume(
         transport=transport,
         target=target,
         faults=faults,
+        trust=trust,
     )
     on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"

@@ -22,6 +22,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import Catalog, scan
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
@@ -42,7 +43,10 @@ class Saver:
         *,
         resolved: Mapping[Path, Path] | None = None,
         replicated: bool = False,
+        trust: Trust | None = None,
     ) -> None:
+        self.trust = trust or Trust()
+        """Whose files count."""
         self.collector, self.ranks, self.events = collector, ranks, events
         self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
         self.replicated = replicated
@@ -256,7 +260,7 @@ class Saver:
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
         root = self._resolved.get(policy.directory, policy.directory)
-        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root))
+        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root), owners=self.trust.of(root))
         facts = [
             CheckpointFact(
                 path=entry.path,

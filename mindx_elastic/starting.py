@@ -58,6 +58,7 @@ def start_job(
         target=target,
         faults=faults,
         on_found=around.announce,
+        trust=saver.trust,
     )
     write_start_files(directories[0], target.strategy, start.plan, ranks, exchange)
     return start

@@ -57,7 +57,9 @@ class Surroundings:
         """Until all ranks are known to be safe on disk."""
         stack.callback(self._close_memory)
         copies = RedundancySettings.from_env().with_copies(redundancy)
-        self.mirror = saver.mirror = open_mirror(copies, ranks, directories, self.exchange, saver.events, store_host())
+        self.mirror = saver.mirror = open_mirror(
+            copies, ranks, directories, self.exchange, saver.events, store_host(), trust=saver.trust
+        )
         """Keeps copies of the files on other nodes; None where there are none to keep."""
         if self.mirror is not None:
             stack.callback(self.mirror.close)

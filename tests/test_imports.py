@@ -16,11 +16,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "mindx_elastic"
-MAX_LINES = 420  # about 400
+MAX_LINES = 620  # about 600
 
 STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
 """In the order of the path: a stage imports only stages to its left."""
-FOUNDATION = {"_version", "config", "errors", "events"}
+FOUNDATION = {"_version", "config", "errors", "events", "owners"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {"agent", "cli", "cluster", "convert", "guard", "integrations", "mirror", "train"}
 """May import any stage. So may every other module at the top of the package."""

@@ -39,6 +39,7 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
+from mindx_elastic.owners import Owners
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten
@@ -263,22 +264,27 @@ def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
     return bytes(raw)
 
 
-def read_header(path: StrPath) -> Header:
-    """Read and check the header of `path`; the tensors' digests are not checked.
+def read_header(path: StrPath, owners: Owners | None = None) -> Header:
+    """Read and check the header of `path`; the tensors' digests are not checked. `owners`: whose files count here.
 
     Raises FileNotFoundError or another OSError when it cannot be opened, ForeignCheckpointError for a sound
     safetensors file of another program or a newer version, CorruptCheckpointError for everything else that is wrong,
-    truncation and a symbolic link in the file's place included. Any thread.
+    truncation and a symbolic link in the file's place included; UntrustedFileError for a stranger's. Any thread.
     """
-    with open_checkpoint(path) as (_, header):
+    with open_checkpoint(path, owners) as (_, header):
         return header
 
 
 @contextmanager
-def open_checkpoint(path: StrPath) -> Iterator[tuple[int, Header]]:
-    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked."""
+def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tuple[int, Header]]:
+    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked.
+
+    `owners`: whose files count; the owner is that of the descriptor too. None: it does not matter whose it is.
+    """
     fd = _open_regular(path)
     try:
+        if owners is not None:
+            owners.check(os.fstat(fd), Path(path))
         yield fd, _parse(fd, Path(path))
     finally:
         os.close(fd)

@@ -15,6 +15,7 @@ import xxhash
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, read_entry
 from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.storage import quarantine, quarantined
@@ -35,6 +36,7 @@ def look(
     only: Moment | None,
     arenas: Path | None,
     transport: Transport | None,
+    trust: Trust,
 ) -> Sight:
     """Main thread, all ranks together. `only`: files of other steps count for nothing but the number of attempts."""
     sight = Sight(attempt=ranks.attempt)
@@ -44,11 +46,12 @@ def look(
     sight.group = tuple(rank for rank, digest in enumerate(digests) if digest == digests[ranks.rank])
     strategies = Strategies()
     mine = [*files][sight.group.index(ranks.rank) :: len(sight.group)]
-    entries = [entry for path in mine if (entry := read_entry(path)) is not None]
+    found_entries = (read_entry(path, owners=trust.of(files[path])) for path in mine)
+    entries = [entry for entry in found_entries if entry is not None]
     if sight.group[0] == ranks.rank:
         entries += unlisted
     on_disk = [entry for entry in entries if _is_usable(entry, files.get(entry.path), sight)]
-    in_memory = [] if arenas is None else snapshot_entries(arenas, known_runs(directories))
+    in_memory = [] if arenas is None else snapshot_entries(arenas, known_runs(directories, trust))
     for entry in (*on_disk, *in_memory):
         info = entry.info
         assert info is not None
@@ -64,7 +67,7 @@ def look(
         places = {key_of(fact): transport.locate(Path(fact.path), fact.rank) for fact in sight.facts}
         sight.places = {key: place for key, place in places.items() if place is not None}
     for ring in own_rings([*directories], arenas, ranks.rank):
-        for moment, own in own_states(ring).items():
+        for moment, own in own_states(ring, trust.of(ring)).items():
             sight.own.setdefault(moment, own)
     return sight
 
@@ -103,6 +106,12 @@ def _is_usable(entry: CatalogEntry, directory: Path | None, sight: Sight) -> boo
     sight.anything |= entry.info is not None or entry.looks_ours or not entry.foreign
     if entry.info is not None:
         return True
+    if entry.owner is not None:
+        # Not put aside: it is not ours to move, and may be sound for whoever runs this job under another user next.
+        if not entry.foreign:
+            sight.rejected.append(Rejected(str(entry.path), entry.problem or "is another user's"))
+        logger.warning("%s is left out: it %s", entry.path, entry.problem)
+        return False
     if entry.foreign and not entry.looks_ours:
         logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
         return False

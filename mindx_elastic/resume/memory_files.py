@@ -9,8 +9,9 @@ from typing import Any
 
 from mindx_elastic.capture.arena import rank_folders
 from mindx_elastic.capture.boundary_ring import read_ring
-from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Owners, Trust, find_owners, open_trusted
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.packed import unpack_state
@@ -37,7 +38,7 @@ class OwnState:
         return state
 
 
-def known_runs(directories: Sequence[Path]) -> set[str]:
+def known_runs(directories: Sequence[Path], trust: Trust | None = None) -> set[str]:
     """Run ids that the event logs of the checkpoint directories speak of.
 
     Memory outlives a directory that somebody has emptied to start anew: only what the directory knows may be used.
@@ -45,11 +46,14 @@ def known_runs(directories: Sequence[Path]) -> set[str]:
     found: set[str] = set()
     for directory in directories:
         try:
-            with open(directory / "events.jsonl", "rb") as file:
+            log = directory / "events.jsonl"
+            with open(open_trusted(log, (trust or Trust()).of(log)), "rb") as file:
                 for line in file:
                     start = line.find(b'"run_id": "')
                     if start >= 0:
                         found.add(line[start + 11 :].partition(b'"')[0].decode("utf-8", "replace"))
+        except UntrustedFileError as error:
+            logger.warning("%s; what it says of runs is left out", error)
         except OSError:
             continue
     return found - {""}
@@ -72,10 +76,13 @@ def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> li
     return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
 
 
-def own_states(ring: Path) -> dict[Moment, OwnState]:
+def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
     """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same."""
     try:
-        records = read_ring(ring)
+        records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
+    except UntrustedFileError as error:
+        logger.warning("%s; it is left out", error)
+        return {}
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)

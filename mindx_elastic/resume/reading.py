@@ -9,8 +9,9 @@ from typing import Protocol
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.capture.layouts import Blueprint
-from mindx_elastic.errors import CheckpointError, MismatchError
+from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
 from mindx_elastic.persist.storage import quarantine
@@ -41,7 +42,9 @@ class PlanReader:
         exchange: Exchange,
         sights: Sights,
         transport: Transport | None,
+        trust: Trust,
     ) -> None:
+        self._trust = trust
         self._directories, self._rank, self._exchange = directories, rank, exchange
         self._sights, self._transport = sights, transport
         self._round = 0
@@ -130,7 +133,9 @@ class PlanReader:
 
     def _read_file(self, path: Path) -> tuple[Checkpoint | None, str]:
         try:
-            return read_checkpoint(path, verify=True), ""
+            return read_checkpoint(path, verify=True, owners=self._trust.of(path)), ""
+        except UntrustedFileError as error:  # exchanged since it was looked at
+            return None, str(error)
         except CheckpointError as error:
             return None, self._put_aside(path, str(error))
         except OSError as error:
@@ -171,8 +176,11 @@ class PlanReader:
 
     def _verify(self, path: Path) -> str:
         try:
+            owners = self._trust.of(path)
             with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
-                problems = verify_file(path)
+                problems = verify_file(path, owners)
+        except UntrustedFileError as error:
+            return str(error)
         except CheckpointError as error:
             problems = [str(error)]
         except OSError as error:
@@ -186,7 +194,7 @@ class PlanReader:
             return None, {}, "the state has to be put together from parts, and nothing says what of"
         self.path = Path(plan.ranks[self._rank].file.path)
         try:
-            return assemble(plan, self._rank, blueprint), {}, ""
+            return assemble(plan, self._rank, blueprint, self._trust), {}, ""
         except MismatchError as error:
             return None, {}, str(error)
         except (CheckpointError, OSError) as error:

@@ -54,10 +54,10 @@ def saved(tmp_path: Path) -> Path:
 def test_an_error_that_nobody_foresaw_ends_the_start_of_all(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = assemble
 
-    def without_memory(plan: Any, rank: int, blueprint: Any) -> Any:
+    def without_memory(plan: Any, rank: int, blueprint: Any, *more: Any) -> Any:
         if rank == 1:
             raise MemoryError("no room for w")
-        return real(plan, rank, blueprint)
+        return real(plan, rank, blueprint, *more)
 
     monkeypatch.setattr(reading, "assemble", without_memory)
     found = start(saved, 2)
@@ -105,9 +105,9 @@ def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pyt
     write_step(tmp_path, 7, world_size=4)
     read: list[Path] = []
 
-    def counted(path: Path) -> CatalogEntry | None:
+    def counted(path: Path, **options: Any) -> CatalogEntry | None:
         read.append(path)
-        return read_entry(path)
+        return read_entry(path, **options)
 
     monkeypatch.setattr(looking, "read_entry", counted)
     found = on_all_ranks(
