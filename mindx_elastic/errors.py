@@ -4,6 +4,7 @@
 
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
+    |   +-- DirectoryInUseError               another living job has the directory
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- CheckpointError
         +-- SaveError (OSError)              a file could not be written; older files are untouched
@@ -29,6 +30,7 @@ __all__ = [
     "ArenaError",
     "CheckpointError",
     "CorruptCheckpointError",
+    "DirectoryInUseError",
     "ForeignCheckpointError",
     "GracefulExit",
     "MindxError",
@@ -50,6 +52,15 @@ class MindxError(Exception):
 
 class UsageError(MindxError, ValueError):
     """An argument or a call that cannot work; nothing was started and nothing was written."""
+
+
+class DirectoryInUseError(UsageError):
+    """Another living job has the directory `path`: process `pid` on `host`, `since` a unix time (0, "": not known)."""
+
+    def __init__(self, message: str, *, path: StrPath, host: str = "", pid: int = 0, since: float = 0.0) -> None:
+        super().__init__(message)
+        self.path = Path(path)
+        self.host, self.pid, self.since = host, pid, since
 
 
 class UnsupportedStateError(MindxError, TypeError):

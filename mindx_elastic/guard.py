@@ -30,8 +30,8 @@ from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.listening import Listening, find_peers
 from mindx_elastic.plan.layout import Layout
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
-from mindx_elastic.preparing import check_state_and_space, prepare_directories
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
+from mindx_elastic.preparing import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas
 from mindx_elastic.saving import Saver
 from mindx_elastic.starting import start_job
@@ -82,7 +82,8 @@ class Guard:
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
-    Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
+    Raises on entering: UsageError, DirectoryInUseError, UnsafeDirectoryError, UnsupportedStateError, MismatchError,
+    NoUsableCheckpointError.
     """
 
     def __init__(
@@ -176,13 +177,21 @@ class Guard:
         sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
         self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
         directories = list(dict.fromkeys(self._resolved.values()))
+        if self._periodic or not self._policies or any(policy.kind != "eval" for policy in self._policies):
+            hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(
-            self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated, trust=trust
+            self._collector,
+            self.ranks,
+            self._events,
+            resolved=self._resolved,
+            replicated=replicated,
+            trust=trust,
+            names=job_names(self._prefix, [*self._policies, *self._periodic]),
         )
         self._around = Surroundings(stack, directories, self._saver, self._snapshot_every, self._redundancy)
         self._exchange = self._around.exchange

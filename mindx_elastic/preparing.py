@@ -6,6 +6,7 @@ import os
 import secrets
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from mindx_elastic.capture.collector import Collector
@@ -13,11 +14,12 @@ from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
 from mindx_elastic.events import logger
 from mindx_elastic.owners import Owners, Trust, check_place, user_ids
+from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
 from mindx_elastic.persist.tft_tree import remove_stale_tft_temps
 
-__all__ = ["EVENTS_FILE", "check_state_and_space", "prepare_directories"]
+__all__ = ["EVENTS_FILE", "check_state_and_space", "hold_directories", "prepare_directories"]
 
 EVENTS_FILE = "events.jsonl"
 
@@ -98,6 +100,17 @@ def _set_aside(path: Path, owners: Owners) -> None:
             f"{path} {problem}, and cannot be moved aside ({error.strerror}): remove it, or give another directory",
             path=path,
         ) from error
+
+
+def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float) -> None:
+    """Keep other jobs out of the directories until `stack` ends. Waits for a predecessor.
+
+    Raises DirectoryInUseError.
+    """
+    for directory, owners in sorted(trust.roots.items()):
+        lock = hold_directory(directory, ranks, owners, grace_s=grace_s)
+        if lock is not None:
+            stack.callback(lock.close)
 
 
 def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:

@@ -44,9 +44,12 @@ class Saver:
         resolved: Mapping[Path, Path] | None = None,
         replicated: bool = False,
         trust: Trust | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         self.trust = trust or Trust()
         """Whose files count."""
+        self.names = tuple(names)
+        """What this job calls its files."""
         self.collector, self.ranks, self.events = collector, ranks, events
         self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
         self.replicated = replicated
@@ -208,6 +211,7 @@ class Saver:
             coordinates={**self.coordinates, **self._foreseen()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
+            names=self.names,
         )
 
     def _write(

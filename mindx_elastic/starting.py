@@ -59,6 +59,7 @@ def start_job(
         faults=faults,
         on_found=around.announce,
         trust=saver.trust,
+        names=saver.names,
     )
     write_start_files(directories[0], target.strategy, start.plan, ranks, exchange)
     return start

@@ -22,7 +22,7 @@ from pathlib import Path
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
 from mindx_elastic.owners import Owners, find_owners
 from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
-from mindx_elastic.persist.storage import TEMP_SUFFIX
+from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 
 __all__ = [
     "KIND_ORDER",
@@ -342,7 +342,7 @@ def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | Catalo
             path = folder / name
             if _is_our_folder(path, root, rank):
                 folders.append(path)
-            elif not (name.endswith(TEMP_SUFFIX) or _RANK_FOLDER.fullmatch(name)):
+            elif not (name.endswith(TEMP_SUFFIX) or name == LOCK_FILE or _RANK_FOLDER.fullmatch(name)):
                 yield path
 
 

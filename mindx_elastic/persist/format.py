@@ -112,12 +112,15 @@ class CheckpointInfo:
     """The user's own JSON-able facts."""
     torch_version: str = ""
     """Filled in by the writer."""
+    names: Sequence[str] = ()
+    """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
         if problem:
             raise UsageError(f"checkpoint info: {problem}")
         object.__setattr__(self, "append_info", tuple(self.append_info))
+        object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -165,6 +168,8 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return "coordinates must map names to whole numbers"
     if isinstance(info.append_info, str) or not isinstance(info.append_info, Sequence):
         return "append_info must be a list"
+    if not isinstance(info.names, (list, tuple)) or not all(isinstance(name, str) for name in info.names):
+        return "names must be a list of strings"
     return None
 
 

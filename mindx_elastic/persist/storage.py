@@ -21,6 +21,7 @@ from mindx_elastic.errors import SaveError, StrPath, UsageError
 from mindx_elastic.owners import Owners, check_place, find_owners
 
 __all__ = [
+    "LOCK_FILE",
     "QUARANTINE",
     "TEMP_SUFFIX",
     "check_free_space",
@@ -38,6 +39,8 @@ __all__ = [
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
+LOCK_FILE = ".mindx-lock"
+"""See `directory_lock`. It is never opened for anything else."""
 QUARANTINE = "quarantine"
 _NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)

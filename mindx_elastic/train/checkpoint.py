@@ -183,6 +183,7 @@ def _breakpoint(prefix: str, directory: Path, config: CheckpointConfig, alarms: 
         directory=directory,
         signals=DEFAULT_SIGNALS if "signal" in alarms else (),
         append_info=config.header_info,
+        prefix=prefix,
     )
 
 

@@ -109,6 +109,7 @@ class OnRequestExit(SavingCallback):
             signals=(self.sig,),
             flag_file=flag,
             exit_codes={} if self.exit_code is None else {"flag": self.exit_code},
+            prefix=self.file_name,
             save=self.save_ckpt,
             after_save=self._export if self.save_mindir and mode == "train" else None,
         )
