@@ -6,10 +6,10 @@ boundary), and rank 0, when it finds byte 0 taken for longer than that, is refus
 rank 0 refuses. The others hold nothing that could be a second job while rank 0 has its byte; what they meet is a
 remnant of the predecessor, on a file server perhaps of a machine that is gone, and after the same wait they go on.
 
-The locks are the kernel's *open file description* locks, of byte ranges: they end with the process however it ends, work
-between machines where POSIX locks do (NFSv4, Lustre with ``flock``), and stay when any other code of the process opens
-and closes the file, which would end a POSIX lock without a word (a callback that copies the directory is enough). A
-forked child shares them; it gives up its share in a fork hook, so that a loader worker that outlives a killed rank
+The locks are the kernel's *open file description* locks, of byte ranges: they end with the process however it ends,
+work between machines where POSIX locks do (NFSv4, Lustre with ``flock``), and stay when any other code of the process
+opens and closes the file, which would end a POSIX lock without a word (a callback that copies the directory is enough).
+A forked child shares them; it gives up its share in a fork hook, so that a loader worker that outlives a killed rank
 holds nobody up. Where the kernel has no such locks, POSIX locks are used.
 
 Rejected: a file with a process id (it outlives its process, and means nothing on another machine); `flock` (one lock
@@ -70,17 +70,25 @@ class Holder:
 
 
 class DirectoryLock:
-    """A rank's hold on one directory. `close` gives it back; so does the end of the process."""
+    """A rank's hold on one directory. `close` gives it back; so does the end of the process.
 
-    def __init__(self, fd: int) -> None:
-        self._fd = fd
+    The last one who gives it back takes the file away: whoever has opened it meanwhile finds that and opens it anew.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path, self._owner = fd, path, os.getpid()
         _held.add(self)
         _close_in_children()
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self._fd < 0:
+            return
+        if os.getpid() == self._owner:  # not in a forked child
+            with suppress(OSError):
+                if _first_held(self._fd, 0) is None and os.path.samestat(os.fstat(self._fd), os.lstat(self._path)):
+                    self._path.unlink()
+        os.close(self._fd)
+        self._fd = -1
 
 
 _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
@@ -133,7 +141,7 @@ class _Taking:
                 holder = self._try(fd)
                 if holder is None and self._is_in_place(fd):
                     self._sign(fd)
-                    lock, fd = DirectoryLock(fd), -1
+                    lock, fd = DirectoryLock(fd, self._path), -1
                     return lock
             finally:
                 if fd >= 0:

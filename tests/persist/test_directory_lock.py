@@ -136,9 +136,13 @@ def test_the_ranks_of_a_job_do_not_meet_and_leave_nothing_to_the_next(tmp_path: 
         assert lock is not None
         lock.close()
         lock.close()
+    assert not (tmp_path / LOCK_FILE).exists()  # the last one takes it away
     again = hold(tmp_path, 0, 2)
     assert again is not None
+    (tmp_path / LOCK_FILE).rename(tmp_path / "moved")
+    (tmp_path / LOCK_FILE).write_text("another job's")
     again.close()
+    assert (tmp_path / LOCK_FILE).exists()
 
 
 @pytest.mark.usefixtures("impatient")

@@ -32,7 +32,7 @@ def test_a_second_job_is_refused_while_the_first_lives_and_a_killed_one_leaves_i
             os.kill(int(child[1]), 0)
         finally:
             os.kill(int(child[1]), signal.SIGKILL)
-    assert (tmp_path / LOCK_FILE).exists()
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_start_waits_for_the_dying_save_of_its_predecessor_and_goes_on_from_it(tmp_path: Path) -> None:
