@@ -20,6 +20,7 @@ from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UntrustedFileError, UsageError
 from mindx_elastic.owners import Trust, check_place, find_owners, open_trusted, user_ids
 from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.preparing import prepare_directories
 from mindx_elastic.resume import reading as reading_module
 from mindx_elastic.resume.memory_files import known_runs, own_states
@@ -223,8 +224,7 @@ def test_a_stranger_s_unreadable_file_is_named_and_stays(tmp_path: Path, monkeyp
     path = write(tmp_path / "resnet-1_2.safetensors", step=2)
     os.chown(path, STRANGER, -1)
     from mindx_elastic.persist import catalog as catalog_module
-
-    read_header = catalog_module.read_header
+    from mindx_elastic.persist.format import read_header
 
     def refuse(path: Path, *more: Any) -> Any:  # permission bits mean nothing to root
         if path.name == "resnet-1_2.safetensors":
@@ -241,14 +241,14 @@ def test_a_file_that_is_exchanged_between_the_look_and_the_read_is_not_read(
 ) -> None:
     write(tmp_path / "resnet-1_1.safetensors", step=1)
     victim = write(tmp_path / "resnet-1_2.safetensors", step=2)
-    read, exchanged = reading_module.read_checkpoint, []
+    exchanged: list[Path] = []
 
     def exchange_first(path: Path, **options: Any) -> Any:
         if path == victim and not exchanged:
             os.chown(forged, STRANGER, -1)
             os.replace(forged, victim)
             exchanged.append(path)
-        return read(path, **options)
+        return read_checkpoint(path, **options)
 
     monkeypatch.setattr(reading_module, "read_checkpoint", exchange_first)
     found = find(tmp_path)
@@ -318,7 +318,7 @@ def test_our_own_files_are_nobody_else_s_to_write_whatever_the_umask(tmp_path: P
     try:
         Job(tmp_path / "ckpt").run(epochs=1)
         job = Job(tmp_path / "ckpt", resume="never")
-        job.run(epochs=1, after=lambda job, step: job.guard.save() and None)
+        job.run(epochs=1, after=lambda job, step: job.guard.save())
     finally:
         os.umask(old)
     files = list((tmp_path / "ckpt").rglob("*"))

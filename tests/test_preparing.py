@@ -57,7 +57,7 @@ def test_every_file_says_what_its_job_calls_its_files(tmp_path: Path) -> None:
 def test_another_prefix_is_refused_and_each_way_out_works(tmp_path: Path) -> None:
     path = stop(Job(tmp_path / "ckpt", prefix="resnet"))
     renamed = path.rename(path.with_name("bert-1_2_breakpoint.safetensors"))  # names are for people
-    with no_traces(), pytest.raises(MismatchError, match="another job's.*'resnet'.*'bert'.*resume=") as caught:
+    with no_traces(), pytest.raises(MismatchError, match=r"another job's.*'resnet'.*'bert'.*resume=") as caught:
         Job(tmp_path / "ckpt", prefix="bert").run()
     assert caught.value.path == renamed
     onward = Job(tmp_path / "ckpt", prefix="bert", resume=renamed)

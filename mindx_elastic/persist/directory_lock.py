@@ -98,8 +98,13 @@ _hooked = False
 def _close_in_children() -> None:
     global _hooked  # a hook cannot be taken back
     if not _hooked:
-        os.register_at_fork(after_in_child=lambda: [lock.close() for lock in list(_held)])
+        os.register_at_fork(after_in_child=_close_all)
         _hooked = True
+
+
+def _close_all() -> None:
+    for lock in list(_held):
+        lock.close()
 
 
 def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float) -> DirectoryLock | None:
@@ -199,9 +204,10 @@ class _Taking:
             logger.warning(text, self._path)
             return
         record = {"rank": self._ranks.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        text = json.dumps({**record, "since": round(time.time(), 3), "grace_s": self._grace_s}).encode()
+        label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": self._grace_s}).encode()
+        label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
         with suppress(OSError):  # a full disk: the lock counts without its label
-            os.pwrite(fd, text[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n", self._ranks.rank * _RECORD_BYTES)
+            os.pwrite(fd, label, self._ranks.rank * _RECORD_BYTES)
 
     def _time_left(self, holder: Holder) -> float:
         grace_s = self._grace_s if holder.grace_s is None else holder.grace_s

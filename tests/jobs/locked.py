@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--walk", action="store_true", help="open and close every file of the directory")
     args = parser.parse_args()
     if args.slow_save is not None:
-        write = saving.write_checkpoint
+        write = saving.write_checkpoint  # type: ignore[attr-defined]
 
         def wait_then_write(*arguments: Any, **more: Any) -> Any:
             say("BLOCKED")
@@ -40,7 +40,7 @@ def main() -> None:
                 time.sleep(0.01)
             return write(*arguments, **more)
 
-        saving.write_checkpoint = wait_then_write
+        saving.write_checkpoint = wait_then_write  # type: ignore[attr-defined]
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with mx.Guard(model=model, optimizer=optimizer, directory=args.directory, prefix=args.prefix) as guard:

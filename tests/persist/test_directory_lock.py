@@ -117,7 +117,7 @@ def test_a_start_waits_for_a_predecessor_that_is_about_to_end(tmp_path: Path, mo
                 process.stdin.close()
                 process.wait()
 
-        monkeypatch.setattr(lock_module.time, "sleep", end_it)
+        monkeypatch.setattr("time.sleep", end_it)
         monkeypatch.setattr(lock_module, "_MARGIN_S", 600.0)
         lock = hold(tmp_path)
         assert lock is not None and len(waited) == 3
@@ -180,7 +180,7 @@ def test_without_locks_one_line_and_on(
     def refuse(*args: object) -> bytes:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(lock_module.fcntl, "fcntl", refuse)
+    monkeypatch.setattr("fcntl.fcntl", refuse)
     assert hold(tmp_path) is None
     (record,) = caplog.records
     assert "a second job in this directory will not be noticed" in record.message
@@ -195,7 +195,7 @@ def test_without_locks_of_descriptions_posix_locks_serve(tmp_path: Path, monkeyp
             raise OSError(errno.EINVAL, "Invalid argument")
         return real(fd, command, request)
 
-    monkeypatch.setattr(lock_module.fcntl, "fcntl", old_kernel)
+    monkeypatch.setattr("fcntl.fcntl", old_kernel)
     monkeypatch.setattr(lock_module, "_MARGIN_S", 0.0)
     with holder(tmp_path), pytest.raises(DirectoryInUseError):
         hold(tmp_path)
@@ -232,7 +232,7 @@ def test_a_file_that_was_deleted_while_it_was_waited_for_is_made_anew(
 ) -> None:
     monkeypatch.setattr(lock_module, "_MARGIN_S", 600.0)
     with holder(tmp_path):
-        monkeypatch.setattr(lock_module.time, "sleep", lambda pause: (tmp_path / LOCK_FILE).unlink())
+        monkeypatch.setattr("time.sleep", lambda pause: (tmp_path / LOCK_FILE).unlink())
         lock = hold(tmp_path)
     assert lock is not None and (tmp_path / LOCK_FILE).exists()
     lock.close()
