@@ -85,7 +85,9 @@ class DirectoryLock:
             return
         if os.getpid() == self._owner:  # not in a forked child
             with suppress(OSError):
-                if _first_held(self._fd, 0) is None and os.path.samestat(os.fstat(self._fd), os.lstat(self._path)):
+                _control(self._fd, "SETLK", fcntl.F_UNLCK, 0, 0)
+                # Alone only if all of the file can be had; then nobody can take a byte of it before it is gone.
+                if _lock(self._fd, fcntl.F_WRLCK, 0, 0) and _is_at(self._fd, self._path):
                     self._path.unlink()
         os.close(self._fd)
         self._fd = -1
@@ -144,7 +146,7 @@ class _Taking:
             fd = self._open()
             try:
                 holder = self._try(fd)
-                if holder is None and self._is_in_place(fd):
+                if holder is None and _is_at(fd, self._path):
                     self._sign(fd)
                     lock, fd = DirectoryLock(fd, self._path), -1
                     return lock
@@ -191,12 +193,6 @@ class _Taking:
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
                 return holder
         return None
-
-    def _is_in_place(self, fd: int) -> bool:
-        try:
-            return os.path.samestat(os.fstat(fd), os.lstat(self._path))
-        except FileNotFoundError:
-            return False
 
     def _sign(self, fd: int) -> None:
         if not self._writable:
@@ -256,10 +252,18 @@ def _read(fd: int, rank: int) -> Holder:
 # --- the kernel's locks ---
 
 
-def _lock(fd: int, kind: int, byte: int) -> bool:
-    """Lock one byte; False: somebody else has it. Raises OSError where there are no locks."""
+def _is_at(fd: int, path: Path) -> bool:
     try:
-        _control(fd, "SETLK", kind, byte, 1)
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(fd: int, kind: int, byte: int, length: int = 1) -> bool:
+    """Lock a byte, or more (0: all that follow); False: somebody else has one. Raises OSError where there are no
+    locks."""
+    try:
+        _control(fd, "SETLK", kind, byte, length)
     except OSError as error:
         if error.errno not in _BUSY:
             raise

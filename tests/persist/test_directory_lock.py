@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,29 @@ def test_other_ranks_go_on_without_a_byte_that_stays_taken(tmp_path: Path, caplo
     with holder(tmp_path, 1, 2):
         assert hold(tmp_path, 1, 2) is None
     assert "rank 1 goes on, though" in caplog.text
+
+
+def test_the_file_that_goes_with_its_last_holder_lets_nobody_in_beside_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each takes the file away when it leaves, while the others try to get it."""
+    monkeypatch.setattr(lock_module, "_POLL_S", (0.0005, 0.001))
+    inside: list[int] = []
+    most: list[int] = []
+
+    def come_and_go(number: int) -> None:
+        for _ in range(25):
+            lock = hold(tmp_path, grace_s=600.0)
+            assert lock is not None
+            inside.append(number)
+            most.append(len(inside))
+            inside.remove(number)
+            lock.close()
+
+    with ThreadPoolExecutor(6) as pool:  # the lock is of the descriptor, so threads keep each other out too
+        list(pool.map(come_and_go, range(6)))
+    assert len(most) == 150 and max(most) == 1
+    assert not (tmp_path / LOCK_FILE).exists()
 
 
 def test_readers_and_the_catalog_pass_it_over(tmp_path: Path) -> None:
