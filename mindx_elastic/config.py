@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +24,7 @@ __all__ = [
     "RankInfo",
     "RedundancySettings",
     "Settings",
+    "SharingSettings",
     "TftSettings",
     "parse_snapshot_every",
 ]
@@ -241,6 +242,32 @@ class RedundancySettings:
             return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
         except OSError:
             return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharingSettings:
+    """Which directories, and whose files, a job accepts, see `owners`."""
+
+    allow_shared: bool = False
+    """``MINDX_ALLOW_SHARED_DIRECTORY``: 1 accepts directories that anybody may write to."""
+    trusted_users: tuple[int | str, ...] = ()
+    """``MINDX_TRUSTED_USERS``: users, by number or name and with commas between, whose files count too."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> SharingSettings:
+        env = os.environ if env is None else env
+        allow = env.get("MINDX_ALLOW_SHARED_DIRECTORY", "").strip()
+        if allow not in ("", "0", "1"):
+            raise UsageError(f"environment variable MINDX_ALLOW_SHARED_DIRECTORY={allow!r}: give 1, 0 or nothing")
+        users = (user.strip() for user in env.get("MINDX_TRUSTED_USERS", "").split(","))
+        return cls(allow_shared=allow == "1", trusted_users=tuple(user for user in users if user))
+
+    def with_arguments(self, allow_shared: bool, trusted_users: Iterable[int | str]) -> SharingSettings:
+        """What the program allows comes on top."""
+        if isinstance(trusted_users, (str, int)):
+            raise UsageError(f"trusted_users={trusted_users!r}: give a list of users, by number or name")
+        users = (*self.trusted_users, *trusted_users)
+        return replace(self, allow_shared=self.allow_shared or bool(allow_shared), trusted_users=users)
 
 
 def _parse_copies(value: object, name: str) -> int:

@@ -4,6 +4,7 @@
 
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
+    |   +-- DirectoryInUseError               another living job has the directory
     +-- UntrustedMessageError (ValueError)   the store holds what no rank of this job has written
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
@@ -11,6 +12,7 @@
         +-- SaveError (OSError)              a file could not be written; older files are untouched
         +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or somebody else's
         +-- UnsafeDirectoryError (PermissionError)  a directory that others may write to
+        +-- UntrustedFileError (PermissionError)    a file that another user has put there
         +-- CorruptCheckpointError (ValueError)     damaged bytes: truncated, flipped, malformed
         +-- ForeignCheckpointError (ValueError)     a sound file that this package did not write
         +-- MismatchError (ValueError)       a good checkpoint that does not fit this model, loader or world size
@@ -32,6 +34,7 @@ __all__ = [
     "ArenaError",
     "CheckpointError",
     "CorruptCheckpointError",
+    "DirectoryInUseError",
     "ForeignCheckpointError",
     "GracefulExit",
     "MindxError",
@@ -41,6 +44,7 @@ __all__ = [
     "SaveError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
+    "UntrustedFileError",
     "UntrustedMessageError",
     "UsageError",
 ]
@@ -67,6 +71,15 @@ class UntrustedMessageError(MindxError, ValueError):
 
     Raised at the start, where nothing has been changed yet.
     """
+
+
+class DirectoryInUseError(UsageError):
+    """Another living job has the directory `path`: process `pid` on `host`, `since` a unix time (0, "": not known)."""
+
+    def __init__(self, message: str, *, path: StrPath, host: str = "", pid: int = 0, since: float = 0.0) -> None:
+        super().__init__(message)
+        self.path = Path(path)
+        self.host, self.pid, self.since = host, pid, since
 
 
 class UnsupportedStateError(MindxError, TypeError):
@@ -119,6 +132,14 @@ class ArenaError(CheckpointError, OSError):
 
 class UnsafeDirectoryError(CheckpointError, PermissionError):
     """A directory that other users may write to and that is not ours: a checkpoint there could be anybody's."""
+
+
+class UntrustedFileError(CheckpointError, PermissionError):
+    """A file that another user has put there, or may have changed. It is left out. `uid`: its owner."""
+
+    def __init__(self, message: str, *, path: StrPath | None = None, uid: int = -1) -> None:
+        super().__init__(message, path=path)
+        self.uid = uid
 
 
 class CorruptCheckpointError(CheckpointError, ValueError):

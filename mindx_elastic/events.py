@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.owners import Owners
 from mindx_elastic.printable import printable, printable_block
 from mindx_elastic.ready_thread import ReadyThread
 
@@ -319,10 +320,11 @@ def older_generation(path: Path) -> Path:
     return path.with_name(f"{path.name}.1")
 
 
-def lines_backwards(path: Path, limit_bytes: int = READ_BYTES) -> Iterator[bytes]:
+def lines_backwards(path: Path, limit_bytes: int = READ_BYTES, owners: Owners | None = None) -> Iterator[bytes]:
     """The lines of a log without their ends, the newest first, of its last `limit_bytes` only.
 
-    The first line within them may be cut off. A file that is not there, or cannot be read, has none. Any thread.
+    The first line within them may be cut off. A file that is not there, cannot be read, or is a stranger's (`owners`:
+    whose files count; None: anybody's) has none. Any thread.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -331,6 +333,9 @@ def lines_backwards(path: Path, limit_bytes: int = READ_BYTES) -> Iterator[bytes
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
+            return
+        if owners is not None and (problem := owners.problem(status)) is not None:
+            logger.warning("%s %s; what it says of runs is left out", path, problem)
             return
         end, least = status.st_size, max(0, status.st_size - limit_bytes)
         rest: list[bytes] = []  # of a line whose beginning is further in front, back to front

@@ -27,7 +27,7 @@ from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.config import RankInfo, Settings, SharingSettings
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
@@ -36,8 +36,8 @@ from mindx_elastic.last_resort import LastResort
 from mindx_elastic.listening import Listening, find_peers, share_answered_flags
 from mindx_elastic.log_relay import LogRelay
 from mindx_elastic.plan.layout import Layout
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
-from mindx_elastic.preparing import check_state_and_space, prepare_directories
+from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
+from mindx_elastic.preparing import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.resuming import GradientOrders, Start, is_replicated, outermost_replicas
 from mindx_elastic.saving import Saver
 from mindx_elastic.starting import start_job
@@ -86,13 +86,16 @@ class Guard:
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
-    * `allow_shared_directory`: accept a directory that other users may write to.
+    * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left out.
+      `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
+      ``MINDX_TRUSTED_USERS``.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
     * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
-    Raises on entering: UsageError, UnsafeDirectoryError, UnsupportedStateError, MismatchError, NoUsableCheckpointError.
-    On every rank: what one of them raises, the others raise with its number in front, or as PeerStartError.
+    Raises on entering: UsageError, DirectoryInUseError, UnsafeDirectoryError, UnsupportedStateError, MismatchError,
+    NoUsableCheckpointError. On every rank: what one of them raises, the others raise with its number in front, or as
+    PeerStartError.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class Guard:
         periodic: Sequence[PeriodicPolicy] = (),
         append_info: Sequence[object] = (),
         allow_shared_directory: bool = False,
+        trusted_users: Sequence[int | str] = (),
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
         layouts: Mapping[str, Layout] | None = None,
@@ -127,7 +131,7 @@ class Guard:
         if final_save is not None and not isinstance(final_save, bool):
             raise UsageError(f"final_save={final_save!r}: give True, False or None")
         self._final_save = final_save
-        self._allow_shared = allow_shared_directory
+        self._allow_shared, self._trusted_users = allow_shared_directory, trusted_users
         self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
         self.loader = loader
         self._periodic = tuple(periodic)
@@ -190,8 +194,11 @@ class Guard:
         relay.open()
         closing = stack.enter_context(ExitStack())
         wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        self._resolved = prepare_directories(wanted, self.ranks, allow_shared=self._allow_shared)
+        sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
+        self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
         directories = list(dict.fromkeys(self._resolved.values()))
+        if self._periodic or not self._policies or any(policy.kind != "eval" for policy in self._policies):
+            hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
         self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
@@ -200,7 +207,15 @@ class Guard:
         check_state_and_space(self._collector, directories)
         self._collector.stand(standing_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
-        self._saver = Saver(self._collector, self.ranks, self._events, resolved=self._resolved, replicated=replicated)
+        self._saver = Saver(
+            self._collector,
+            self.ranks,
+            self._events,
+            resolved=self._resolved,
+            replicated=replicated,
+            trust=trust,
+            names=job_names(self._prefix, [*self._policies, *self._periodic]),
+        )
         evaluates = all(policy.kind == "eval" for policy in self._policies) and bool(self._policies)
         self._around = Surroundings(
             stack,

@@ -25,11 +25,14 @@ __all__ = [
     "breakpoint_policy",
     "check_policies",
     "final_name",
+    "is_another_job",
+    "job_names",
     "keep_consistent",
 ]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 _LONGEST_NAME = 180  # file systems take 255 bytes; epoch, step and the temporary suffix come on top
+_DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
 EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
 
 
@@ -71,6 +74,8 @@ class ExitPolicy:
     """Exit code by alarm kind; a signal's default is 128 + number, everything else 75."""
     append_info: Sequence[object] = ()
     """JSON-able values of the user, written into the header."""
+    prefix: str = ""
+    """What the user calls this job's files; tells them from another job's in the same directory. Empty: nothing."""
     save: bool = True
     """False: stop gracefully without a checkpoint of this policy."""
     after_save: Callable[[float], None] | None = None
@@ -144,7 +149,26 @@ def breakpoint_policy(
         flag_file=None if flag_file is None else Path(flag_file),
         append_info=tuple(append_info),
         final_name=final_name(prefix),
+        prefix=prefix,
     )
+
+
+def job_names(prefix: str, policies: Sequence[ExitPolicy | PeriodicPolicy]) -> tuple[str, ...]:
+    """What a job calls its files: the guard's own prefix and those of its callbacks. Written into every header."""
+    names = (getattr(policy, "prefix", "") for policy in policies)
+    return tuple(sorted({prefix, *(name for name in names if isinstance(name, str) and name)}))
+
+
+def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
+    """Whether files of a job with the names `recorded` are another job's than one with the names `own`.
+
+    One name in common makes them one job's: callbacks come and go. Names that nobody has chosen say nothing where both
+    have chosen some; and neither does a file without any (an older version's, or one that was converted).
+    """
+    if not recorded or not own:
+        return False
+    chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
+    return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
 
 
 class PeriodicPolicy(Protocol):

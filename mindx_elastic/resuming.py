@@ -25,9 +25,12 @@ from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import MismatchError
 from mindx_elastic.events import EventLog, logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
+from mindx_elastic.policy import is_another_job
 from mindx_elastic.printable import printable
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.reading import Transport
@@ -89,8 +92,13 @@ def start_or_resume(
     target: Target | None = None,
     faults: KnownFaults | None = None,
     on_found: Callable[[Resumed | None], None] = lambda found: None,
+    trust: Trust | None = None,
+    names: Sequence[str] = (),
 ) -> Start:
-    """Main thread, all ranks together. Raises what `find_and_read` and `Collector.load` raise."""
+    """Main thread, all ranks together. `names`: what this job calls its files.
+
+    Raises what `find_and_read` and `Collector.load` raise, and MismatchError for another job's step.
+    """
     began = time.perf_counter()
     found = find_and_read(
         directories,
@@ -101,7 +109,10 @@ def start_or_resume(
         transport=transport,
         target=target,
         faults=faults,
+        trust=trust,
     )
+    if found is not None and resume == "auto":
+        _refuse_another_job(found, names)
     on_found(found)  # before anything is loaded: loading may be what kills the process
     fresh_id = f"{time.strftime('%Y%m%dT%H%M%S')}-{uuid.uuid4().hex[:8]}"
     own_id = found.checkpoint.info.run_id if found else fresh_id
@@ -135,6 +146,19 @@ def start_or_resume(
         resharded=found.plan.resharded,
     )
     return Start(run_id, events.attempt, found)
+
+
+def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
+    """Two jobs that share a directory by mistake would go on from each other's steps, or find that all is done."""
+    recorded = found.checkpoint.info.names
+    if is_another_job(recorded, names):
+        theirs, ours = (", ".join(map(repr, each)) for each in (recorded, names))
+        raise MismatchError(
+            f"{found.path} is another job's: it was saved with the prefix {theirs}, and this job's is {ours}. A "
+            'directory is one job\'s: give this one its own, or say resume="PATH" to go on from that file all the '
+            'same, or resume="never" to start anew',
+            path=found.path,
+        )
 
 
 def _load_together(

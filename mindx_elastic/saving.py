@@ -24,6 +24,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.mirror import Mirror
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import Catalog, read_entry, scan
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
@@ -51,7 +52,13 @@ class Saver:
         *,
         resolved: Mapping[Path, Path] | None = None,
         replicated: bool = False,
+        trust: Trust | None = None,
+        names: Sequence[str] = (),
     ) -> None:
+        self.trust = trust or Trust()
+        """Whose files count."""
+        self.names = tuple(names)
+        """What this job calls its files."""
         self.collector, self.ranks, self.events = collector, ranks, events
         self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
         self.replicated = replicated
@@ -286,6 +293,7 @@ class Saver:
             append_info=tuple(append_info),
             torch_version=torch.__version__,
             flags=self.flags.identities,
+            names=self.names,
         )
 
     def _write(
@@ -354,7 +362,7 @@ class Saver:
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
         root = self._resolved.get(policy.directory, policy.directory)
-        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root))
+        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root), owners=self.trust.of(root))
         facts = [
             CheckpointFact(
                 path=entry.path,

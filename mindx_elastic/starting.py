@@ -64,6 +64,8 @@ def start_job(
         target=target,
         faults=faults,
         on_found=around.announce,
+        trust=saver.trust,
+        names=saver.names,
     )
     if start.resumed is not None:
         saver.began_from(start.resumed.checkpoint.info)

@@ -68,7 +68,9 @@ class Surroundings:
         stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
         self._agree_on_interval()
         copies = RedundancySettings.from_env().with_copies(redundancy)
-        self.mirror = saver.mirror = open_mirror(copies, ranks, directories, self.exchange, saver.events, store_host())
+        self.mirror = saver.mirror = open_mirror(
+            copies, ranks, directories, self.exchange, saver.events, store_host(), trust=saver.trust
+        )
         """Keeps copies of the files on other nodes; None where there are none to keep."""
         if self.mirror is not None:
             stack.callback(self.mirror.close)

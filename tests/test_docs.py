@@ -28,6 +28,7 @@ from mindx_elastic.config import (
     RankInfo,
     RedundancySettings,
     Settings,
+    SharingSettings,
     TftSettings,
 )
 from mindx_elastic.persist import unflatten
@@ -73,7 +74,10 @@ def variables_in_source() -> set[str]:
     return {a or b for path in SOURCES for a, b in pattern.findall(path.read_text(encoding="utf-8"))}
 
 
-SETTINGS = (RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings)
+SETTINGS = (
+    *(RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings),
+    SharingSettings,
+)
 
 
 def test_no_settings_are_forgotten_here() -> None:
@@ -142,6 +146,8 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_JOB_KEY_FILE": keys.file,
         "LOCAL_WORLD_SIZE": keys.local_world_size,
         "TORCHELASTIC_RUN_ID": keys.job or None,
+        "MINDX_ALLOW_SHARED_DIRECTORY": int(SharingSettings().allow_shared),
+        "MINDX_TRUSTED_USERS": SharingSettings().trusted_users or None,
         "GROUP_RANK": copies.node or None,
         "MINDX_FAULT_DIR": faults.fault_dir,
         "MINDX_RESET_DIR": faults.reset_dir,

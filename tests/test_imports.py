@@ -22,7 +22,7 @@ MAX_LINES = 620  # about 600
 
 STAGES = ["alarm", "agreement", "capture", "persist", "plan", "resume"]
 """In the order of the path: a stage imports only stages to its left."""
-FOUNDATION = {"_version", "config", "errors", "events", "printable", "ready_thread"}
+FOUNDATION = {"_version", "config", "errors", "events", "owners", "printable", "ready_thread"}
 """What everything may import, and what imports nothing but its own kind."""
 JOINERS = {"agent", "cli", "cluster", "convert", "guard", "integrations", "mirror", "train"}
 """May import any stage. So may every other module at the top of the package."""

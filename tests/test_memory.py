@@ -149,7 +149,8 @@ def test_trouble_is_said_and_the_training_goes_on_without(
         monkeypatch.setattr("fcntl.lockf", refuse)
         monkeypatch.setattr("mindx_elastic.capture.arena._PREDECESSOR_S", 0.0)
     elif trouble == "wide":
-        place.job.parent.mkdir(mode=0o755)
+        place.job.parent.mkdir(mode=0o700)
+        place.job.mkdir(mode=0o755)
     assert place.open(base=place.base / "nothing" if trouble == "no base" else None) is None
     assert "nothing is kept in memory, checkpoints on disk are not affected" in caplog.text
 

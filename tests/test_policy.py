@@ -9,7 +9,14 @@ import pytest
 
 from mindx_elastic.capture.position import Position
 from mindx_elastic.errors import UsageError
-from mindx_elastic.policy import ALARM_KINDS, ExitPolicy, breakpoint_name, breakpoint_policy
+from mindx_elastic.policy import (
+    ALARM_KINDS,
+    ExitPolicy,
+    breakpoint_name,
+    breakpoint_policy,
+    is_another_job,
+    job_names,
+)
 
 
 def make(**fields: Any) -> ExitPolicy:
@@ -42,3 +49,28 @@ def test_the_policy_of_a_plain_guard(tmp_path: Path, exceptions: bool) -> None:
     assert (policy.flag_file, policy.append_info) == (Path("flag.json"), ({"epoch_num": 1},))
     assert policy.name(Position(epoch=1, step_in_epoch=2)) == "net-1_2_breakpoint.safetensors"
     assert breakpoint_policy("net", tmp_path, [], None, [], exceptions=True).flag_file is None
+
+
+# --- whose files ---
+
+
+def test_a_job_is_known_by_its_own_prefix_and_those_of_its_callbacks(tmp_path: Path) -> None:
+    policies = [breakpoint_policy("resnet", tmp_path, [15]), make(prefix="Net"), make()]
+    assert job_names("ckpt", policies) == ("Net", "ckpt", "resnet")
+
+
+@pytest.mark.parametrize(
+    ("recorded", "own", "another"),
+    [
+        (["resnet"], ["bert"], True),
+        (["resnet"], ["resnet"], False),
+        (["resnet", "periodic"], ["periodic", "stop"], False),  # a callback was exchanged for another
+        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt", "bert"], True),  # nobody has chosen what they have in common
+        (["CKP", "ckpt", "resnet"], ["CKP", "ckpt"], False),  # the callback that had a name of its own was removed
+        (["ckpt"], ["bert"], True),
+        ([], ["bert"], False),  # an older version's, or converted
+        (["resnet"], [], False),
+    ],
+)
+def test_whether_files_are_another_job_s(recorded: list[str], own: list[str], another: bool) -> None:
+    assert is_another_job(recorded, own) is another

@@ -406,6 +406,8 @@ def test_the_last_resort_refuses_what_is_no_boundary(parts: Parts) -> None:
     parts.stopper.save_as_last_resort(alarm)
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
     assert parts.stopper.failure == "an optimizer.step() was in progress or failed half-way"
+
+
 REQUEST = {"kind": "request", "reason": "enough", "exit_code": 0, "origin": 1, "signum": None, "grace_left_s": 30.0}
 
 

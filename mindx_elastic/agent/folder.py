@@ -29,8 +29,7 @@ from typing import Any
 from mindx_elastic.agent.liveness import is_alive
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import user_folder
-from mindx_elastic.errors import UsageError
+from mindx_elastic.capture.arena import make_user_folder, user_folders
 from mindx_elastic.events import logger
 from mindx_elastic.status_page import read_page
 
@@ -45,9 +44,8 @@ class AgentFolder:
     """Create it in the main thread; `remove` it at the end."""
 
     def __init__(self, base: Path) -> None:
-        """base: a memory file system, as a rule /dev/shm.
-
-        Raises UsageError when the user's part of it belongs to somebody else: pages there could be read or replaced.
+        """base: a memory file system, as a rule /dev/shm. Raises OSError when there is no place for it, nor in the
+        temporary folder.
         """
         identity = own_identity()
         try:
@@ -57,7 +55,8 @@ class AgentFolder:
             logger.warning("%s cannot be used (%s); the workers' pages go to %s", base, error.strerror, fallback)
             self.path = _create(fallback)
         (self.path / _IDENTITY).write_text(identity)
-        remove_dead_folders(self.path.parent)
+        for parent in user_folders(self.path.parent.parent):
+            remove_dead_folders(parent)
         self._sequence = 0
 
     def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> None:
@@ -103,21 +102,14 @@ def remove_dead_folders(parent: Path) -> list[Path]:
 
 
 def _create(base: Path) -> Path:
-    parent = user_folder(base)
     for _ in range(5):  # the last rank of another job may take the empty parent away in between
-        with suppress(FileExistsError):
-            parent.mkdir(mode=0o700)
-        status = os.lstat(parent)
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-            raise UsageError(
-                f"{parent} is not a folder of this user's own with mode 700: somebody else could change what is in it. "
-                "Remove it, or give another place in MINDX_ARENA_DIR"
-            )
-        folder = parent / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
         with suppress(FileNotFoundError):
+            folder = make_user_folder(base) / f"{_PREFIX}{os.getpid()}-{secrets.token_hex(4)}"
             folder.mkdir(mode=0o700)
             return folder
-    raise FileNotFoundError(2, "it is removed again and again", str(parent))
+        if not base.is_dir():
+            break
+    raise FileNotFoundError(2, "No such file or directory", str(base))
 
 
 def _is_own(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from mindx_elastic.agent.liveness import is_alive, start_ticks
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import SlotRecord, rank_folders, user_folder
+from mindx_elastic.capture.arena import SlotRecord, rank_folders, squatted_folder, user_folders
 from mindx_elastic.status_page import read_page
 
 __all__ = ["AgentLeftover", "ArenaLeftover", "find_agents", "find_arenas", "find_others", "remove"]
@@ -63,7 +63,7 @@ class ArenaLeftover:
 
 
 def find_agents(base: Path) -> list[AgentLeftover]:
-    """The agents' folders. Raises OSError when the user's folder belongs to somebody else."""
+    """The agents' folders. Raises OSError."""
     found = []
     for path in _folders(base):
         match = _AGENT.fullmatch(path.name)
@@ -74,14 +74,16 @@ def find_agents(base: Path) -> list[AgentLeftover]:
 
 
 def find_arenas(base: Path) -> list[ArenaLeftover]:
-    """The jobs' arenas. Raises OSError when the user's folder belongs to somebody else."""
+    """The jobs' arenas. Raises OSError."""
     return [_look_at_arena(path) for path in _folders(base) if _ARENA.fullmatch(path.name)]
 
 
 def find_others(base: Path) -> list[Path]:
-    """What else lies there; none of ours."""
+    """What else lies there, or in place of it; none of ours."""
+    squatted = squatted_folder(base)
     known = {path for path in _folders(base) if _AGENT.fullmatch(path.name) or _ARENA.fullmatch(path.name)}
-    return [path for path in _entries(base) if path not in known]
+    others = [path for path in _entries(base) if path not in known]
+    return others if squatted is None or _is_own_folder(squatted) else [squatted, *others]
 
 
 def remove(path: Path) -> bool:
@@ -96,18 +98,15 @@ def remove(path: Path) -> bool:
 
 
 def _entries(base: Path) -> list[Path]:
-    folder = user_folder(base)
-    try:
-        status = os.lstat(folder)
-    except FileNotFoundError:
-        return []
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        raise PermissionError(f"{folder} is not a folder of this user's own; nothing below it is touched")
-    return sorted(folder.iterdir())
+    folders = user_folders(base)
+    squatted = squatted_folder(base)
+    if squatted is not None and _is_own_folder(squatted):  # ours, and no longer private: what is in it may go
+        folders.append(squatted)
+    return [path for folder in folders for path in sorted(folder.iterdir())]
 
 
 def _folders(base: Path) -> list[Path]:
-    """Real folders of this user in the user's folder."""
+    """Real folders of this user in the user's folders."""
     return [path for path in _entries(base) if _is_own_folder(path)]
 
 

@@ -137,6 +137,7 @@ class Exchange(Protocol):
 
     def fail(self, error: BaseException) -> None:
         """Start-up, main thread: this rank cannot start; see `agreement.gather`."""
+
     def derive(self, text: str) -> str:
         """What all ranks of the job can make of `text` and nobody else; `text` itself where that cannot be."""
 

@@ -2,6 +2,7 @@
 
 ::
 
+    {base}/mindx-elastic-{uid}/                              this user's; see `make_user_folder`
     {base}/mindx-elastic-{uid}/{directory's digest}/         one job: a checkpoint directory on one machine
         owner.json                                           directory, run id, when
         rank_{r}/lock                                        locked for as long as the rank's process lives
@@ -24,11 +25,12 @@ import fcntl
 import json
 import mmap
 import os
+import secrets
 import stat
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -37,8 +39,20 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.errors import ArenaError
+from mindx_elastic.events import logger
 
-__all__ = ["ArenaFile", "RankArena", "SlotRecord", "SlotState", "job_folder", "rank_folders", "user_folder"]
+__all__ = [
+    "ArenaFile",
+    "RankArena",
+    "SlotRecord",
+    "SlotState",
+    "job_folder",
+    "make_user_folder",
+    "rank_folders",
+    "squatted_folder",
+    "user_folder",
+    "user_folders",
+]
 
 NUM_SLOTS = 2
 _RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
@@ -49,13 +63,85 @@ _PAGES_PIECE = 64 << 20
 
 
 def user_folder(base: Path) -> Path:
-    """Where everything of this user lies below `base`."""
+    """Where everything of this user lies below `base`, or would: see `make_user_folder`."""
+    return next(iter(user_folders(base)), _usual_folder(base))
+
+
+def user_folders(base: Path) -> list[Path]:
+    """The private folders of this user that there are below `base`, the usual one in front."""
+    usual = _usual_folder(base)
+    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if _is_private(path)]
+
+
+def squatted_folder(base: Path) -> Path | None:
+    """The usual name, where it is anything but a private folder of this user."""
+    usual = _usual_folder(base)
+    return usual if os.path.lexists(usual) and not _is_private(usual) else None
+
+
+def _usual_folder(base: Path) -> Path:
     return base / f"mindx-elastic-{os.geteuid()}"
+
+
+def make_user_folder(base: Path) -> Path:
+    """The folder of this user below `base`, made if need be. Raises OSError.
+
+    Anybody may take its usual name in a folder like /dev/shm. It is then one with a random name behind the usual one: a
+    name that cannot be taken beforehand, and whose owner and mode tell every later process whose it is. So the next
+    start, the agent and the commands find it by looking, and nothing has to be written down.
+    """
+    usual = _usual_folder(base)
+    if found := user_folders(base):
+        return found[0]
+    with suppress(FileExistsError):
+        usual.mkdir(mode=0o700)
+    if _is_private(usual):
+        return usual
+    if not os.path.lexists(usual):
+        raise FileNotFoundError(
+            errno.ENOENT, os.strerror(errno.ENOENT), str(usual)
+        )  # taken away again: see the callers
+    with _one_at_a_time(base):  # all ranks of a machine must come to the same folder
+        if found := user_folders(base):
+            return found[0]
+        folder = base / f"{usual.name}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+    logger.warning("%s is not a folder of this user's own with mode 700; %s is used in its place", usual, folder.name)
+    return folder
+
+
+@contextmanager
+def _one_at_a_time(base: Path) -> Iterator[None]:
+    """Not for long: anybody may hold this lock, and must not hold anything up with it."""
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    end = time.monotonic() + _PREDECESSOR_S
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK:
+                    break
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def job_folder(base: Path, directory: Path) -> Path:
     """The folder of the job that writes its checkpoints to `directory` (a resolved path)."""
-    return user_folder(base) / xxhash.xxh3_64_hexdigest(str(directory).encode())
+    name = xxhash.xxh3_64_hexdigest(str(directory).encode())
+    places = [folder / name for folder in user_folders(base)]
+    return next((place for place in places if place.is_dir()), user_folder(base) / name)
 
 
 def rank_folders(job: Path) -> dict[int, Path]:
@@ -193,9 +279,7 @@ class RankArena:
 
     def __init__(self, base: Path, directory: Path, rank: int) -> None:
         """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to somebody else."""
-        self.job = job_folder(base, directory)
-        self.folder = self.job / f"rank_{rank}"
-        self._lock = _open_locked((user_folder(base), self.job, self.folder))
+        self.job, self.folder, self._lock = _open_locked(base, directory, rank)
         self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
         self._commit = ArenaFile(self.folder / "commit")
         try:
@@ -279,25 +363,28 @@ class RankArena:
             self._lock = -1
 
 
-def _open_locked(folders: Sequence[Path]) -> int:
-    """Make the folders, the outermost first, and lock the last one: the descriptor.
+def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, int]:
+    """Make the folders of the job and the rank, and lock the latter: both, and the descriptor.
 
     A job that ends at this moment, this one's predecessor or another one, may take a folder away in between.
     """
     end = time.monotonic() + _PREDECESSOR_S
-    lock = folders[-1] / "lock"
     while True:
+        folder = job_folder(base, directory) / f"rank_{rank}"
         try:
-            for folder in folders:
-                _make_private(folder)
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            _lock_soon(fd, folders[-1], end)
+            make_user_folder(base)
+            job = job_folder(base, directory)
+            folder = job / f"rank_{rank}"
+            for each in (job, folder):
+                _make_private(each)
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _lock_soon(fd, folder, end)
             if os.fstat(fd).st_nlink:
-                return fd
+                return job, folder, fd
             os.close(fd)  # `mindx-elastic clean`, or the process before this one, has just removed it
         except FileNotFoundError as error:
-            if not folders[0].parent.is_dir() or time.monotonic() > end:
-                raise ArenaError(f"{folders[-1]}: cannot be created: {error.strerror}", path=folders[-1]) from error
+            if not base.is_dir() or time.monotonic() > end:
+                raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
 
 
 def _make_private(folder: Path) -> None:

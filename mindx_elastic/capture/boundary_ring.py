@@ -23,6 +23,7 @@ from pathlib import Path
 import xxhash
 
 from mindx_elastic.capture.arena import ArenaFile
+from mindx_elastic.owners import Owners
 
 __all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
 
@@ -119,10 +120,15 @@ class BoundaryRing:
         return int(struct.unpack_from("<Q", self._map, _TOP_ROOM + place * self._stride)[0])
 
 
-def read_ring(path: Path) -> list[BoundaryRecord]:
-    """Every sound record of a ring, whoever wrote it and however it ended; the newest first. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
+    """Every sound record of a ring, however its writer ended; the newest first. `owners`: whose files count.
+
+    Raises OSError, UntrustedFileError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
+        if owners is not None:
+            owners.check(os.fstat(fd), path)
         size = os.fstat(fd).st_size
         if size < _TOP_ROOM:
             return []

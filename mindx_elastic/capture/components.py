@@ -170,6 +170,7 @@ class ModuleComponent:
     def look(self) -> dict[str, Any]:
         """Extra state as it is now, in the form of `extras`."""
         return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+
     def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
         """The saved buffers themselves, by name."""
         found = zip(self._slot_names, self._slots, strict=True)

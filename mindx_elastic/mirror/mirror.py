@@ -28,6 +28,7 @@ from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
 from mindx_elastic.printable import printable
@@ -50,11 +51,14 @@ def open_mirror(
     exchange: Exchange,
     events: EventLog,
     store_host: str = "",
+    *,
+    trust: Trust | None = None,
 ) -> Mirror | None:
     """None where there are no copies to make. Main thread, all ranks together.
 
     `roots`: the guard's directories, in the same order on every rank. `store_host`: where the job's store is; the
-    server listens on the address from which that one is reached. Raises UsageError when the ranks disagree.
+    server listens on the address from which that one is reached. `trust`: whose files may be given away. Raises
+    UsageError when the ranks disagree.
     """
     if ranks.world_size == 1:
         if settings.copies > 1:
@@ -79,7 +83,7 @@ def open_mirror(
     if count_nodes(nodes) == 1:
         return None
     host = _reachable_host(str(own["host"]), hosts)
-    server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host, exchange.derive)
+    server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host, exchange.derive, trust)
     try:
         texts = exchange.gather("mirror", "" if server is None else server.endpoint.encode(), _START_TIMEOUT_S)
         with making_sense("where the ranks keep copies"):
@@ -89,7 +93,7 @@ def open_mirror(
             server.close()
         raise
     endpoints = [None if each is None else replace(each, token=exchange.derive(each.token)) for each in told_endpoints]
-    return Mirror(ranks, roots, partners_of(ranks.rank, nodes, settings.copies), endpoints, server, events)
+    return Mirror(ranks, roots, partners_of(ranks.rank, nodes, settings.copies), endpoints, server, events, trust)
 
 
 def _say_what_is_possible(copies: int, num_nodes: int, ranks: RankInfo) -> None:
@@ -104,14 +108,19 @@ def _say_what_is_possible(copies: int, num_nodes: int, ranks: RankInfo) -> None:
 
 
 def _listen(
-    ranks: RankInfo, roots: Sequence[Path], sources: Sequence[int], host: str, derive: Callable[[str], str]
+    ranks: RankInfo,
+    roots: Sequence[Path],
+    sources: Sequence[int],
+    host: str,
+    derive: Callable[[str], str],
+    trust: Trust | None,
 ) -> Server | None:
     for root in roots:
         for source in sources:
             if (folder := root / f"rank_{source}").is_dir():
                 remove_stale_temps(folder)  # of a receiver that was killed
     try:
-        return Server(ranks, roots, sources, host, derive=derive)
+        return Server(ranks, roots, sources, host, derive=derive, trust=trust)
     except OSError as error:
         # The other ranks wait for an answer; they get one, and their copies fail with a warning.
         logger.warning("rank %d cannot listen on %s (%s): it keeps no copies", ranks.rank, host, error)
@@ -156,7 +165,9 @@ class Mirror:
         endpoints: Sequence[Endpoint | None],
         server: Server | None,
         events: EventLog,
+        trust: Trust | None = None,
     ) -> None:
+        self._trust = trust or Trust()
         self.partners = tuple(partners)
         """The ranks that keep this rank's copies."""
         self._ranks, self._roots, self._endpoints = ranks, tuple(roots), tuple(endpoints)
@@ -230,7 +241,7 @@ class Mirror:
     def _put(self, partner: int, path: Path, deadline: float) -> tuple[int, str]:
         place = self.locate(path, self._ranks.rank)
         assert place is not None
-        with open_checkpoint(path) as (fd, header):
+        with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             size, digest = header.file_size, header_digest(fd, header)
             fields = {"root": place[0], "name": place[1], "size": size, "header": digest}
             with self._asked(partner, "put", deadline, **fields) as channel:

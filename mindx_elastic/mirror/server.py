@@ -20,6 +20,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError
 from mindx_elastic.events import logger
 from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, header_digest, rank_of
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
 __all__ = ["Server"]
@@ -41,8 +42,14 @@ class Server:
         *,
         patience_s: float = 20.0,
         derive: Callable[[str], str] = str,
+        trust: Trust | None = None,
     ) -> None:
-        """Raises OSError when `host` cannot be listened on. `derive` makes the token of what `endpoint` says."""
+        """`derive` makes the token of what `endpoint` says. `trust`: whose files count; a stranger's is neither given
+        away nor taken for a copy.
+
+        Raises OSError when `host` cannot be listened on.
+        """
+        self._trust = trust or Trust()
         self._ranks, self._roots, self._sources = ranks, tuple(roots), frozenset(sources)
         self._patience_s = patience_s
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -142,12 +149,14 @@ class Server:
 
     def _has(self, path: Path, request: Mapping[str, Any]) -> bool:
         """The very same file is there: sent before, or written by its owner to a disk that the nodes share."""
-        with suppress(OSError, CheckpointError), open_checkpoint(path) as (fd, header):
+        with suppress(OSError, CheckpointError), open_checkpoint(path, self._trust.of(path)) as (fd, header):
             return (header.file_size, header_digest(fd, header)) == (request.get("size"), request.get("header"))
         return False
 
     def _get(self, channel: Channel, request: Mapping[str, Any]) -> None:
-        with open_checkpoint(self._path(request)) as (fd, header):
+        path = self._path(request)
+        # Whoever fetches it writes it as its own file: a stranger's would become one of ours.
+        with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             channel.send({"size": header.file_size})
             channel.send_file(fd, header.file_size)
 

@@ -19,10 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath
+from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
+from mindx_elastic.owners import Owners, find_owners
 from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
 from mindx_elastic.persist.rank_gaps import RankGaps
-from mindx_elastic.persist.storage import TEMP_SUFFIX
+from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 from mindx_elastic.printable import printable
 
 __all__ = [
@@ -78,6 +79,8 @@ class CatalogEntry:
     """Bytes."""
     mtime: float
     """Unix seconds, from the file system."""
+    owner: int | None = None
+    """Of a file that another user has put there: who that is. It is named and left where it is."""
 
     @property
     def info(self) -> CheckpointInfo | None:
@@ -155,7 +158,9 @@ class Catalog:
         return next((s for s in self.steps if s.complete and run_id in (None, s.run_id)), None)
 
 
-def scan(directory: StrPath, *, rank: int | None = None, known: Catalog | None = None) -> Catalog:
+def scan(
+    directory: StrPath, *, rank: int | None = None, known: Catalog | None = None, owners: Owners | None = None
+) -> Catalog:
     """Read the headers of all checkpoint files under `directory` (which may itself be a rank folder).
 
     rank: look only at the directory itself and that rank's folders, and keep only that rank's files;
@@ -166,14 +171,19 @@ def scan(directory: StrPath, *, rank: int | None = None, known: Catalog | None =
     Reading a header costs some 10 us a tensor, and a job that prunes after each save looks at the same files again
     and again.
 
+    owners: whose files count; as a rule this process's user, root and the directory's owner.
+
     A directory that does not exist is an empty catalog; one that cannot be listed, or any file that cannot be
     read, is an entry with a problem. Files that vanish meanwhile (another rank's retention) are left out.
     Nothing is raised for bad content. Reads only; any thread; blocks on the disk.
     """
     root = Path(directory)
+    owners = find_owners(root) if owners is None else owners
     good = {entry.path: entry for entry in known.entries if entry.header is not None} if known is not None else {}
     entries = [
-        entry for entry in _walk(root, rank, good) if rank is None or entry.info is None or entry.info.rank == rank
+        entry
+        for entry in _walk(root, rank, good, owners)
+        if rank is None or entry.info is None or entry.info.rank == rank
     ]
     return Catalog(root, tuple(entries), group_steps(entries, rank=rank), rank)
 
@@ -201,11 +211,13 @@ def root_of(path: Path, rank: int) -> Path:
     return folder.parent.parent if TFT_FOLDER.fullmatch(folder.parent.name) else folder.parent
 
 
-def read_entry(path: Path, known: CatalogEntry | None = None) -> CatalogEntry | None:
+def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | None = None) -> CatalogEntry | None:
     """Judge one file by its header. None: it has vanished, or nothing about it suggests a checkpoint.
 
-    known: a good entry of the same path; handed back when the file has not changed since.
+    known: a good entry of the same path; handed back when the file has not changed since. owners: whose files count; as
+    a rule this process's user, root and the folder's owner.
     """
+    owners = find_owners(path.parent) if owners is None else owners
     try:
         status = os.lstat(path)
     except OSError as error:
@@ -219,20 +231,24 @@ def read_entry(path: Path, known: CatalogEntry | None = None) -> CatalogEntry | 
     if not stat.S_ISREG(status.st_mode):
         what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
         return _bad(path, f"is {what}, not a file", status) if named else None
-    if known is not None and (known.size, known.mtime) == (status.st_size, status.st_mtime):
+    unchanged = known is not None and (known.size, known.mtime) == (status.st_size, status.st_mtime)
+    if unchanged and owners.problem(status) is None:
         return known
     try:
         if not named and not _sniff(path):
             return None
-        header = read_header(path)
+        header = read_header(path, owners)
     except FileNotFoundError:
         return None
+    except UntrustedFileError as error:
+        return _strangers(path, error, status)
     except ForeignCheckpointError as error:
         return _bad(path, _text(error, path), status, foreign=True)
     except CheckpointError as error:
         return _bad(path, _text(error, path), status)
     except OSError as error:
-        return _bad(path, f"cannot be read: {error.strerror or error}", status)
+        owner = None if owners.problem(status) is None else status.st_uid
+        return _bad(path, f"cannot be read: {error.strerror or error}", status, owner=owner)
     return CatalogEntry(path, header, None, False, looks_ours(path), header.file_size, status.st_mtime)
 
 
@@ -309,9 +325,9 @@ def _info(entry: CatalogEntry) -> CheckpointInfo:
     return entry.header.info
 
 
-def _walk(root: Path, rank: int | None, good: Mapping[Path, CatalogEntry]) -> Iterator[CatalogEntry]:
+def _walk(root: Path, rank: int | None, good: Mapping[Path, CatalogEntry], owners: Owners) -> Iterator[CatalogEntry]:
     for found in find_files(root, rank=rank):
-        entry = read_entry(found, good.get(found)) if isinstance(found, Path) else found
+        entry = read_entry(found, good.get(found), owners) if isinstance(found, Path) else found
         if entry is not None:
             yield entry
 
@@ -332,7 +348,7 @@ def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | Catalo
             path = folder / name
             if _is_our_folder(path, root, rank):
                 folders.append(path)
-            elif not (name.endswith(TEMP_SUFFIX) or _RANK_FOLDER.fullmatch(name)):
+            elif not (name.endswith(TEMP_SUFFIX) or name == LOCK_FILE or _RANK_FOLDER.fullmatch(name)):
                 yield path
 
 
@@ -366,9 +382,22 @@ def _sniff(path: Path) -> bool:
         os.close(fd)
 
 
-def _bad(path: Path, problem: str, status: os.stat_result | None, *, foreign: bool = False) -> CatalogEntry:
+def _bad(
+    path: Path, problem: str, status: os.stat_result | None, *, foreign: bool = False, owner: int | None = None
+) -> CatalogEntry:
     size, mtime = (0, 0.0) if status is None else (status.st_size, status.st_mtime)
-    return CatalogEntry(path, None, problem, foreign, looks_ours(path), size, mtime)
+    return CatalogEntry(path, None, problem, foreign, looks_ours(path), size, mtime, owner)
+
+
+def _strangers(path: Path, error: UntrustedFileError, status: os.stat_result) -> CatalogEntry:
+    foreign = False
+    try:
+        read_header(path)
+    except ForeignCheckpointError:
+        foreign = True  # somebody's pretrained weights, for example
+    except (CheckpointError, OSError):
+        pass
+    return _bad(path, _text(error, path), status, foreign=foreign, owner=error.uid)
 
 
 def _text(error: CheckpointError, path: Path) -> str:

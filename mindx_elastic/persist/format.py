@@ -39,6 +39,7 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
+from mindx_elastic.owners import Owners
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import MAX_DEPTH, MAX_DIMS, Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten
@@ -69,6 +70,7 @@ DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
 """Whoever plans with a file makes lists of so many ranks."""
 MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
+MAX_NAMES = 64
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
 NO_DIGEST = "0" * 32
 
@@ -123,6 +125,8 @@ class CheckpointInfo:
     """Filled in by the writer."""
     flags: Sequence[str] = ()
     """Identities of the flag files that have stopped this run, see `alarm.flag_file`."""
+    names: Sequence[str] = ()
+    """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
@@ -131,6 +135,7 @@ class CheckpointInfo:
         object.__setattr__(self, "reason", _one_text(self.reason))
         object.__setattr__(self, "append_info", tuple(self.append_info))
         object.__setattr__(self, "flags", tuple(self.flags))
+        object.__setattr__(self, "names", tuple(self.names))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -224,6 +229,10 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"flags must be a list of {MAX_FLAGS} at most"
     if not all(isinstance(flag, str) and len(flag) <= MAX_FLAG_LENGTH for flag in info.flags):
         return f"flags must be strings of {MAX_FLAG_LENGTH} characters at most"
+    if not isinstance(info.names, (list, tuple)) or len(info.names) > MAX_NAMES:
+        return f"names must be a list of {MAX_NAMES} at most"
+    if not all(_is_plain(name) for name in info.names):
+        return "names must be strings of reasonable length"
     return None
 
 
@@ -323,22 +332,27 @@ def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
     return bytes(raw)
 
 
-def read_header(path: StrPath) -> Header:
-    """Read and check the header of `path`; the tensors' digests are not checked.
+def read_header(path: StrPath, owners: Owners | None = None) -> Header:
+    """Read and check the header of `path`; the tensors' digests are not checked. `owners`: whose files count here.
 
     Raises FileNotFoundError or another OSError when it cannot be opened, ForeignCheckpointError for a sound
     safetensors file of another program or a newer version, CorruptCheckpointError for everything else that is wrong,
-    truncation and a symbolic link in the file's place included. Any thread.
+    truncation and a symbolic link in the file's place included; UntrustedFileError for a stranger's. Any thread.
     """
-    with open_checkpoint(path) as (_, header):
+    with open_checkpoint(path, owners) as (_, header):
         return header
 
 
 @contextmanager
-def open_checkpoint(path: StrPath) -> Iterator[tuple[int, Header]]:
-    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked."""
+def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tuple[int, Header]]:
+    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked.
+
+    `owners`: whose files count; the owner is that of the descriptor too. None: it does not matter whose it is.
+    """
     fd = _open_regular(path)
     try:
+        if owners is not None:
+            owners.check(os.fstat(fd), Path(path))
         yield fd, _parse(fd, Path(path))
     finally:
         os.close(fd)

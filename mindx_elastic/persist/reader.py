@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
-from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPath
+from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPath, UntrustedFileError
+from mindx_elastic.owners import Owners
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
 
@@ -37,15 +38,15 @@ class Checkpoint:
     layout: dict[str, Any]
 
 
-def read_checkpoint(path: StrPath, *, verify: bool = True) -> Checkpoint:
+def read_checkpoint(path: StrPath, *, verify: bool = True, owners: Owners | None = None) -> Checkpoint:
     """Read `path` whole. Any thread; blocks on the disk.
 
     verify=False leaves out the digests of the tensors (the header is always checked); for a file that was verified a
-    moment ago. Raises CorruptCheckpointError, with `tensor` set when one tensor is to blame, ForeignCheckpointError, or
-    an OSError when the file cannot be opened.
+    moment ago. `owners`: whose files count. Raises CorruptCheckpointError, with `tensor` set when one tensor is to
+    blame, ForeignCheckpointError, UntrustedFileError, or an OSError when the file cannot be opened.
     """
     path = Path(path)
-    with open_checkpoint(path) as (fd, header):
+    with open_checkpoint(path, owners) as (fd, header):
         tensors: dict[str, torch.Tensor] = {}
 
         def load(entry: TensorEntry) -> None:
@@ -78,12 +79,15 @@ def _names(tree: Tree) -> Iterator[str]:
                 yield from _names(item)
 
 
-def verify_file(path: StrPath) -> list[str]:
-    """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing."""
+def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
+    """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing.
+
+    `owners`: whose files count. Raises UntrustedFileError for anybody else's, which may not be treated as ours.
+    """
     path = Path(path)
     problems: list[str] = []
     try:
-        with open_checkpoint(path) as (fd, header):
+        with open_checkpoint(path, owners) as (fd, header):
 
             def check(entry: TensorEntry) -> None:
                 try:
@@ -92,6 +96,8 @@ def verify_file(path: StrPath) -> list[str]:
                     problems.append(str(error))
 
             _for_each(header.entries.values(), check)
+    except UntrustedFileError:
+        raise
     except CheckpointError as error:
         problems.append(str(error))
     except OSError as error:

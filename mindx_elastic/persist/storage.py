@@ -14,12 +14,15 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from mindx_elastic.errors import SaveError, StrPath, UnsafeDirectoryError, UsageError
+from mindx_elastic.errors import SaveError, StrPath, UsageError
+from mindx_elastic.owners import Owners, check_place, find_owners
 
 __all__ = [
+    "LOCK_FILE",
     "QUARANTINE",
     "TEMP_SUFFIX",
     "check_free_space",
@@ -29,6 +32,7 @@ __all__ = [
     "keep_as",
     "make_directory_durable",
     "prepare_directory",
+    "prepare_owned_directory",
     "publish",
     "publish_copy",
     "quarantine",
@@ -37,6 +41,8 @@ __all__ = [
 ]
 
 TEMP_SUFFIX = ".mindx-tmp"
+LOCK_FILE = ".mindx-lock"
+"""See `directory_lock`. It is never opened for anything else."""
 QUARANTINE = "quarantine"
 _NOTE_SUFFIX = ".reason.txt"
 _NO_HARD_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EACCES)
@@ -45,14 +51,25 @@ _FILE_MODE = 0o644
 
 
 def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
-    """Make `path` a directory that checkpoints can safely go to, and return it with links resolved.
+    """As `prepare_owned_directory`, without whose files count."""
+    return prepare_owned_directory(path, allow_shared=allow_shared)[0]
+
+
+def prepare_owned_directory(
+    path: StrPath, *, allow_shared: bool = False, trusted: Iterable[int] = ()
+) -> tuple[Path, Owners]:
+    """Make `path` a directory that checkpoints can safely go to; that directory with links resolved, and whose files
+    count in it.
 
     A symbolic link to a directory is resolved here, once, so that re-pointing it later does not split a run over two
     places. Missing directories are created, writable by the owner only.
 
-    Raises UsageError when `path` is a file, UnsafeDirectoryError when other users may write to it and it is not ours
-    (unless `allow_shared`), SaveError when it cannot be created or written to. Any thread.
+    `trusted`: users whose files count too. Raises UsageError when `path` is a file, UnsafeDirectoryError when anybody
+    may write to it, or could have made it (see `owners.check_place`; unless `allow_shared`), SaveError when it cannot
+    be created or written to. Any thread.
     """
+    if not allow_shared:
+        check_place(Path(path))
     try:
         directory = Path(path).resolve()
         make_directory_durable(directory)
@@ -65,15 +82,9 @@ def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
         raise SaveError(f"{path}: cannot create the directory: {error.strerror}", path=path) from error
     if not stat.S_ISDIR(status.st_mode):
         raise UsageError(f"{path} is a file; give a directory")
-    if status.st_uid != os.geteuid() and status.st_mode & 0o022 and not allow_shared:
-        raise UnsafeDirectoryError(
-            f"{directory} belongs to user {status.st_uid} and others may write to it "
-            f"(mode {stat.S_IMODE(status.st_mode):o}): a checkpoint there could be anybody's. Give a directory of your "
-            "own (a new subdirectory will do), or allow a shared directory explicitly",
-            path=directory,
-        )
-    _probe(directory)
-    return directory
+    if not allow_shared:
+        check_place(directory)
+    return directory, find_owners(directory, created=_probe(directory), trusted=trusted)
 
 
 def make_directory_durable(path: StrPath) -> None:
@@ -115,12 +126,14 @@ def _flush_entry(directory: Path) -> None:
     _flushed.add(known)
 
 
-def _probe(directory: Path) -> None:
-    """Really write: permission bits say nothing about a read-only mount, a quota, or what root may do."""
+def _probe(directory: Path) -> os.stat_result:
+    """Really write: permission bits say nothing about a read-only mount, a quota, or what root may do. Returns the
+    file's status as it is seen there: on NFS with root squash another user's."""
     try:
         fd, temp = create_temp(directory / "probe")
         try:
             os.write(fd, b"x")
+            return os.fstat(fd)
         finally:
             temp.unlink(missing_ok=True)
             os.close(fd)

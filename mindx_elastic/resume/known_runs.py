@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from mindx_elastic.events import lines_backwards, logger, older_generation
+from mindx_elastic.owners import Owners, Trust
 
 __all__ = ["Claim", "Trace", "claim_of", "known_runs", "leave_trace", "logged_runs", "marked_runs", "usable_runs"]
 
@@ -62,26 +63,32 @@ def usable_runs(known: Mapping[str, float], claims: Iterable[Claim]) -> set[str]
     return usable - {""}
 
 
-def known_runs(directories: Sequence[Path], wanted: Collection[str] | None = None) -> dict[str, float]:
+def known_runs(
+    directories: Sequence[Path], wanted: Collection[str] | None = None, trust: Trust | None = None
+) -> dict[str, float]:
     """Run -> its last sign of life, of the runs that the event logs and markers of the directories speak of.
 
-    `wanted`: stop looking when these are found; the run with the newest line is always there. Reads bounded parts of
-    the logs. Any thread; blocks on the disk.
+    `wanted`: stop looking when these are found; the run with the newest line is always there. `trust`: whose files
+    count. Reads bounded parts of the logs. Any thread; blocks on the disk.
     """
     found: dict[str, float] = {}
+    trust = trust or Trust()
     for directory in directories:
-        for runs in (logged_runs(directory, wanted), marked_runs(directory)):
+        owners = trust.of(directory)
+        for runs in (logged_runs(directory, wanted, owners), marked_runs(directory, owners)):
             for run, time in runs.items():
                 found[run] = max(time, found.get(run, 0.0))
     return found
 
 
-def logged_runs(directory: Path, wanted: Collection[str] | None = None) -> dict[str, float]:
+def logged_runs(
+    directory: Path, wanted: Collection[str] | None = None, owners: Owners | None = None
+) -> dict[str, float]:
     """Run -> time of its newest line in the event log of `directory`; see `known_runs`."""
     found: dict[str, float] = {}
     newest = directory / "events.jsonl"
     for path in (newest, older_generation(newest)):
-        for line in lines_backwards(path):
+        for line in lines_backwards(path, owners=owners):
             start = line.find(_RUN_ID)
             if start < 0:
                 continue
@@ -94,15 +101,17 @@ def logged_runs(directory: Path, wanted: Collection[str] | None = None) -> dict[
     return found
 
 
-def marked_runs(directory: Path) -> dict[str, float]:
-    """Run -> time of its marker in `directory`."""
+def marked_runs(directory: Path, owners: Owners | None = None) -> dict[str, float]:
+    """Run -> time of its marker in `directory`; see `known_runs`."""
     found: dict[str, float] = {}
     with suppress(OSError):
         for entry in os.scandir(directory):
             if entry.name.startswith(_MARK_PREFIX) and entry.name.endswith(_MARK_SUFFIX):
                 run = unquote(entry.name[len(_MARK_PREFIX) : -len(_MARK_SUFFIX)])
                 with suppress(OSError):
-                    found[run] = entry.stat(follow_symlinks=False).st_mtime
+                    status = entry.stat(follow_symlinks=False)
+                    if owners is None or owners.problem(status) is None:
+                        found[run] = status.st_mtime
     return found
 
 

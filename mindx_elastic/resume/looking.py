@@ -14,8 +14,10 @@ from pathlib import Path
 import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.config import RankInfo
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, read_entry
 from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.storage import quarantine, quarantined
@@ -37,6 +39,7 @@ def look(
     only: Moment | None,
     arenas: Path | None,
     transport: Transport | None,
+    trust: Trust,
 ) -> Sight:
     """Main thread, all ranks together. `only`: files of other steps count for nothing but the number of attempts."""
     sight = Sight(attempt=ranks.attempt)
@@ -45,11 +48,12 @@ def look(
     sight.group = tuple(rank for rank, digest in enumerate(digests) if digest == digests[ranks.rank])
     strategies = Strategies()
     mine = [*files][sight.group.index(ranks.rank) :: len(sight.group)]
-    entries = [entry for path in mine if (entry := read_entry(path)) is not None]
+    found_entries = (read_entry(path, owners=trust.of(files[path])) for path in mine)
+    entries = [entry for entry in found_entries if entry is not None]
     if sight.group[0] == ranks.rank:
         entries += unlisted
     on_disk = [entry for entry in entries if _is_usable(entry, files.get(entry.path), sight)]
-    in_memory = _in_memory(directories, arenas, on_disk, exchange)
+    in_memory = _in_memory(directories, arenas, on_disk, exchange, trust)
     for entry in (*on_disk, *in_memory):
         info = entry.info
         assert info is not None
@@ -65,31 +69,33 @@ def look(
         places = {key_of(fact): transport.locate(Path(fact.path), fact.rank) for fact in sight.facts}
         sight.places = {key: place for key, place in places.items() if place is not None}
     for ring in own_rings([*directories], arenas, ranks.rank):
-        for moment, own in own_states(ring).items():
+        for moment, own in own_states(ring, trust.of(ring)).items():
             sight.own.setdefault(moment, own)
     return sight
 
 
 def _in_memory(
-    directories: Sequence[Path], arenas: Path | None, on_disk: Sequence[CatalogEntry], exchange: Exchange
+    directories: Sequence[Path], arenas: Path | None, on_disk: Sequence[CatalogEntry], exchange: Exchange, trust: Trust
 ) -> list[CatalogEntry]:
     """The snapshots of this machine that may be used, by what all ranks know of the runs that they are of."""
     snapshots = [] if arenas is None else snapshot_entries(arenas)
     known: dict[str, float] = {}
     claim = None
     if snapshots and arenas is not None:
-        known = known_runs(directories, {entry.info.run_id for entry in snapshots if entry.info is not None})
+        known = known_runs(directories, {entry.info.run_id for entry in snapshots if entry.info is not None}, trust)
         claim = claim_of(arenas, directories[0])
     for entry in on_disk:
         if (info := entry.info) is not None:
             known[info.run_id] = max(info.created, known.get(info.run_id, 0.0))
-    exchange.publish("runs", json.dumps([known, None if claim is None else [claim.run_id, claim.began]]))
+    own = json.dumps([known, None if claim is None else [claim.run_id, claim.began]])
+    texts = exchange.gather("runs", own, START_TIMEOUT_S)
     claims = []
-    for text in exchange.collect("runs", START_TIMEOUT_S):
-        theirs, claimed = json.loads(text)
-        for run, last in theirs.items():
-            known[run] = max(float(last), known.get(run, 0.0))
-        claims += [] if claimed is None else [Claim(str(claimed[0]), float(claimed[1]))]
+    with making_sense("the runs that the ranks know"):
+        for text in texts:
+            theirs, claimed = json.loads(text)
+            for run, last in theirs.items():
+                known[run] = max(float(last), known.get(run, 0.0))
+            claims += [] if claimed is None else [Claim(str(claimed[0]), float(claimed[1]))]
     usable = usable_runs(known, claims)
     return [entry for entry in snapshots if entry.info is not None and entry.info.run_id in usable]
 
@@ -131,6 +137,12 @@ def _is_usable(entry: CatalogEntry, directory: Path | None, sight: Sight) -> boo
     sight.other |= ours and (entry.info is None or not entry.info.resumable)
     if entry.info is not None:
         return True
+    if entry.owner is not None:
+        # Not put aside: it is not ours to move, and may be sound for whoever runs this job under another user next.
+        if not entry.foreign:
+            sight.rejected.append(Rejected(str(entry.path), entry.problem or "is another user's"))
+        logger.warning("%s is left out: it %s", entry.path, entry.problem)
+        return False
     if entry.foreign and not entry.looks_ours:
         logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
         return False

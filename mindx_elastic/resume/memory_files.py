@@ -9,8 +9,9 @@ from typing import Any
 
 from mindx_elastic.capture.arena import rank_folders
 from mindx_elastic.capture.boundary_ring import read_ring
-from mindx_elastic.errors import CorruptCheckpointError
+from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Owners, find_owners
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.packed import unpack_state
@@ -54,10 +55,13 @@ def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> li
     return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
 
 
-def own_states(ring: Path) -> dict[Moment, OwnState]:
+def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
     """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same."""
     try:
-        records = read_ring(ring)
+        records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
+    except UntrustedFileError as error:
+        logger.warning("%s; it is left out", error)
+        return {}
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)

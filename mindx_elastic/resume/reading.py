@@ -10,8 +10,9 @@ from typing import Protocol
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
-from mindx_elastic.errors import CheckpointError, MismatchError
+from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
 from mindx_elastic.persist.storage import quarantine
@@ -42,9 +43,11 @@ class PlanReader:
         exchange: Exchange,
         sights: Sights,
         transport: Transport | None,
+        trust: Trust,
         arenas: Path | None = None,
     ) -> None:
         """`arenas`: the job's folder in shared memory. No file outside of it and `directories` is ever touched."""
+        self._trust = trust
         self._directories, self._rank, self._exchange = directories, rank, exchange
         self._sights, self._transport, self._arenas = sights, transport, arenas
         self._verified: set[tuple[object, ...]] = set()
@@ -125,7 +128,9 @@ class PlanReader:
         if problem := self._outside(path):
             return None, problem
         try:
-            return read_checkpoint(path, verify=True), ""
+            return read_checkpoint(path, verify=True, owners=self._trust.of(path)), ""
+        except UntrustedFileError as error:  # exchanged since it was looked at
+            return None, str(error)
         except CheckpointError as error:
             return None, self._put_aside(path, str(error))
         except OSError as error:
@@ -168,8 +173,11 @@ class PlanReader:
         if problem := self._outside(path):
             return problem
         try:
+            owners = self._trust.of(path)
             with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
-                problems = verify_file(path)
+                problems = verify_file(path, owners)
+        except UntrustedFileError as error:
+            return str(error)
         except CheckpointError as error:
             problems = [str(error)]
         except OSError as error:
@@ -183,7 +191,7 @@ class PlanReader:
             raise MismatchError("the state has to be put together from parts, and nothing says what of")
         self.path = Path(plan.ranks[self._rank].file.path)
         try:
-            return assemble(plan, self._rank, blueprint), {}
+            return assemble(plan, self._rank, blueprint, self._trust), {}
         except MismatchError:
             raise  # sound files, another program
         except (CheckpointError, OSError) as error:

@@ -18,6 +18,7 @@ import torch
 
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
@@ -34,8 +35,8 @@ _MOST_OPEN = 64  # a process has 1024 descriptors by default, and a job may have
 class Parts:
     """The files of a plan's step, opened when they are needed. Use as a context manager."""
 
-    def __init__(self, plan: ResumePlan, reader: int) -> None:
-        self.plan, self.reader = plan, reader
+    def __init__(self, plan: ResumePlan, reader: int, trust: Trust | None = None) -> None:
+        self.plan, self.reader, self.trust = plan, reader, trust or Trust()
         self.num_bytes = 0
         """Read so far."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
@@ -58,7 +59,7 @@ class Parts:
             oldest = next(path for path in self._open if path != self.plan.ranks[self.reader].file.path)
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
-        fd, header = stack.enter_context(open_checkpoint(fact.path))
+        fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
         file = _PartFile(Path(fact.path), fd, header)
         self._open[fact.path] = (file, stack)
         if header.info.moment != fact.moment or header.info.rank != fact.rank:
@@ -188,14 +189,14 @@ def _shift(
     return [(a - first + to, b - first + to) for (a, b), (first, _), (to, _) in zip(common, whole, place, strict=True)]
 
 
-def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint) -> Checkpoint:
+def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:
     """The state of new rank `rank`, ready for `Collector.load`. Digests of the files were checked before.
 
     Raises MismatchError when the step does not hold what this program has, and what opening and reading files raise.
     """
     assert plan.world.strategy is not None
     target = plan.world.strategy
-    with Parts(plan, rank) as parts:
+    with Parts(plan, rank, trust) as parts:
         base = parts.file(plan.ranks[rank].file)
         made = {*blueprint.parameters, *blueprint.optimizers}
         state = _rest(base, made)

@@ -19,6 +19,7 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import root_of
 from mindx_elastic.persist.first_save import find_notes
 from mindx_elastic.persist.format import Moment, read_header
@@ -71,13 +72,14 @@ def find_and_read(
     transport: Transport | None = None,
     target: Target | None = None,
     faults: KnownFaults | None = None,
+    trust: Trust | None = None,
 ) -> Resumed | None:
     """The checkpoint to resume from, verified; None for a fresh start. Main thread, all ranks together.
 
     `arenas`: the job's folder in shared memory. `transport`: fetches what only other ranks hold of this rank's files.
     `target`: how this start lays its tensors out; without it only what was written by as many ranks, or is whole in
-    each file, can be read. `faults`: what the platform's report says. `resume`: ``"auto"``, ``"never"``, or a
-    path: a checkpoint directory, or one file whose step is then taken by all ranks.
+    each file, can be read. `faults`: what the platform's report says. `trust`: whose files count. `resume`:
+    ``"auto"``, ``"never"``, or a path: a checkpoint directory, or one file whose step is then taken by all ranks.
 
     Where all files are of runs that never had a whole step, which has to be proved, it is a fresh start, too.
 
@@ -87,12 +89,15 @@ def find_and_read(
     """
     if resume == "never":
         return None
+    trust = trust or Trust()
     directories, only = _resolve(directories, resume)
+    if resume != "auto":
+        trust.add(directories[0])
     exchange.gather("adopted", "", START_TIMEOUT_S)  # every rank has made its arena readable
-    sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport)
+    sight = look(directories, ranks, exchange, only=only, arenas=arenas, transport=transport, trust=trust)
     sights = share_sights(sight, ranks.rank, exchange)
     world = World(ranks.world_size, None if target is None else target.strategy)
-    reader = PlanReader(directories, ranks.rank, exchange, sights, transport, arenas)
+    reader = PlanReader(directories, ranks.rank, exchange, sights, transport, trust, arenas)
     while True:
         plan = plan_resume(
             sights.facts(),

@@ -188,6 +188,7 @@ def _breakpoint(prefix: str, directory: Path, config: CheckpointConfig, alarms: 
         signals=DEFAULT_SIGNALS if "signal" in alarms else (),
         append_info=config.header_info,
         final_name=final_name(prefix) if config.final_save else None,
+        prefix=prefix,
     )
 
 

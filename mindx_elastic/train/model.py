@@ -178,7 +178,8 @@ class Model:
           a path.
         * `grace_s`: seconds from an alarm until the process must be gone; None: ``MINDX_GRACE_S`` or 30.
         * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
-        * `allow_shared_directory`: accept a directory that other users may write to.
+        * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left
+          out, unless ``MINDX_TRUSTED_USERS`` names them.
         * `progress`: False: no bar and no progress lines.
         * `dataset_sink_mode`: accepted for MindSpore's sake; it means nothing here.
 

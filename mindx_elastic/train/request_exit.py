@@ -113,6 +113,7 @@ class OnRequestExit(SavingCallback):
             signals=(self.sig,),
             flag_file=flag,
             exit_codes={} if self.exit_code is None else {"flag": self.exit_code},
+            prefix=self.file_name,
             save=self.save_ckpt,
             final_name=final_name(self.file_name) if self.save_ckpt and mode == "train" else None,
             after_save=self._export if self.save_mindir and mode == "train" else None,

@@ -15,7 +15,6 @@ from mindx_elastic.agent.folder import AgentFolder, remove_dead_folders
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.capture.arena import user_folder
-from mindx_elastic.errors import UsageError
 from mindx_elastic.status_page import StatusPage, page_path
 
 
@@ -60,16 +59,29 @@ def test_orders_are_numbered_and_replace_each_other(tmp_path: Path) -> None:
     assert [path.name for path in folder.path.iterdir()] == ["agent.json"]
 
 
-def test_a_place_of_somebody_else_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("planted", ["wide", "link", "file"])
+def test_a_place_of_somebody_else_is_passed_over(
+    tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`mkdir /dev/shm/mindx-elastic-0` by anybody must not stop root's agents."""
     place = user_folder(tmp_path)
-    place.mkdir(mode=0o755)
-    with pytest.raises(UsageError, match="mode 700"):
-        AgentFolder(tmp_path)
-    place.rmdir()
-    (tmp_path / "elsewhere").mkdir(mode=0o700)
-    place.symlink_to("elsewhere")
-    with pytest.raises(UsageError, match="mode 700"):
-        AgentFolder(tmp_path)
+    if planted == "wide":
+        place.mkdir(mode=0o755)
+    elif planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        place.symlink_to("elsewhere")
+    else:
+        place.write_text("")
+    folder, second = AgentFolder(tmp_path), AgentFolder(tmp_path)
+    assert folder.path.parent == second.path.parent == user_folder(tmp_path) != place
+    assert folder.path.parent.stat().st_mode & 0o777 == 0o700
+    assert caplog.text.count("is used in its place") == 1
+    dead = make_dead(folder.path.parent, "agent-1-aa")
+    AgentFolder(tmp_path).remove()
+    assert not dead.exists()
+    folder.remove()
+    second.remove()
+    assert not list(tmp_path.glob(f"{place.name}-*")) and (planted == "wide" or not any(place.parent.glob("agent-*")))
 
 
 def test_without_shared_memory_it_lies_in_the_temporary_folder(

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -128,9 +129,9 @@ def test_an_earlier_catalog_spares_reading_unchanged_files(tmp_path: Path, monke
     os.utime(replaced, (0, 0))  # a coarse clock may give both the same time
     read = []
 
-    def read_and_note(path: Path) -> Header:
+    def read_and_note(path: Path, *more: Any) -> Header:
         read.append(path.name)
-        return read_header(path)
+        return read_header(path, *more)
 
     monkeypatch.setattr(catalog_module, "read_header", read_and_note)
     later = scan(tmp_path, known=earlier)
@@ -332,7 +333,7 @@ def test_a_link_to_a_disk_that_is_not_mounted_is_not_an_empty_directory(tmp_path
 def test_a_file_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "resnet-1_1.safetensors")
 
-    def refuse(_path: Path) -> None:
+    def refuse(_path: Path, *_more: Any) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(catalog_module, "read_header", refuse)
@@ -344,10 +345,10 @@ def test_files_that_vanish_during_the_scan_are_left_out(tmp_path: Path, monkeypa
     write(tmp_path / "resnet-1_1.safetensors", step=1)
     write(tmp_path / "resnet-1_2.safetensors", step=2)
 
-    def read_after_deletion(path: Path) -> Header:
+    def read_after_deletion(path: Path, *more: Any) -> Header:
         if path.name == "resnet-1_1.safetensors":
             path.unlink()
-        return read_header(path)
+        return read_header(path, *more)
 
     monkeypatch.setattr(catalog_module, "read_header", read_after_deletion)
     catalog = scan(tmp_path)

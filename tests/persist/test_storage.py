@@ -96,8 +96,16 @@ def test_directory_that_others_may_write_to_is_refused_unless_allowed(mode: int)
             shutil.rmtree(directory)
 
 
-def test_own_directory_that_others_may_write_to_is_ours(tmp_path: Path) -> None:
+def test_own_directory_that_anybody_may_write_to_is_refused_unless_allowed(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
+    with pytest.raises(UnsafeDirectoryError, match=r"others may write to it \(mode 777\).*chmod o-w"):
+        prepare_directory(tmp_path)
+    assert prepare_directory(tmp_path, allow_shared=True) == tmp_path.resolve()
+
+
+def test_own_directory_that_the_group_may_write_to_is_accepted(tmp_path: Path) -> None:
+    """As on Kubernetes volumes with fsGroup."""
+    tmp_path.chmod(0o2775)
     assert prepare_directory(tmp_path) == tmp_path.resolve()
 
 

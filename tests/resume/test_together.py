@@ -108,9 +108,9 @@ def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pyt
     write_step(tmp_path, 7, world_size=4)
     read: list[Path] = []
 
-    def counted(path: Path) -> CatalogEntry | None:
+    def counted(path: Path, **options: Any) -> CatalogEntry | None:
         read.append(path)
-        return read_entry(path)
+        return read_entry(path, **options)
 
     monkeypatch.setattr(looking, "read_entry", counted)
     found = on_all_ranks(

@@ -72,6 +72,8 @@ def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
     assert resumed(job) == ["None", "20"], job.report()
     assert len(job.matches("cannot append to .*events.jsonl")) == 2, f"one warning an attempt\n{job.report()}"
     assert attempts() == [("failed", 0), ("finished", None)]
+
+
 @pytest.mark.timeout(600)  # three starts
 def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
     """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
@@ -97,6 +99,29 @@ def test_a_killed_agent_and_a_new_one() -> None:
         job.expect(0)
     assert set(resumed(job)) & {"7", "8"}, "the step of the stop"
     assert nothing_left()
+
+
+def test_a_squatted_name_in_shared_memory_stops_nobody_and_costs_nothing() -> None:
+    """Anybody may make /dev/shm/mindx-elastic-0. Agent and workers are killed; the next ones find the memory again."""
+    squatted = Path("shm", f"mindx-elastic-{os.geteuid()}")
+    squatted.mkdir(mode=0o755)
+    if not os.geteuid():
+        os.chown(squatted, 65534, 65534)
+    options = ["--snapshot-every", "1"]
+    with agent(LOOP, "ckpt", "--hold-at", 7, ranks=2, options=options) as job:
+        job.wait_for("HOLD", 2)
+        job.process.send_signal(signal.SIGSTOP)  # or it would start new workers
+        for rank in (0, 1):
+            job.signal_rank(rank, signal.SIGKILL)
+        job.process.kill()
+        job.wait()
+    assert not list(Path("ckpt").rglob("*.safetensors")), job.report()
+    (private,) = Path("shm").glob(f"{squatted.name}-*")
+    assert private.stat().st_mode & 0o777 == 0o700 and len(job.matches("is used in its place")) == 1, job.report()
+    with agent(LOOP, "ckpt", ranks=2, options=options) as again:
+        again.expect(0)
+    assert resumed(again) == ["7", "7"], f"{job.report()}\n{again.report()}"
+    assert list(Path("shm").iterdir()) == [squatted], again.report()
 
 
 def test_a_stopped_rank_is_found_and_replaced() -> None:

@@ -1,0 +1,287 @@
+"""One job a directory: a lock that ends with its holder.
+
+Each rank holds one byte of the file ``.mindx-lock`` of each of its directories, the byte of its rank, for as long as
+its guard is entered. A start waits for the bytes that its predecessor still has (a dying rank writes its last
+boundary), and rank 0, when it finds byte 0 taken for longer than that, is refused: there is another living job. Only
+rank 0 refuses. The others hold nothing that could be a second job while rank 0 has its byte; what they meet is a
+remnant of the predecessor, on a file server perhaps of a machine that is gone, and after the same wait they go on.
+
+The locks are the kernel's *open file description* locks, of byte ranges: they end with the process however it ends,
+work between machines where POSIX locks do (NFSv4, Lustre with ``flock``), and stay when any other code of the process
+opens and closes the file, which would end a POSIX lock without a word (a callback that copies the directory is enough).
+A forked child shares them; it gives up its share in a fork hook, so that a loader worker that outlives a killed rank
+holds nobody up. Where the kernel has no such locks, POSIX locks are used.
+
+Rejected: a file with a process id (it outlives its process, and means nothing on another machine); `flock` (one lock
+for the whole file: the ranks of a job would need to agree on who holds it, with a round trip through the store); a
+lease with a heartbeat (a thread that has to write to a slow disk in time).
+
+Not locked: whoever only reads (the commands), and a guard that only evaluates.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import stat
+import struct
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import DirectoryInUseError
+from mindx_elastic.events import logger
+from mindx_elastic.owners import Owners
+from mindx_elastic.persist.storage import LOCK_FILE
+
+__all__ = ["DirectoryLock", "Holder", "hold_directory"]
+
+_RECORD_BYTES = 256  # of a rank, at rank times so much
+_MARGIN_S = 5.0  # from the end of a grace period until the process is gone
+_LEASE_S = 120.0  # an NFSv4 server gives the locks of a dead machine up after its lease, as a rule 90 s
+_POLL_S = (0.02, 0.5)
+_FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
+_BUSY = (errno.EWOULDBLOCK, errno.EACCES)
+_MODE = 0o600  # whoever can open it can hold it
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Who has a byte, as the file says."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    since: float = 0.0
+    """Unix seconds; 0: the file does not say."""
+    grace_s: float | None = None
+
+    def __str__(self) -> str:
+        if not self.pid:
+            return f"rank {self.rank} of another job (who that is cannot be read)"
+        began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"rank {self.rank} of another job, process {self.pid} on host {self.host}, since {began}"
+
+
+class DirectoryLock:
+    """A rank's hold on one directory. `close` gives it back; so does the end of the process.
+
+    The last one who gives it back takes the file away: whoever has opened it meanwhile finds that and opens it anew.
+    """
+
+    def __init__(self, fd: int, path: Path) -> None:
+        self._fd, self._path, self._owner = fd, path, os.getpid()
+        _held.add(self)
+        _close_in_children()
+
+    def close(self) -> None:
+        if self._fd < 0:
+            return
+        if os.getpid() == self._owner:  # not in a forked child
+            with suppress(OSError):
+                _control(self._fd, "SETLK", fcntl.F_UNLCK, 0, 0)
+                # Alone only if all of the file can be had; then nobody can take a byte of it before it is gone.
+                if _lock(self._fd, fcntl.F_WRLCK, 0, 0) and _is_at(self._fd, self._path):
+                    self._path.unlink()
+        os.close(self._fd)
+        self._fd = -1
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+_hooked = False
+
+
+def _close_in_children() -> None:
+    global _hooked  # a hook cannot be taken back
+    if not _hooked:
+        os.register_at_fork(after_in_child=_close_all)
+        _hooked = True
+
+
+def _close_all() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float) -> DirectoryLock | None:
+    """Hold `directory` for this rank; None, and one line in the log, where that cannot be done.
+
+    Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not tell it).
+    `owners`: whose lock file counts. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only.
+    """
+    path = directory / LOCK_FILE
+    try:
+        return _Taking(directory, path, ranks, owners, grace_s).run()
+    except _CannotLockError as error:
+        logger.warning("%s: %s; a second job in this directory will not be noticed", path, error)
+    except DirectoryInUseError:
+        raise
+    except OSError as error:
+        reason = error.strerror or error
+        logger.warning("%s cannot be locked (%s); a second job in this directory will not be noticed", path, reason)
+    return None
+
+
+class _CannotLockError(Exception):
+    pass
+
+
+class _Taking:
+    def __init__(self, directory: Path, path: Path, ranks: RankInfo, owners: Owners, grace_s: float) -> None:
+        self._directory, self._path, self._ranks, self._owners = directory, path, ranks, owners
+        self._grace_s = grace_s
+        self._began = time.monotonic()
+        self._said = False
+        self._writable = True
+
+    def run(self) -> DirectoryLock | None:
+        pause = _POLL_S[0]
+        while True:
+            fd = self._open()
+            try:
+                holder = self._try(fd)
+                if holder is None and _is_at(fd, self._path):
+                    self._sign(fd)
+                    lock, fd = DirectoryLock(fd, self._path), -1
+                    return lock
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+            if holder is None:
+                continue  # somebody has deleted the file meanwhile
+            if not self._wait_on(holder):
+                return None
+            time.sleep(pause)
+            pause = min(2 * pause, _POLL_S[1])
+
+    def _open(self) -> int:
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        try:
+            fd = os.open(self._path, flags | os.O_RDWR | os.O_CREAT, _MODE)
+        except PermissionError:
+            fd = os.open(self._path, flags | os.O_RDONLY)
+            self._writable = False
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise _CannotLockError("is a symbolic link, which is not followed") from None
+            raise
+        status = os.fstat(fd)
+        problem = self._owners.problem(status)
+        if not stat.S_ISREG(status.st_mode):
+            problem = "is not a regular file"
+        elif status.st_nlink > 1:
+            problem = "has a second name (a hard link), so that it may be another file than ours"
+        if problem is not None:
+            os.close(fd)
+            raise _CannotLockError(problem)
+        return fd
+
+    def _try(self, fd: int) -> Holder | None:
+        """Who is in the way; None: the byte of this rank is ours."""
+        # A file that can only be read takes shared locks: they find a job that can write, and not one that cannot.
+        kind = fcntl.F_WRLCK if self._writable else fcntl.F_RDLCK
+        if not _lock(fd, kind, self._ranks.rank):
+            return _read(fd, self._ranks.rank)
+        if self._ranks.local_rank == 0:  # of a predecessor with more ranks
+            other = _first_held(fd, self._ranks.world_size)
+            if other is not None and self._time_left(holder := _read(fd, other)) > 0:
+                return holder
+        return None
+
+    def _sign(self, fd: int) -> None:
+        if not self._writable:
+            text = "%s belongs to another user: another job that cannot write to it will not be noticed"
+            logger.warning(text, self._path)
+            return
+        record = {"rank": self._ranks.rank, "host": socket.gethostname(), "pid": os.getpid()}
+        label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": self._grace_s}).encode()
+        label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
+        with suppress(OSError):  # a full disk: the lock counts without its label
+            os.pwrite(fd, label, self._ranks.rank * _RECORD_BYTES)
+
+    def _time_left(self, holder: Holder) -> float:
+        grace_s = self._grace_s if holder.grace_s is None else holder.grace_s
+        patience_s = grace_s + _MARGIN_S
+        if self._ranks.rank == 0 and holder.rank == 0 and holder.host not in ("", socket.gethostname()):
+            patience_s = max(patience_s, _LEASE_S)
+        return self._began + patience_s - time.monotonic()
+
+    def _wait_on(self, holder: Holder) -> bool:
+        """False: it has been waited for long enough, and this rank goes on without the lock."""
+        left_s = self._time_left(holder)
+        if left_s > 0:
+            if not self._said:
+                self._said = True
+                text = "%s is in use by %s; waiting for its end, %.0f s at most"
+                logger.warning(text, self._directory, holder, left_s)
+            return True
+        waited_s = time.monotonic() - self._began
+        if self._ranks.rank != 0:
+            text = "%s: rank %d goes on, though after %.0f s its predecessor still holds it: %s"
+            logger.warning(text, self._directory, self._ranks.rank, waited_s, holder)
+            return False
+        raise DirectoryInUseError(
+            f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. Give this job a directory "
+            "of its own, or end the other one first. (On NFS the lock of a machine that has died may stay until its "
+            f"server has noticed; if you know that nobody is there, delete {self._path})",
+            path=self._directory,
+            host=holder.host,
+            pid=holder.pid,
+            since=holder.since,
+        )
+
+
+def _read(fd: int, rank: int) -> Holder:
+    try:
+        content = json.loads(os.pread(fd, _RECORD_BYTES, rank * _RECORD_BYTES))
+        host, pid, since = content["host"], int(content["pid"]), float(content["since"])
+        grace_s = min(max(0.0, float(content["grace_s"])), 86400.0)
+        if pid > 0 and isinstance(host, str) and 0 <= since < 1e11 and grace_s == grace_s:
+            return Holder(rank, "".join(c if c.isprintable() else "?" for c in host), pid, since, grace_s)
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        pass
+    return Holder(rank)
+
+
+# --- the kernel's locks ---
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(fd), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(fd: int, kind: int, byte: int, length: int = 1) -> bool:
+    """Lock a byte, or more (0: all that follow); False: somebody else has one. Raises OSError where there are no
+    locks."""
+    try:
+        _control(fd, "SETLK", kind, byte, length)
+    except OSError as error:
+        if error.errno not in _BUSY:
+            raise
+        return False
+    return True
+
+
+def _first_held(fd: int, start: int) -> int | None:
+    """The lowest byte from `start` on that somebody else holds."""
+    kind, _, first, _, _ = _control(fd, "GETLK", fcntl.F_WRLCK, start, 0)
+    return None if kind == fcntl.F_UNLCK else max(first, start)
+
+
+def _control(fd: int, what: str, kind: int, start: int, length: int) -> tuple[int, ...]:
+    request = _FLOCK.pack(kind, os.SEEK_SET, start, length, 0)
+    try:
+        return _FLOCK.unpack(fcntl.fcntl(fd, getattr(fcntl, f"F_OFD_{what}"), request))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    return _FLOCK.unpack(fcntl.fcntl(fd, getattr(fcntl, f"F_{what}"), request))  # a kernel or file system without
