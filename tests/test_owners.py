@@ -23,7 +23,7 @@ from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.preparing import prepare_directories
 from mindx_elastic.resume import reading as reading_module
-from mindx_elastic.resume.memory_files import known_runs, own_states
+from mindx_elastic.resume.known_runs import known_runs, own_states
 from tests.checkpoint_files import write, write_step
 from tests.guarded import Job
 from tests.resume.finding import find, find_on, step_of

@@ -206,8 +206,8 @@ class TrainLoop:
             return
         pending = [self.losses.hooks_pending]
         if self._exchange is not None:
-            self._exchange.publish("hooks", str(int(pending[0])))
-            pending = [text == "1" for text in self._exchange.collect("hooks", _HOOKS_TIMEOUT_S)]
+            told = self._exchange.gather("hooks", str(int(pending[0])), _HOOKS_TIMEOUT_S)
+            pending = [text == "1" for text in told]
         if not all(pending):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
             if any(pending):
                 cut = ", ".join(str(rank) for rank, each in enumerate(pending) if each)

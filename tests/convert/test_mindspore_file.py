@@ -157,14 +157,14 @@ def test_ckpt_files_of_mindspore_are_told_from_damage(tmp_path: Path) -> None:
     strategy = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)
     for name in ("net-1_5.ckpt", "ms/rank_0/net-1_5.ckpt"):
         (tmp_path / name).write_bytes(ckpt)
-    for source, kind, options in [
-        (tmp_path / "net-1_5.ckpt", "mindspore", {}),
-        (tmp_path / "net-1_5.ckpt", None, {}),
-        (tmp_path / "ms", "mindspore", {"strategy": strategy}),
-        (tmp_path / "ms" / "rank_0", "mindspore", {}),
+    for source, kind, layouts in [
+        (tmp_path / "net-1_5.ckpt", "mindspore", None),
+        (tmp_path / "net-1_5.ckpt", None, None),
+        (tmp_path / "ms", "mindspore", strategy),
+        (tmp_path / "ms" / "rank_0", "mindspore", None),
     ]:
         with pytest.raises(UsageError, match=r"net-1_5.ckpt is a MindSpore .ckpt .*save it as safetensors"):
-            convert(Request(source=source, source_kind=kind, destination=tmp_path / "m.pt", **options))
+            convert(Request(source=source, source_kind=kind, destination=tmp_path / "m.pt", strategy=layouts))
     (tmp_path / "net-1_5.ckpt").write_bytes(b"something else")
     with pytest.raises(CorruptCheckpointError, match="no sound safetensors file"):
         convert(Request(source=tmp_path / "net-1_5.ckpt", source_kind="mindspore", destination=tmp_path / "m.pt"))
