@@ -230,19 +230,18 @@ def _locks_held() -> list[str]:
     return [path for link in links if link.is_symlink() and (path := os.readlink(link)).endswith("/lock")]
 
 
-@pytest.mark.parametrize("where", ["collect", "publish"])
-def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store is lost between opening memory and the agreement on the interval."""
     fired = []
-    real = getattr(LocalExchange, where)
+    real = LocalExchange.gather
 
-    def lost(self: LocalExchange, name: str, *args: Any) -> Any:
+    def lost(self: LocalExchange, name: str, value: str, timeout_s: float) -> list[str]:
         if name != "interval":
-            return real(self, name, *args)
+            return real(self, name, value, timeout_s)
         fired.append(_locks_held())
         raise ConnectionError("injected: the store is gone")
 
-    monkeypatch.setattr(LocalExchange, where, lost)
+    monkeypatch.setattr(LocalExchange, "gather", lost)
     with pytest.raises(ConnectionError, match="injected"):
         Job(tmp_path / "ckpt", snapshot_every=1).run()
     assert len(fired) == 1 and len(fired[0]) == 1, "the arena was open"

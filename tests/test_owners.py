@@ -23,7 +23,8 @@ from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.preparing import prepare_directories
 from mindx_elastic.resume import reading as reading_module
-from mindx_elastic.resume.known_runs import known_runs, own_states
+from mindx_elastic.resume.known_runs import known_runs
+from mindx_elastic.resume.memory_files import own_states
 from tests.checkpoint_files import write, write_step
 from tests.guarded import Job
 from tests.resume.finding import find, find_on, step_of
@@ -71,7 +72,7 @@ def test_a_forged_file_in_an_own_world_writable_directory_is_refused_and_left_ou
     place: Path, forged: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = place / "ckpt"
-    Job(directory).run(epochs=1)
+    Job(directory, final_save=False).run(epochs=1)
     directory.chmod(0o777)
     target = copy_in(forged, directory / "job-9_9_breakpoint.safetensors")
     with pytest.raises(UnsafeDirectoryError, match=r"others may write to it \(mode 777\)"):
@@ -282,7 +283,7 @@ def test_a_stranger_s_event_log_is_neither_believed_nor_written_to(
         shutil.copy(target, log)
         log.chmod(0o666 if kind == "loose" else 0o644)
         os.chown(log, STRANGER if kind == "stranger's" else 0, -1)
-    assert known_runs([tmp_path]) == set()
+    assert known_runs([tmp_path], trust=Trust()) == {}
     Job(tmp_path).run(epochs=1)
     (aside,) = tmp_path.glob("events.jsonl.untrusted-*")
     assert "is moved to" in caplog.text and target.read_text() == '{"run_id": "forged"}\n'

@@ -60,11 +60,11 @@ def test_another_prefix_is_refused_and_each_way_out_works(tmp_path: Path) -> Non
     with no_traces(), pytest.raises(MismatchError, match=r"another job's.*'resnet'.*'bert'.*resume=") as caught:
         Job(tmp_path / "ckpt", prefix="bert").run()
     assert caught.value.path == renamed
-    onward = Job(tmp_path / "ckpt", prefix="bert", resume=renamed)
+    onward = Job(tmp_path / "ckpt", prefix="bert", resume=renamed, final_save=False)
     onward.run(epochs=1)
     assert onward.steps[0] == 3
     assert Job(tmp_path / "own", prefix="bert").run(epochs=1)
-    anew = Job(tmp_path / "ckpt", prefix="bert", resume="never")
+    anew = Job(tmp_path / "ckpt", prefix="bert", resume="never", final_save=False)
     anew.run(epochs=1)
     assert anew.steps[0] == 1
     again = Job(tmp_path / "ckpt", prefix="resnet")

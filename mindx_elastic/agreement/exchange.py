@@ -121,9 +121,9 @@ class Exchange(Protocol):
         """Start-up, main thread: make `value` known to all ranks."""
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
-        """Start-up, main thread: the values of all ranks, in rank order. Raises TimeoutError naming who is missing,
+        """Start-up, main thread: the values of all ranks, in rank order.
 
-        UntrustedMessageError for a value that its rank has not written.
+        Raises TimeoutError naming who is missing, UntrustedMessageError for a value that its rank has not written.
         """
 
     def try_collect(self, name: str) -> list[str] | None:

@@ -135,9 +135,9 @@ class UpdateGate:
         look()
 
     def unusual_updates(self, named: Iterable[int]) -> list[tuple[int, int, int]]:
-        """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never: each
+        """Optimizers (`named` or ever seen) that have stepped more or less in this step than usual, or never.
 
-        with how often, and how often it usually does. Any thread.
+        Each with how often, and how often it usually does. Any thread.
         """
         with self._lock:
             keys = dict.fromkeys([*named, *self._usual, *self._updates])
@@ -266,9 +266,9 @@ _watching: weakref.WeakSet[UpdateGate] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """A forked child has none of the reading threads, and perhaps a lock that one of them held: its own optimizers must
+    """Let a forked child's own optimizers wait for nobody.
 
-    not wait for them. What the child trains is not what is saved.
+    It has none of the reading threads, and perhaps a lock that one of them held. What it trains is not what is saved.
     """
     for gate in list(_watching):
         gate._lock = threading.Lock()

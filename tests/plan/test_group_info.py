@@ -19,7 +19,7 @@ from mindx_elastic.plan.group_info import (
     save_group_info,
     write_group_info_file,
 )
-from mindx_elastic.plan.layout import Layout
+from mindx_elastic.plan.layout import MAX_RANKS, Layout
 from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.strategy_file import save_strategy
 from tests import checkpoint_files
@@ -63,8 +63,10 @@ def test_what_a_rank_writes_at_its_start(tmp_path: Path) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(
-    groups=st.dictionaries(st.text(max_size=5), st.lists(st.integers(0, 1 << 23), min_size=1, max_size=5, unique=True)),
-    ranks=st.lists(st.integers(0, 1 << 23), min_size=1, max_size=9, unique=True),
+    groups=st.dictionaries(
+        st.text(max_size=5), st.lists(st.integers(0, MAX_RANKS - 1), min_size=1, max_size=5, unique=True)
+    ),
+    ranks=st.lists(st.integers(0, MAX_RANKS - 1), min_size=1, max_size=9, unique=True),
 )
 def test_any_groups_come_back(
     tmp_path_factory: pytest.TempPathFactory, groups: dict[str, list[int]], ranks: list[int]
