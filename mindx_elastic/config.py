@@ -288,7 +288,7 @@ def parse_snapshot_every(value: object, name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPaths:
-    """Where the platform tells of faults (FACTS 1)."""
+    """Where the platform tells of faults."""
 
     fault_dir: Path = Path("/user/restore/fault/config")
     """``MINDX_FAULT_DIR``: folder with the key files ``fault-npus`` and ``checkCode``."""

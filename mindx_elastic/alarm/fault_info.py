@@ -1,4 +1,4 @@
-"""Faults that the platform reports through files: the fault ConfigMap and ``reset.json`` (formats: FACTS 1).
+"""Faults that the platform reports through files: the fault ConfigMap and ``reset.json``.
 
 A report that is already there at the start names the devices that the platform has replaced before it started us; to
 stop the new run because of it would stop every run. So only a *change* after the start counts, or a report whose own
@@ -253,8 +253,10 @@ def parse_fault_report(text: str, source: Path, *, world_size: int | None = None
 
 
 def parse_reset_info(text: str, *, world_size: int | None = None) -> ResetInfo:
-    """See FACTS 1 for the keys; missing ones have their harmless value. Raises ValueError for no JSON object, or for
-    one without any of the known keys."""
+    """Missing keys have their harmless value.
+
+    Raises ValueError for no JSON object, or for one without any of the known keys.
+    """
     content = parse_json_object(text)
     if content and not any(key in content for key in _RESET_KEYS):
         raise ValueError(f"has none of the keys {', '.join(_RESET_KEYS)}{_did_you_mean(content, _RESET_KEYS)}")

@@ -1,11 +1,11 @@
-"""The JSON flag file of MindSpore's graceful exit: ``{"GracefulExit": 1}`` (FACTS 1).
+"""The JSON flag file of MindSpore's graceful exit: ``{"GracefulExit": 1}``.
 
 A flag asks for *one* stop: the job stops, saves, is started again, and the file still says 1. So the checkpoint of
 that stop notes which flags it has answered (`AnsweredFlags`, the header's ``flags``), and a run that goes on from there
 takes these very flags as done until they change. Any other counts, also one that was set before the first start.
 
 It is polled by the watcher thread with one `stat` a period; the file is opened only when it has changed. The training
-thread never touches it (opening and parsing it costs 11.7 us a step, FACTS 2.12).
+thread never touches it (opening and parsing it costs 11.7 us a step).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rank table ``hccl.json``: which rank runs on which server and device (FACTS 1; all its values are strings).
+"""The rank table ``hccl.json``: which rank runs on which server and device (all its values are strings).
 
 ``{"status": "completed", "version": "1.0", "server_count": "2", "server_list": [{"server_id": "node-a", "host_ip": ...,
 "container_ip": ..., "device": [{"device_id": "0", "device_ip": ..., "rank_id": "0"}]}]}``

@@ -2,7 +2,7 @@
 
 Launchers signal a whole process group or session, so loader workers get SIGTERM together with the trainer; torch's
 worker then dies at once ("DataLoader worker ... killed by signal: Terminated") and takes the trainer with it before it
-can save (FACTS 2.3). The worker must outlive the alarm, but not for ever: a handler that simply ignored SIGTERM would
+can save. The worker must outlive the alarm, but not for ever: a handler that simply ignored SIGTERM would
 make `Process.terminate()` and the interpreter's own exit (which joins daemon children) hang on a stuck worker.
 
 So the shield *defers*: the first signal arms SIGALRM, whose default action ends the worker after the grace period.

@@ -1,7 +1,7 @@
 """The watcher: one daemon thread that hears everything, at once, whatever the training thread does.
 
 A Python signal handler runs only between two bytecodes of the main thread, so a rank that sits in a hung collective
-never runs it (FACTS 2.10). `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this
+never runs it. `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this
 thread sleeps in `poll` on the other end. The same socket wakes it for posts from other threads.
 
 Rejected: `signal.sigwait` in a thread (needs the signal blocked in *every* thread, also those that libraries start);

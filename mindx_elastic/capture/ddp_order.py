@@ -1,7 +1,7 @@
 """The order in which DDP's gradients become ready, recorded so that a resumed process reduces in the same order.
 
 DDP lays out its buckets anew after the first backward, in the order in which gradients arrived. A resumed process would
-do its first step with the initial layout, sum in another order, and diverge at three and more ranks (FACTS 2.5). The
+do its first step with the initial layout, sum in another order, and diverge at three and more ranks. The
 order is recorded during the first backward of a fresh run and travels in the checkpoint; see `resume.ddp_warmup`.
 """
 

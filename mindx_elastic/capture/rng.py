@@ -1,6 +1,6 @@
 """Random number generators: python, numpy (legacy global), torch CPU and torch CUDA.
 
-Copied at every boundary, so it is measured in microseconds: python 26, numpy 46, torch 6 (FACTS 2.12). The copy is
+Copied at every boundary, so it is measured in microseconds: python 26, numpy 46, torch 6. The copy is
 kept in the form that the library gives; `pack` turns it into plain values for a checkpoint only when one is written.
 """
 

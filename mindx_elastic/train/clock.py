@@ -1,7 +1,7 @@
 """When to save by the clock, so that all ranks save the same step and nobody pays a round trip a step.
 
 Ranks have different clocks and must not disagree by one step. Rejected: every rank its own clock (no step would be
-complete); a collective or a store read every step (DESIGN, principle 2); rank 0 naming a step in the future (a rank
+complete); a collective or a store read every step; rank 0 naming a step in the future (a rank
 that hears of it too late has already passed it).
 
 Instead rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment
