@@ -74,9 +74,12 @@ class UntrustedMessageError(MindxError, ValueError):
 
 
 class DirectoryInUseError(UsageError):
-    """Another living job has the directory `path`: process `pid` on `host`, `since` a unix time (0, "": not known)."""
+    """Another living job has the directory `path`: process `pid` on `host`, `since` a unix time (0, "": not known).
 
-    def __init__(self, message: str, *, path: StrPath, host: str = "", pid: int = 0, since: float = 0.0) -> None:
+    On the other ranks of a start that is refused only the message is known.
+    """
+
+    def __init__(self, message: str, *, path: StrPath = "", host: str = "", pid: int = 0, since: float = 0.0) -> None:
         super().__init__(message)
         self.path = Path(path)
         self.host, self.pid, self.since = host, pid, since

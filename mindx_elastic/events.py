@@ -137,11 +137,14 @@ class EventLog:
         attempt: int = 0,
         rank: int = 0,
         generation_bytes: int = GENERATION_BYTES,
+        owners: Owners | None = None,
     ) -> None:
+        """`owners`: whose lines count where the log is read; None: anybody's."""
         self.path = path
         self.run_id, self.attempt, self.rank = run_id, attempt, rank
         self.counters: dict[str, int] = {}
-        self._generation_bytes = generation_bytes
+        self._generation_bytes = self._rotate_from = generation_bytes
+        self._owners = owners
         self._lock = threading.Lock()
         self._waiting: list[tuple[str, bytes]] = []
         self._lost = 0
@@ -173,7 +176,7 @@ class EventLog:
         """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
         wanted = {"run_id": self.run_id, "attempt": self.attempt, "rank": rank, "event": "end"}
         for path in (self.path, older_generation(self.path)):
-            for line in lines_backwards(path, _TAIL_BYTES):
+            for line in lines_backwards(path, _TAIL_BYTES, self._owners):
                 if b'"end"' in line:
                     found = _parse(line)
                     if found is not None and all(found.get(key) == value for key, value in wanted.items()):
@@ -270,13 +273,14 @@ class EventLog:
                 data = b"\n" + data
                 if (again := os.write(fd, data)) < len(data):
                     raise OSError(errno.ENOSPC, f"only {again} of {len(data)} bytes were written", str(self.path))
-            if os.fstat(fd).st_size > self._generation_bytes:
-                self._rotate(fd)
+            if (size := os.fstat(fd).st_size) > self._rotate_from:
+                self._rotate(fd, size)
         finally:
             os.close(fd)
 
-    def _rotate(self, fd: int) -> None:
+    def _rotate(self, fd: int, size: int) -> None:
         """Move the file behind `fd`, which is full, out of the way; unless another writer does, or has done so."""
+        older = older_generation(self.path)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -286,7 +290,6 @@ class EventLog:
             # Whoever renames this very file holds its lock, so it cannot change between here and the rename.
             if not os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
                 return
-            older = older_generation(self.path)
             carried = self._lines_to_carry(older)
             os.replace(self.path, older)
             if carried:
@@ -295,14 +298,16 @@ class EventLog:
                     os.write(new, b"".join(carried))
                 finally:
                     os.close(new)
+            self._rotate_from = self._generation_bytes
         except OSError as error:  # the line itself is written, and nothing is lost: both files are read
-            logger.debug("%s cannot be rotated: %s", self.path, error)
+            self._rotate_from = size + self._generation_bytes  # looking through the log at each event would take long
+            logger.warning("%s has %d MiB and cannot be moved to %s: %s", self.path, size >> 20, older, error)
 
     def _lines_to_carry(self, older: Path) -> list[bytes]:
         kept: dict[tuple[object, ...], bytes] = {}
         marks = [f'"event": "{event}"'.encode() for event in _CARRIED]
         for path in (self.path, older):
-            for line in lines_backwards(path):
+            for line in lines_backwards(path, owners=self._owners):
                 if len(kept) >= _CARRIED_LINES:
                     break
                 if len(line) > _CARRIED_LINE_BYTES or not any(mark in line for mark in marks):

@@ -205,7 +205,9 @@ class Saver:
     def older_finals(self, policy: ExitPolicy) -> list[Path]:
         """Final files of this run and rank that are of an earlier step than the newest save."""
         step = -1 if self.newest is None else self.newest[0]
-        entries = map(read_entry, sorted(self.folder(policy.directory).glob("*_final*.safetensors")))
+        folder = self.folder(policy.directory)
+        owners = self.trust.of(folder)
+        entries = (read_entry(path, owners=owners) for path in sorted(folder.glob("*_final*.safetensors")))
         infos = [(entry.path, entry.info) for entry in entries if entry is not None and entry.info is not None]
         own = (self.events.run_id, self.ranks.rank, "final")
         return [path for path, info in infos if (info.run_id, info.rank, info.kind) == own and info.step < step]

@@ -25,6 +25,7 @@ One bell a rank, and not one for all, lets a rank that ends wake its own listene
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -488,7 +489,9 @@ class StoreExchange(Gathering):
             self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
         except Exception as error:
             logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
-        self._meet()
+        if self._on_met is not None:
+            # The ranks have not met: one that comes later needs the key to hear why.
+            atexit.register(self._meet)
         for caller in self._callers:
             caller.close(0.0 if caller.busy else 2.0)
         if self._listener is not None:

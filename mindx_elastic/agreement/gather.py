@@ -27,7 +27,14 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from mindx_elastic import errors
-from mindx_elastic.errors import CheckpointError, MindxError, PeerStartError, UnsupportedStateError, UsageError
+from mindx_elastic.errors import (
+    CheckpointError,
+    MindxError,
+    PeerStartError,
+    UnsupportedStateError,
+    UntrustedMessageError,
+    UsageError,
+)
 from mindx_elastic.events import logger
 
 __all__ = ["Gathering", "all_or_none"]
@@ -122,7 +129,7 @@ def _error_of(rank: int, text: str) -> MindxError:
         name, message = "", text
     name, message = _printable(str(name)), _printable(str(message))
     kind = getattr(errors, name, None) if name in errors.__all__ else None
-    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError):
+    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError | UntrustedMessageError):
         return kind(f"rank {rank}: {message}")
     if kind is UnsupportedStateError:
         return UnsupportedStateError(f"rank {rank}", message)

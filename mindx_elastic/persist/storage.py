@@ -108,7 +108,8 @@ def make_directory_durable(path: StrPath) -> None:
         except FileExistsError:  # another rank was faster, and may not have flushed it yet
             if not new.is_dir():
                 raise
-        fsync_dir(new.parent)
+        with suppress(PermissionError):  # a folder that may be written to and not read cannot be flushed
+            fsync_dir(new.parent)
 
 
 _flushed: set[tuple[str, int, int]] = set()

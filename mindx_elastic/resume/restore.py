@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
@@ -140,9 +141,11 @@ def _was_never_whole(directories: Sequence[Path], sights: Sights, exchange: Exch
     notes = [note for directory in directories for note in find_notes(directory)]
     own = json.dumps([[note.run_id, note.rank, note.world_size] for note in notes])
     found: dict[str, set[tuple[int, int]]] = {}
-    for text in exchange.gather("never_saved", own, START_TIMEOUT_S):
-        for run, rank, world_size in json.loads(text):
-            found.setdefault(run, set()).add((rank, world_size))
+    texts = exchange.gather("never_saved", own, START_TIMEOUT_S)
+    with making_sense("which ranks have never saved"):
+        for text in texts:
+            for run, rank, world_size in json.loads(text):
+                found.setdefault(str(run), set()).add((int(rank), int(world_size)))
     proved = sights.is_all_known and never_whole(sights.facts(), found)
     for note in notes if proved else ():
         note.touch()  # it will be needed as long as these files are there

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic import errors
 from mindx_elastic.agreement import gather as module
 from mindx_elastic.agreement.exchange import LocalExchange
-from mindx_elastic.agreement.gather import all_or_none
+from mindx_elastic.agreement.gather import _error_of, all_or_none
 from mindx_elastic.errors import (
     CheckpointError,
     MismatchError,
@@ -150,3 +151,12 @@ def test_who_does_not_come_is_named_by_the_meeting() -> None:
 
     with pytest.raises(TimeoutError, match="every rank's 'listing'"):
         Slow().gather("listing", "", 1.0)
+
+
+@pytest.mark.parametrize("name", sorted(errors.__all__))
+def test_every_error_of_one_rank_can_be_raised_on_the_others(name: str) -> None:
+    found = _error_of(3, json.dumps([name, "no room for it"]))
+    assert isinstance(found, errors.MindxError) and "rank 3" in str(found) and "no room for it" in str(found)
+    kind = getattr(errors, name)
+    if isinstance(kind, type) and issubclass(kind, errors.CheckpointError | errors.UsageError):
+        assert type(found) is kind

@@ -101,6 +101,7 @@ def test_a_killed_agent_and_a_new_one() -> None:
     assert nothing_left()
 
 
+@pytest.mark.drill
 def test_a_squatted_name_in_shared_memory_stops_nobody_and_costs_nothing() -> None:
     """Anybody may make /dev/shm/mindx-elastic-0. Agent and workers are killed; the next ones find the memory again."""
     squatted = Path("shm", f"mindx-elastic-{os.geteuid()}")
@@ -234,6 +235,7 @@ def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None
     assert nothing_left()
 
 
+@pytest.mark.drill
 def test_a_rank_that_works_on_after_the_training_is_left_alone() -> None:
     """An export or a last evaluation on one rank, long after the others have ended."""
     with agent(LOOP, "ckpt", "--after", "work:0", ranks=2) as job:

@@ -127,6 +127,7 @@ def test_three_nodes_become_two_and_three_again() -> None:
 # --- after the training ---
 
 
+@pytest.mark.drill
 def test_a_rank_stuck_after_the_training_on_one_node_ends_all_with_0() -> None:
     """Rank 0 waits for it in a barrier on another node; what ends it there must not look like a failure."""
     with ExitStack() as stack:

@@ -34,7 +34,9 @@ def test_a_save_does_not_wait_for_the_copy_of_a_snapshot(tmp_path: Path, referen
     assert resumed.hashes() == reference(1).hashes(), resumed.report()
 
 
-@pytest.mark.parametrize("what", ["log", pytest.param("stderr", marks=pytest.mark.drill), "watcher"])
+@pytest.mark.parametrize(
+    "what", ["watcher", pytest.param("log", marks=pytest.mark.drill), pytest.param("stderr", marks=pytest.mark.drill)]
+)
 def test_what_hangs_does_not_hold_up_the_stop(tmp_path: Path, reference: Reference, what: str) -> None:
     env = {"LOOP_HANGS": what, "MINDX_ARENA_DIR": "none"}
     with start_job("hanging.py", tmp_path, "--hold-at", 7, "--grace-s", 4, env=env) as job:
@@ -65,7 +67,10 @@ def test_a_frozen_host_of_the_store_holds_up_no_rank(tmp_path: Path) -> None:
     assert set(saved_steps(tmp_path)) == {0, 1}, job.report()
 
 
-@pytest.mark.parametrize(("spare_mib", "ranks"), [(8, 1), (8, 2), pytest.param(1, 1, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    ("spare_mib", "ranks"),
+    [(8, 1), pytest.param(8, 2, marks=pytest.mark.drill), pytest.param(1, 1, marks=pytest.mark.drill)],
+)
 def test_a_dying_save_needs_no_new_thread_and_little_memory(
     tmp_path: Path, reference: Reference, spare_mib: int, ranks: int
 ) -> None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
         pytest.param(1, 0, "forward", marks=pytest.mark.drill),
         (1, 0, "after"),
         (1, 0, "late"),
-        (2, 1, "late"),
+        pytest.param(2, 1, "late", marks=pytest.mark.drill),
         (2, 1, "forward"),
         pytest.param(3, 0, "forward", marks=pytest.mark.drill),
         pytest.param(2, 0, "after", marks=pytest.mark.drill),
@@ -102,7 +102,8 @@ def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
     assert {m[1] for m in again.matches(r"READY \d \d+ (\d+)")} == {"7"}
 
 
-@pytest.mark.parametrize("fail_rank", [0, pytest.param(1, marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("fail_rank", [0, 1])
 def test_a_rank_that_fails_when_the_others_can_finish_the_step(tmp_path: Path, fail_rank: int) -> None:
     """After the all-reduce the others reach the boundary and the failing rank cannot: a replica stands in for it."""
     args = ("--fail-at", 8, "--fail-rank", fail_rank, "--fail-where", "backward")

@@ -50,7 +50,10 @@ def test_cut_off_in_the_very_first_save_the_job_begins_anew(
     assert again.hashes() == uninterrupted, again.report()
 
 
-@pytest.mark.parametrize("lost", ["file", pytest.param("folder", marks=drill), pytest.param("events", marks=drill)])
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param("file", marks=drill), pytest.param("folder", marks=drill), pytest.param("events", marks=drill)],
+)
 def test_a_lost_file_of_a_whole_step_is_refused(tmp_path: Path, lost: str) -> None:
     job = stop_at_4(tmp_path)
     assert saved(tmp_path) == ["rank_0", "rank_1"], job.report()

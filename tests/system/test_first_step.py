@@ -38,7 +38,7 @@ def resumed_from(job: Job) -> set[str]:
     ("ranks", "victim", "how"),
     [
         (2, 1, "raise"),
-        (2, 1, "kill"),
+        pytest.param(2, 1, "kill", marks=drill),
         pytest.param(2, 0, "raise", marks=drill),
         pytest.param(2, 0, "kill", marks=drill),
         pytest.param(3, 2, "kill", marks=drill),

@@ -54,6 +54,7 @@ def test_a_start_waits_for_the_dying_save_of_its_predecessor_and_goes_on_from_it
     assert ready[1] == saved[1], f"{first.report()}\n{second.report()}"
 
 
+@pytest.mark.drill
 def test_another_prefix_in_a_directory_is_refused_with_the_ways_out(tmp_path: Path) -> None:
     with start_job("locked.py", tmp_path, "--hold", "--prefix", "resnet") as first:
         first.wait_for("READY")

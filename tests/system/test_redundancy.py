@@ -104,6 +104,7 @@ def test_a_stopped_job_survives_the_loss_of_a_node(
     assert all(list((disk(tmp_path, 1) / f"rank_{rank}").glob("*.safetensors")) for rank in range(2 * per_node))
 
 
+@pytest.mark.drill
 def test_without_copies_the_loss_of_a_node_is_refused(tmp_path: Path) -> None:
     with start_nodes(tmp_path, "--hold-at", 5, redundancy=1) as jobs:
         for job in jobs:

@@ -206,6 +206,7 @@ DAMAGES = [(damage, ranks) for damage in (lose, flip_bit) for ranks in (4, 2, 1)
 # --- FSDP2 x TP: no weight is on two ranks ---
 
 
+@pytest.mark.drill
 def test_same_ranks_and_own_files_give_the_same_bits(
     tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
 ) -> None:
@@ -329,6 +330,7 @@ def test_four_two_one_four_under_torchrun(tmp_path: Path, whole: Callable[..., J
 # --- HSDP: every shard is on two ranks ---
 
 
+@pytest.mark.drill
 def test_hsdp_a_lost_file_is_the_replicas_job(
     tmp_path: Path, stopped: Callable[..., Stopped], whole: Callable[..., Job]
 ) -> None:

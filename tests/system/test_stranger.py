@@ -95,6 +95,7 @@ def test_without_a_key_a_stop_is_never_ignored(tmp_path: Path, what: str) -> Non
     assert len(run_job("loop.py", tmp_path, ranks=2).matches("INFO resumed from")) == 2
 
 
+@pytest.mark.drill
 def test_without_a_key_a_planted_request_never_looks_like_a_finished_training(tmp_path: Path) -> None:
     with start_job("loop.py", tmp_path, "--hold-at", 7, ranks=2, env={"LOOP_NO_KEY": "1"}) as job:
         job.wait_for("HOLD", count=2)
@@ -105,6 +106,7 @@ def test_without_a_key_a_planted_request_never_looks_like_a_finished_training(tm
     assert "\x1b" not in job.report()
 
 
+@pytest.mark.drill
 def test_a_stop_that_the_program_asks_for_on_one_rank_ends_all_with_its_code(tmp_path: Path) -> None:
     """With a key 0 is believed, on ranks that only hear of it too."""
     with start_job("loop.py", tmp_path, "--ask-stop-at", 7, ranks=2) as job:
