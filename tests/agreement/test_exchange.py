@@ -18,13 +18,21 @@ from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 from mindx_elastic.errors import UntrustedMessageError
 
+_jobs = itertools.count()
+
+
+@functools.cache
+def _server() -> Any:
+    """One for all tests, to which connections are cloned: torch's constructor takes 5 s now and then."""
+    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
 
 @pytest.fixture
 def ranks() -> Iterator[list[StoreExchange]]:
-    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+    prefix = f"test{next(_jobs)}"
 
     def connect() -> Any:
-        return dist.PrefixStore("test", dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30)))
+        return dist.PrefixStore(prefix, _server().clone())
 
     exchanges = [StoreExchange(connect, rank=r, world_size=3) for r in range(3)]
     yield exchanges
@@ -286,18 +294,9 @@ class Attacked:
             assert exchange.collect("first", 30) == ["of 0", "of 1", "of 2"]
 
     def _connect(self) -> Any:
-        port = _server().port  # one for all tests: making one can take seconds
-        store = dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=30), wait_for_workers=False)
+        store = _server().clone()
         store.set_timeout(timedelta(seconds=0.5))
         return dist.PrefixStore(self._prefix, store)
-
-
-_jobs = itertools.count()
-
-
-@functools.cache
-def _server() -> Any:
-    return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
 
 
 @pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
