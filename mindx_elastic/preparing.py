@@ -31,7 +31,8 @@ def prepare_directories(
     """Each wanted directory, made if need be, and what it resolves to (symbolic links are followed once, here); and
     whose files count in them.
 
-    Removes what dead writers left in this rank's folder. Raises UsageError, UnsafeDirectoryError or SaveError.
+    Removes nothing: a predecessor may still be writing, or a training beside which this one only evaluates; see
+    `hold_directories`. Raises UsageError, UnsafeDirectoryError or SaveError.
     """
     trust = Trust({}, user_ids(sharing.trusted_users), sharing.allow_shared)
     resolved = {}
@@ -41,17 +42,15 @@ def prepare_directories(
         if directory not in trust.roots:
             trust.roots[directory] = owners
             _say_whose(directory, owners, ranks)
-    for directory in trust.roots:
-        settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
     for directory, owners in trust.roots.items():
-        folder = directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
-        if folder != directory:
-            _check_rank_folder(folder, owners, allow_shared=sharing.allow_shared)
+        if ranks.world_size > 1:
+            _check_rank_folder(_folder(directory, ranks), owners, allow_shared=sharing.allow_shared)
         _set_aside(directory / EVENTS_FILE, owners)
-        if folder.is_dir():
-            remove_stale_temps(folder)
-        remove_stale_tft_temps(directory, ranks.rank)
     return resolved, trust
+
+
+def _folder(directory: Path, ranks: RankInfo) -> Path:
+    return directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
 
 
 def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
@@ -87,12 +86,15 @@ def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> N
 
 def _set_aside(path: Path, owners: Owners) -> None:
     """A log that a stranger has put there must neither be believed nor written to."""
+    problem: str | None = "may be anybody's: its owner cannot be seen"
     try:
         status = os.lstat(path)
-        if stat.S_ISREG(status.st_mode) and (problem := owners.problem(status)) is None:
-            return
         if not stat.S_ISREG(status.st_mode):
             problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no regular file"
+        else:
+            problem = owners.problem(status)
+        if problem is None:
+            return
         target = path.with_name(f"{path.name}.untrusted-{secrets.token_hex(4)}")
         os.rename(path, target)
         logger.warning("%s %s; it is moved to %s and not used", path, problem, target.name)
@@ -106,14 +108,23 @@ def _set_aside(path: Path, owners: Owners) -> None:
 
 
 def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float) -> None:
-    """Keep other jobs out of the directories until `stack` ends. Waits for a predecessor.
+    """Keep other jobs out of the directories until `stack` ends, then remove what dead writers left in this rank's
+    folders. Waits for a predecessor.
 
-    Raises DirectoryInUseError.
+    The removal comes last: as long as another process may be in the middle of its first save, its note must not be
+    settled. Not to be called by a guard that only evaluates. Raises DirectoryInUseError.
     """
     for directory, owners in sorted(trust.roots.items()):
         lock = hold_directory(directory, ranks, owners, grace_s=grace_s)
         if lock is not None:
             stack.callback(lock.close)
+    for directory in trust.roots:
+        settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
+    for directory in trust.roots:
+        folder = _folder(directory, ranks)
+        if folder.is_dir():
+            remove_stale_temps(folder)
+        remove_stale_tft_temps(directory, ranks.rank)
 
 
 def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:

@@ -314,6 +314,23 @@ def test_the_commands_name_a_stranger_s_file(tmp_path: Path, command: str) -> No
 
 
 @needs_root
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+def test_the_commands_believe_whom_a_start_believes(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "resnet-1_2.safetensors", step=2)
+    os.chown(path, COLLEAGUE, -1)
+    for target in (tmp_path, path) if command != "plan" else (tmp_path,):
+        monkeypatch.delenv("MINDX_TRUSTED_USERS", raising=False)
+        assert f"belongs to user {COLLEAGUE}" in CliRunner().invoke(app, [command, str(target)]).output
+        monkeypatch.setenv("MINDX_TRUSTED_USERS", f"{COLLEAGUE}")
+        more = ["--verify"] if command == "inspect" else []
+        done = CliRunner().invoke(app, [command, *more, str(target)])
+        assert done.exit_code == 0 and "belongs to user" not in done.output, done.output
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing was made there"
+
+
+@needs_root
 def test_our_own_files_are_nobody_else_s_to_write_whatever_the_umask(tmp_path: Path) -> None:
     old = os.umask(0)
     try:

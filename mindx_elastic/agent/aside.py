@@ -8,8 +8,10 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
-from mindx_elastic.agent.holder import flush
+from mindx_elastic.agent.holder import flush, trust_in
+from mindx_elastic.errors import MindxError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.storage import quarantine
 
@@ -25,9 +27,15 @@ def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Pa
     attempt goes on from what is on disk, and nothing of other steps is lost. Returns the files moved. Never raises: a
     file that cannot be moved is a warning.
     """
-    entry = read_entry(path)
-    moment = None if entry is None or entry.info is None else entry.info.moment
     directory = _directory_of(path, arenas)
+    trust = Trust()
+    if directory is not None and directory.is_dir():
+        try:
+            trust = trust_in(directory)
+        except MindxError as error:
+            logger.warning("%s; a file of another user may not be recognized", error)
+    entry = read_entry(path, owners=trust.of(path))
+    moment = None if entry is None or entry.info is None else entry.info.moment
     for arena in arenas:
         for line in flush(arena).lines:
             logger.info("%s", line)
@@ -35,7 +43,7 @@ def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Pa
         logger.warning("%s is not there any more; nothing to set aside", path)
         return []
     moved = []
-    for other in scan(directory).entries:
+    for other in scan(directory, owners=trust.of(directory)).entries:
         if other.info is not None and other.info.moment == moment:
             try:
                 moved.append(quarantine(other.path, reason, directory))

@@ -5,6 +5,9 @@ as a start does, of the newest run only, and writes what a start would take and 
 that the planner can go on from with what is here, or may be able to where some ranks live on other machines. Each
 rank's ring of boundaries goes along, so that a replica's file can stand in for a killed rank bit for bit on another
 machine too. Memory is given up rank by rank, and only where the disk is at least as far.
+
+Whose files count is what a start would say (`trust_in`). The ranks' bytes of the directory's lock are held meanwhile,
+so that a start on another machine waits for what is being written.
 """
 
 from __future__ import annotations
@@ -22,10 +25,13 @@ import torch
 from mindx_elastic.boundary_log import BOUNDARIES_FILE
 from mindx_elastic.capture.arena import RankArena, job_folder, rank_folders
 from mindx_elastic.capture.boundary_ring import read_ring
+from mindx_elastic.config import SharingSettings
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.events import logger
+from mindx_elastic.owners import Trust, user_ids
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
+from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
@@ -35,6 +41,7 @@ from mindx_elastic.persist.storage import (
     create_temp,
     fsync_dir,
     make_directory_durable,
+    prepare_owned_directory,
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
@@ -44,9 +51,11 @@ from mindx_elastic.resume.facts import facts_of
 from mindx_elastic.resume.known_runs import claim_of, known_runs, usable_runs
 from mindx_elastic.resume.memory_files import RING_COPY, own_rings, own_states
 
-__all__ = ["Flushed", "drop", "flush"]
+__all__ = ["Flushed", "drop", "flush", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
+_PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
+_LASTS_S = 1800.0  # as long as a start waits for us at most; the lock ends with this process
 
 _Slots = dict[Moment, tuple[Path, CheckpointInfo]]
 """The snapshots of one rank."""
@@ -83,7 +92,7 @@ def flush(arena: Path) -> Flushed:
                 arenas[rank] = RankArena(base, directory, rank)
             except OSError as error:
                 flushed.lines.append(f"the memory of rank {rank} is kept: {error}")
-        kept = _flush_all(directory, arena, arenas, flushed)
+        kept = _flush_locked(directory, arena, arenas, flushed)
     except Exception as error:
         flushed.lines.append(f"{arena} is kept: {error}")
         logger.debug("flush of %s", arena, exc_info=True)
@@ -114,27 +123,58 @@ def drop(arena: Path) -> None:
             logger.warning("%s cannot be removed: %s; `mindx-elastic clean` does it", folder, error)
 
 
-def _flush_all(directory: Path, job: Path, arenas: Mapping[int, RankArena], flushed: Flushed) -> set[int]:
+def trust_in(directory: Path) -> Trust:
+    """Whose files count in the checkpoint directory, as a start says it: learnt from a file that is made there.
+
+    What a program names in ``trusted_users=`` is not known here, what MINDX_TRUSTED_USERS names is. Raises SaveError
+    where nothing can be written, UsageError for a user that is not known.
+    """
+    trusted = user_ids(SharingSettings.from_env().trusted_users)
+    # Whether the directory is accepted was for the workers to decide.
+    _, owners = prepare_owned_directory(directory, allow_shared=True, trusted=trusted)
+    return Trust({directory: owners}, trusted, allow_shared=True)
+
+
+def _flush_locked(directory: Path, job: Path, arenas: Mapping[int, RankArena], flushed: Flushed) -> set[int]:
+    """As `_flush_all`, with the ranks' bytes of the directory's lock."""
+    trust = trust_in(directory)
+    lock, problem = hold_ranks(directory, arenas, trust.of(directory), patience_s=_PATIENCE_S, lasts_s=_LASTS_S)
+    if problem:
+        # Kept, the memory would go with the container.
+        flushed.lines.append(
+            f"{problem}; the memory is brought to disk all the same. A start that has looked for a step already does "
+            "not see it, and goes on from an older one; resume=PATH takes a file that is named below"
+        )
+    try:
+        return _flush_all(directory, job, arenas, trust, flushed, alone=not problem)
+    finally:
+        if lock is not None:
+            lock.close()
+
+
+def _flush_all(
+    directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust, flushed: Flushed, *, alone: bool
+) -> set[int]:
     """The ranks whose memory has to stay. Raises OSError when something cannot be written; then all of it has to."""
     slots: dict[int, _Slots] = {}
     for rank, arena in arenas.items():
         flushed.lines += adopt_slots(arena)
         slots[rank] = _snapshots(arena)
     rings = {rank: ring for rank, arena in arenas.items() if (ring := arena.folder / BOUNDARIES_FILE).exists()}
-    known = _usable_runs(directory, job, slots, rings)
+    known = _usable_runs(directory, job, slots, rings, trust)
     if not known and (rings or any(slots.values())):
         # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
         raise CheckpointError(
-            f"{directory / 'events.jsonl'} does not know the run that it is of, nor does a file there; "
-            "`mindx-elastic clean` removes it"
+            f"{directory / 'events.jsonl'} does not know the run that it is of, nor does a file there (files of other "
+            "users count if MINDX_TRUSTED_USERS names them for the agent, too); `mindx-elastic clean` removes it"
         )
     run = _newest_run(slots, known)
     slots = {rank: {m: slot for m, slot in found.items() if m[0] == run} for rank, found in slots.items()}
-    machine = _Machine(directory, job, sorted(rank_folders(job)), slots)
+    machine = _Machine(directory, job, sorted(rank_folders(job)), slots, trust)
     wanted = _sound(machine, flushed)
     problems = _copy_rings(machine, rings, {run} if run else known)
     for step in wanted:
-        _write(step, machine, flushed)
+        _write(step, machine, flushed, alone=alone)
     if problems:
         raise problems[0]
     return _not_on_disk(machine, flushed)
@@ -146,15 +186,17 @@ def _snapshots(arena: RankArena) -> _Slots:
     return {info.moment: (path, info) for path, info in infos if info is not None and info.resumable}
 
 
-def _usable_runs(directory: Path, job: Path, slots: Mapping[int, _Slots], rings: Mapping[int, Path]) -> set[str]:
+def _usable_runs(
+    directory: Path, job: Path, slots: Mapping[int, _Slots], rings: Mapping[int, Path], trust: Trust
+) -> set[str]:
     """As by a start, of this machine alone; see `resume.known_runs`."""
     wanted = {info.run_id for found in slots.values() for _, info in found.values()}
     for ring in rings.values():
         with suppress(OSError):  # said when it is copied
             wanted |= {record.run_id for record in read_ring(ring)}
-    known = known_runs([directory], wanted)
+    known = known_runs([directory], wanted, trust)
     if not wanted <= known.keys():
-        for step in scan(directory).steps:
+        for step in scan(directory, owners=trust.of(directory)).steps:
             known[step.run_id] = max(step.created, known.get(step.run_id, 0.0))
     claim = claim_of(job, directory)
     return usable_runs(known, [] if claim is None else [claim])
@@ -208,8 +250,10 @@ class _Step:
 class _Machine:
     """This machine's view of the job, sorted as by a start."""
 
-    def __init__(self, directory: Path, job: Path, ranks: Sequence[int], slots: Mapping[int, _Slots]) -> None:
-        self.directory, self.job, self.slots = directory, job, slots
+    def __init__(
+        self, directory: Path, job: Path, ranks: Sequence[int], slots: Mapping[int, _Slots], trust: Trust
+    ) -> None:
+        self.directory, self.job, self.slots, self._trust = directory, job, slots, trust
         self.ranks = ranks
         """Those with a folder in memory, whether it could be opened or not."""
         self.look()
@@ -220,7 +264,7 @@ class _Machine:
         for rank, found in self.slots.items():
             for path, info in found.values():
                 self._step_of(info, steps).in_memory[rank] = path, info
-        on_disk = scan(self.directory).entries
+        on_disk = scan(self.directory, owners=self._trust.of(self.directory)).entries
         for entry in on_disk:
             if entry.info is not None and entry.info.resumable:
                 self._step_of(entry.info, steps).on_disk.add(entry.info.rank)
@@ -272,7 +316,8 @@ class _Machine:
         return [step for step in near if step.usable and is_exact(step)][:1]
 
     def _own(self, rank: int) -> Callable[[_Step], bool]:
-        states = [own_states(ring) for ring in own_rings([self.directory], self.job, rank)]
+        rings = own_rings([self.directory], self.job, rank)
+        states = [own_states(ring, self._trust.of(ring)) for ring in rings]
 
         def has(step: _Step) -> bool:
             found = [one[step.moment] for one in states if step.moment in one]
@@ -321,12 +366,14 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
 # --- writing ---
 
 
-def _write(step: _Step, machine: _Machine, flushed: Flushed) -> None:
+def _write(step: _Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> None:
     _, attempt, number = step.moment
     for rank in step.to_write:
         source, info = step.in_memory[rank]
         folder = machine.directory / f"rank_{rank}" if info.world_size > 1 else machine.directory
-        _copy_file(source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info)
+        _copy_file(
+            source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info, alone=alone
+        )
     if flushed.step is None and (step.usable or not machine.lacking(step)):
         flushed.step = number
     what = f"step {number} (attempt {attempt}) of {_ranks(step.to_write)}"
@@ -352,16 +399,17 @@ def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: set[str]) ->
     return problems
 
 
-def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -> None:
+def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None, *, alone: bool = True) -> None:
     """`source` lies in memory; `target` appears whole and durable, or not at all. Raises SaveError.
 
-    `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save.
+    `info`: of a checkpoint file; another moment's file of the same name is kept, as by every save. `alone`: no other
+    process can be in its first save there.
     """
     try:
         memory = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             make_directory_durable(target.parent)
-            _copy(memory, target, info)
+            _copy(memory, target, info, alone=alone)
         finally:
             os.close(memory)
     except OSError as error:
@@ -369,7 +417,7 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None) -
         raise SaveError(f"{problem}{error.strerror or error}", path=target) from error
 
 
-def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
+def _copy(memory: int, target: Path, info: CheckpointInfo | None, *, alone: bool) -> None:
     size = os.fstat(memory).st_size
     fd, temp = create_temp(target)
     try:
@@ -384,7 +432,10 @@ def _copy(memory: int, target: Path, info: CheckpointInfo | None) -> None:
             keep_older(target, info)
         if info is not None:
             first_save = FirstSave(target.parent, info.run_id)
-            first_save.before_publish(temp)
+            if alone:
+                first_save.before_publish(temp)
+            else:  # one note cannot name the files of two processes
+                first_save.withdraw()
         publish(temp, target)
         fsync_dir(target.parent)
         if info is not None:

@@ -28,7 +28,7 @@ from mindx_elastic.cli.common import (
     printable,
 )
 from mindx_elastic.cli.file_details import describe_file, print_file
-from mindx_elastic.cli.verify import check_entries, entries_at
+from mindx_elastic.cli.verify import check_entries, entries_at, owners_at
 
 if TYPE_CHECKING:
     from mindx_elastic.persist.catalog import Catalog, CatalogEntry, StepSet
@@ -74,7 +74,7 @@ def inspect_command(
 
 def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
     (entry,) = entries_at(path)
-    problems = check_entries([entry])[0] if verify else [entry.problem] if entry.problem else []
+    problems = check_entries([entry], owners_at(path))[0] if verify else [entry.problem] if entry.problem else []
     details = describe_file(entry, problems, verified=not problems if verify else None)
     if as_json:
         typer.echo(json.dumps({"schema": JSON_SCHEMA, "file": details}, indent=2))
@@ -86,11 +86,12 @@ def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
 def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
     from mindx_elastic.persist.catalog import scan
 
-    catalog = scan(path)
+    owners = owners_at(path)
+    catalog = scan(path, owners=owners)
     good = [entry for entry in catalog.entries if entry.header is not None]
     findings: _Findings | None = None
     if verify:
-        findings = {entry.path: found for entry, found in zip(good, check_entries(good), strict=True)}
+        findings = {entry.path: found for entry, found in zip(good, check_entries(good, owners), strict=True)}
     report = _report(catalog, findings, now=time.time())
     if as_json:
         typer.echo(json.dumps(report, indent=2))

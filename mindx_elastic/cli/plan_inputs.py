@@ -19,7 +19,7 @@ from mindx_elastic.alarm.fault_report import (
     read_node_map,
     widen,
 )
-from mindx_elastic.cli.verify import check_entries
+from mindx_elastic.cli.verify import check_entries, owners_at
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World
@@ -30,6 +30,7 @@ from mindx_elastic.plan.targets import remesh
 
 if TYPE_CHECKING:
     from mindx_elastic.alarm.rank_table import NodeMap
+    from mindx_elastic.owners import Owners
     from mindx_elastic.persist.catalog import Catalog, CatalogEntry
     from mindx_elastic.persist.format import Header
 
@@ -74,7 +75,8 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
     from mindx_elastic.persist.catalog import scan
     from mindx_elastic.resume.facts import facts_of
 
-    catalog = scan(directory)
+    owners = owners_at(directory)
+    catalog = scan(directory, owners=owners)
     facts, rejected = facts_of(catalog.entries)
     rejected += [_too_large(fact) for fact in facts if fact.world_size > MAX_RANKS]
     facts = [fact for fact in facts if fact.world_size <= MAX_RANKS]
@@ -85,7 +87,7 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
     entries = {str(entry.path): entry for entry in catalog.entries}
     if strategy_file is not None:
         facts, recorded = _with_strategy(facts, strategy_file, entries)
-    return Found(directory, facts, rejected, entries, _own_states(catalog), recorded)
+    return Found(directory, facts, rejected, entries, _own_states(catalog, owners), recorded)
 
 
 def _too_large(fact: FileFact) -> Rejected:
@@ -174,7 +176,7 @@ def _is_silent(fact: FileFact) -> bool:
     return "" in fact.strategy.by_name
 
 
-def _own_states(catalog: Catalog) -> dict[Moment, set[int]]:
+def _own_states(catalog: Catalog, owners: Owners) -> dict[Moment, set[int]]:
     """Of each step the ranks whose own random numbers and buffers lie on disk (``rank_*/boundaries.mindx``)."""
     from mindx_elastic.persist.catalog import rank_of_folder
     from mindx_elastic.resume.memory_files import RING_COPY, own_states
@@ -184,7 +186,7 @@ def _own_states(catalog: Catalog) -> dict[Moment, set[int]]:
     found: dict[Moment, set[int]] = {}
     for ring in sorted(catalog.directory.glob(f"rank_*/{RING_COPY}")):
         rank = rank_of_folder(ring.parent)
-        for moment, own in own_states(ring).items() if rank is not None else ():
+        for moment, own in own_states(ring, owners).items() if rank is not None else ():
             if rank is not None and not (own.forecast and moment in unforeseen):
                 found.setdefault(moment, set()).add(rank)
     return found
@@ -365,6 +367,7 @@ def plan_and_check(
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
     checked, good, damaged = Checked(), set[str](), list[Rejected]()
+    owners = owners_at(found.directory)
     while True:
         plan = make_plan(found, world, faults, step, damaged)
         paths = [] if isinstance(plan, Refusal) else [path for path in _files_used(plan) if path not in good]
@@ -372,7 +375,7 @@ def plan_and_check(
             return plan, checked
         entries = [found.entries[path] for path in paths]
         for path, entry, problems in zip(paths, entries, check_entries(entries), strict=True):
-            problem = "; ".join(problems) or _changed(entry)
+            problem = "; ".join(problems) or _changed(entry, owners)
             if problem:
                 damaged.append(Rejected(path, problem))
             good.add(path)
@@ -380,11 +383,11 @@ def plan_and_check(
         checked.nbytes += sum(entry.size for entry in entries)
 
 
-def _changed(entry: CatalogEntry) -> str:
+def _changed(entry: CatalogEntry, owners: Owners) -> str:
     """A running job may replace a file between the look at its header and the reading."""
     from mindx_elastic.persist.catalog import read_entry
 
-    return "" if read_entry(entry.path, entry) is entry else "was replaced while it was looked at; call again"
+    return "" if read_entry(entry.path, entry, owners) is entry else "was replaced while it was looked at; call again"
 
 
 def _files_used(plan: ResumePlan) -> list[str]:

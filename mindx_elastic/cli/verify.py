@@ -25,9 +25,10 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from mindx_elastic.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
 
-__all__ = ["check_entries", "entries_at", "verify_command"]
+__all__ = ["check_entries", "entries_at", "owners_at", "verify_command"]
 
 
 def verify_command(
@@ -65,7 +66,7 @@ def verify_command(
 
         in_quarantine = len(quarantined(path))
         entries = [entry for entry in entries if entry.header is not None or entry.looks_ours or not entry.foreign]
-    verdicts = check_entries(entries)
+    verdicts = check_entries(entries, owners_at(path))
     files = [_as_dict(entry, problems) for entry, problems in zip(entries, verdicts, strict=True)]
     bad = sum(not file["ok"] for file in files)
     summary = {
@@ -88,13 +89,24 @@ def verify_command(
         raise typer.Exit(EXIT_BAD)
 
 
+def owners_at(path: Path) -> Owners:
+    """Whose files count at `path`, a file or a directory: as for a start, with MINDX_TRUSTED_USERS.
+
+    No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
+    """
+    from mindx_elastic.config import SharingSettings
+    from mindx_elastic.owners import Trust, user_ids
+
+    return Trust(trusted=user_ids(SharingSettings.from_env().trusted_users)).of(path)
+
+
 def entries_at(path: Path) -> list[CatalogEntry]:
     """Everything that a scan finds at `path`; for a file its own entry, whatever it is."""
     from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entry, scan
 
     if is_folder(path):
-        return list(scan(path).entries)
-    entry = read_entry(path)
+        return list(scan(path, owners=owners_at(path)).entries)
+    entry = read_entry(path, owners=owners_at(path))
     if entry is None:  # the user named this file, so it is not passed over as a scan would do
         link = path.is_symlink()
         problem = "is a symbolic link; checkpoint files are never followed" if link else "is not a checkpoint file"
@@ -103,18 +115,20 @@ def entries_at(path: Path) -> list[CatalogEntry]:
     return [entry]
 
 
-def check_entries(entries: Sequence[CatalogEntry]) -> list[list[str]]:
-    """For each entry what is wrong with it, digests included; an empty list when it is good."""
+def check_entries(entries: Sequence[CatalogEntry], owners: Owners | None = None) -> list[list[str]]:
+    """For each entry what is wrong with it, digests included; an empty list when it is good. `owners`: as of the look
+    that found them; as a rule those of the checkpoint directory that each lies in."""
+    from mindx_elastic.persist.catalog import root_of
     from mindx_elastic.persist.reader import verify_file
 
     verdicts = []
     with _progress(sum(entry.size for entry in entries if entry.header is not None)) as progress:
         for entry in entries:
-            if entry.header is None:
+            if entry.header is None or entry.info is None:
                 verdicts.append([entry.problem or "unreadable"])
             else:
                 # Without the path in front: every place that shows them has named the file already.
-                problems = verify_file(entry.path)
+                problems = verify_file(entry.path, owners or owners_at(root_of(entry.path, entry.info.rank)))
                 prefix = printable(f"{entry.path}: ")
                 verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
                 progress(entry.size)

@@ -16,6 +16,9 @@ Rejected: a file with a process id (it outlives its process, and means nothing o
 for the whole file: the ranks of a job would need to agree on who holds it, with a round trip through the store); a
 lease with a heartbeat (a thread that has to write to a slow disk in time).
 
+The agent holds the bytes of its dead workers while it brings their memory to disk (`hold_ranks`), so that a start on
+another machine waits for that and finds it.
+
 Not locked: whoever only reads (the commands), and a guard that only evaluates.
 """
 
@@ -30,6 +33,7 @@ import stat
 import struct
 import time
 import weakref
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +44,7 @@ from mindx_elastic.events import logger
 from mindx_elastic.owners import Owners
 from mindx_elastic.persist.storage import LOCK_FILE
 
-__all__ = ["DirectoryLock", "Holder", "hold_directory"]
+__all__ = ["DirectoryLock", "Holder", "hold_directory", "hold_ranks"]
 
 _RECORD_BYTES = 256  # of a rank, at rank times so much
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
@@ -128,6 +132,39 @@ def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s:
     return None
 
 
+def hold_ranks(
+    directory: Path, ranks: Iterable[int], owners: Owners, *, patience_s: float, lasts_s: float
+) -> tuple[DirectoryLock | None, str]:
+    """Hold the bytes of several ranks, whose processes are dead, in `directory`; and why not all are held, else "".
+
+    Waits for `patience_s` for bytes that somebody else has, and goes on with the others. A start waits for these bytes
+    for `lasts_s`. `owners`: whose lock file counts. Raises nothing. Any thread; blocks.
+    """
+    path = directory / LOCK_FILE
+    wanted = sorted(ranks)
+    until = time.monotonic() + patience_s
+    try:
+        while True:
+            fd, writable = _open(path, owners)
+            try:
+                kind = fcntl.F_WRLCK if writable else fcntl.F_RDLCK
+                # Again on the same descriptor: what we have stays ours meanwhile.
+                while (taken := [rank for rank in wanted if not _lock(fd, kind, rank)]) and time.monotonic() < until:
+                    time.sleep(_POLL_S[0])
+                if _is_at(fd, path):
+                    for rank in wanted if writable else ():
+                        if rank not in taken:
+                            _sign(fd, rank, lasts_s)
+                    problem = f"{directory} is in use by {_read(fd, taken[0])}" if taken else ""
+                    lock, fd = DirectoryLock(fd, path), -1
+                    return lock, problem
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+    except (_CannotLockError, OSError) as error:
+        return None, f"{path} cannot be locked ({getattr(error, 'strerror', None) or error})"
+
+
 class _CannotLockError(Exception):
     pass
 
@@ -143,7 +180,7 @@ class _Taking:
     def run(self) -> DirectoryLock | None:
         pause = _POLL_S[0]
         while True:
-            fd = self._open()
+            fd, self._writable = _open(self._path, self._owners)
             try:
                 holder = self._try(fd)
                 if holder is None and _is_at(fd, self._path):
@@ -159,28 +196,6 @@ class _Taking:
                 return None
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
-
-    def _open(self) -> int:
-        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        try:
-            fd = os.open(self._path, flags | os.O_RDWR | os.O_CREAT, _MODE)
-        except PermissionError:
-            fd = os.open(self._path, flags | os.O_RDONLY)
-            self._writable = False
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise _CannotLockError("is a symbolic link, which is not followed") from None
-            raise
-        status = os.fstat(fd)
-        problem = self._owners.problem(status)
-        if not stat.S_ISREG(status.st_mode):
-            problem = "is not a regular file"
-        elif status.st_nlink > 1:
-            problem = "has a second name (a hard link), so that it may be another file than ours"
-        if problem is not None:
-            os.close(fd)
-            raise _CannotLockError(problem)
-        return fd
 
     def _try(self, fd: int) -> Holder | None:
         """Who is in the way; None: the byte of this rank is ours."""
@@ -199,11 +214,7 @@ class _Taking:
             text = "%s belongs to another user: another job that cannot write to it will not be noticed"
             logger.warning(text, self._path)
             return
-        record = {"rank": self._ranks.rank, "host": socket.gethostname(), "pid": os.getpid()}
-        label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": self._grace_s}).encode()
-        label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
-        with suppress(OSError):  # a full disk: the lock counts without its label
-            os.pwrite(fd, label, self._ranks.rank * _RECORD_BYTES)
+        _sign(fd, self._ranks.rank, self._grace_s)
 
     def _time_left(self, holder: Holder) -> float:
         grace_s = self._grace_s if holder.grace_s is None else holder.grace_s
@@ -235,6 +246,39 @@ class _Taking:
             pid=holder.pid,
             since=holder.since,
         )
+
+
+def _open(path: Path, owners: Owners) -> tuple[int, bool]:
+    """A descriptor of the lock file, made if need be; and whether it can be written to."""
+    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    writable = True
+    try:
+        fd = os.open(path, flags | os.O_RDWR | os.O_CREAT, _MODE)
+    except PermissionError:
+        fd = os.open(path, flags | os.O_RDONLY)
+        writable = False
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise _CannotLockError("is a symbolic link, which is not followed") from None
+        raise
+    status = os.fstat(fd)
+    problem = owners.problem(status)
+    if not stat.S_ISREG(status.st_mode):
+        problem = "is not a regular file"
+    elif status.st_nlink > 1:
+        problem = "has a second name (a hard link), so that it may be another file than ours"
+    if problem is not None:
+        os.close(fd)
+        raise _CannotLockError(problem)
+    return fd, writable
+
+
+def _sign(fd: int, rank: int, grace_s: float) -> None:
+    record = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
+    label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": grace_s}).encode()
+    label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
+    with suppress(OSError):  # a full disk: the lock counts without its label
+        os.pwrite(fd, label, rank * _RECORD_BYTES)
 
 
 def _read(fd: int, rank: int) -> Holder:

@@ -19,6 +19,10 @@ from mindx_elastic.capture import arena as arena_module
 from mindx_elastic.capture.arena import rank_folders
 from mindx_elastic.capture.boundary_ring import BoundaryRing
 from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import DirectoryInUseError
+from mindx_elastic.owners import find_owners
+from mindx_elastic.persist import directory_lock as lock_module
+from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
@@ -558,12 +562,93 @@ def test_without_a_shard_that_is_in_use_nothing_is_written_and_all_is_kept(
 
 
 def test_whatever_goes_wrong_is_a_line(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("something else")
 
     alone.snapshot(9)
     monkeypatch.setattr(holder, "scan", fail)
     assert "is kept: something else" in flush(alone.job).lines[-1] and alone.remembered() == [0]
+
+
+# --- whose files count, and who else is there ---
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_files_of_users_who_are_named_count_as_for_a_start(alone: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone.snapshot(9)
+    alone.saved(5)
+    for path in (alone.directory / "events.jsonl", alone.directory / "resnet-1_5.safetensors"):
+        os.chown(path, 65533, -1)
+    flushed = flush(alone.job)
+    assert "MINDX_TRUSTED_USERS" in flushed.lines[0] and alone.remembered() == [0] and alone.written() == set()
+    monkeypatch.setenv("MINDX_TRUSTED_USERS", "65533")
+    assert flush(alone.job).step == 9 and alone.remembered() == []
+
+
+def test_our_own_files_count_under_the_name_that_the_file_system_gives_us(
+    alone: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root squash: on the file system our own files are another user's."""
+    alone.snapshot(9)
+    real = os.fstat
+
+    def fstat(fd: int) -> os.stat_result:
+        status = real(fd)
+        path = os.readlink(f"/proc/self/fd/{fd}")
+        if not path.startswith(str(alone.directory)):
+            return status
+        return os.stat_result((*status[:4], 65531, *status[5:]), dict(_times(status)))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    assert flush(alone.job).step == 9 and alone.remembered() == []
+
+
+def _times(status: os.stat_result) -> Iterator[tuple[str, Any]]:
+    for name in ("st_atime", "st_mtime", "st_ctime", "st_atime_ns", "st_mtime_ns", "st_ctime_ns"):
+        yield name, getattr(status, name)
+
+
+def test_a_start_elsewhere_waits_until_all_is_written(sharded: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    sharded.snapshot(9)
+    real, refused = holder._write, []
+
+    def write_it(*args: Any, **more: Any) -> None:
+        monkeypatch.setattr(lock_module, "_MARGIN_S", -holder._LASTS_S)  # that start's patience is over
+        with pytest.raises(DirectoryInUseError) as caught:
+            hold_directory(sharded.directory, RankInfo(world_size=2), find_owners(sharded.directory), grace_s=0.0)
+        refused.append(caught.value.pid)
+        for rank in range(2):
+            taken, problem = hold_ranks(
+                sharded.directory, [rank], find_owners(sharded.directory), patience_s=0.0, lasts_s=0.0
+            )
+            assert problem and taken is not None
+            taken.close()
+        real(*args, **more)
+
+    monkeypatch.setattr(holder, "_write", write_it)
+    flushed = flush(sharded.job)
+    assert refused == [os.getpid()] and flushed.step == 9, flushed
+    lock = hold_directory(sharded.directory, RankInfo(world_size=2), find_owners(sharded.directory), grace_s=0.0)
+    assert lock is not None, "given back"
+    lock.close()
+
+
+def test_a_directory_that_another_job_has_taken_meanwhile_is_named_and_nothing_is_lost(
+    sharded: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holder, "_PATIENCE_S", 0.05)
+    sharded.snapshot(9)
+    owners = find_owners(sharded.directory)
+    other = hold_directory(sharded.directory, RankInfo(rank=1, world_size=2), owners, grace_s=0.0)
+    assert other is not None
+    flushed = flush(sharded.job)
+    assert f"in use by rank 1 of another job, process {os.getpid()}" in flushed.lines[0]
+    assert "goes on from an older one" in flushed.lines[0] and flushed.step == 9
+    assert sharded.written() == {(0, 0, 9), (1, 0, 9)} and sharded.remembered() == []
+    taken, problem = hold_ranks(sharded.directory, [1], owners, patience_s=0.0, lasts_s=0.0)
+    assert problem and taken is not None, "the other job still has it"
+    taken.close()
+    other.close()
 
 
 # --- a job that has finished ---

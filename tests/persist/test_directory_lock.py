@@ -24,7 +24,7 @@ from mindx_elastic.errors import DirectoryInUseError, UsageError
 from mindx_elastic.owners import find_owners
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.catalog import scan
-from mindx_elastic.persist.directory_lock import DirectoryLock, hold_directory
+from mindx_elastic.persist.directory_lock import DirectoryLock, hold_directory, hold_ranks
 from mindx_elastic.persist.storage import LOCK_FILE
 from tests.checkpoint_files import write
 
@@ -283,3 +283,23 @@ def test_a_label_from_elsewhere_is_printed_without_its_control_characters(
         (tmp_path / LOCK_FILE).write_text(json.dumps(record))
         with pytest.raises(DirectoryInUseError, match=r"process 1 on host x\?\[31m, since 1970"):
             hold(tmp_path)
+
+
+def test_bytes_of_several_ranks_at_once_and_what_is_in_the_way(tmp_path: Path) -> None:
+    owners = find_owners(tmp_path)
+    with holder(tmp_path, 1, 3) as (process, _):
+        lock, problem = hold_ranks(tmp_path, [0, 1, 2], owners, patience_s=0.0, lasts_s=1.0)
+        assert lock is not None and f"in use by rank 1 of another job, process {process.pid}" in problem
+        labels = (tmp_path / LOCK_FILE).read_text().splitlines()
+        assert [json.loads(line)["pid"] for line in labels] == [os.getpid(), process.pid, os.getpid()]
+        for rank in (0, 2):
+            _, busy = hold_ranks(tmp_path, [rank], owners, patience_s=0.0, lasts_s=1.0)
+            assert "is in use by" in busy
+        lock.close()
+        free, problem = hold_ranks(tmp_path, [0, 2], owners, patience_s=0.0, lasts_s=1.0)
+        assert free is not None and problem == ""
+        free.close()
+    (tmp_path / LOCK_FILE).unlink(missing_ok=True)
+    (tmp_path / LOCK_FILE).symlink_to(tmp_path / "victim")
+    lock, problem = hold_ranks(tmp_path, [0], owners, patience_s=0.0, lasts_s=1.0)
+    assert lock is None and "is a symbolic link" in problem and not (tmp_path / "victim").exists()
