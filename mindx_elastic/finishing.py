@@ -6,17 +6,20 @@ same command then finds every step done and only does what comes after the last 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.errors import UsageError
 from mindx_elastic.events import logger
 from mindx_elastic.policy import ExitPolicy
+from mindx_elastic.resume.restore import Resumed
 from mindx_elastic.saving import Saver
 
-__all__ = ["keep_last_boundary"]
+__all__ = ["check_guests_path", "keep_last_boundary", "say_that_a_guest_saves_nothing"]
 
 _ALL_SAVED_S = 5.0  # the others have ended at the same step and write as much
 
@@ -64,3 +67,28 @@ def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, nam
     elif exchange.decide(name, offer, _ALL_SAVED_S).step == offer:
         for path in older:
             saver.delete(path)
+
+
+def say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
+    """A guard that is no training has gone on from a training's file (see `starting`): the training's next start would
+    take a file of it for its own newest one, and that file lacks what the training needs. Nor may it remove any.
+    """
+    missing = sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES))
+    logger.warning(
+        "%s belongs to a training, and this guard has no optimizer and lacks %s: nothing is saved here, neither at "
+        "the end nor on a stop. If this program trains too, give it a directory of its own, with resume=%r",
+        directory,
+        ", ".join(missing),
+        str(found.path),
+    )
+
+
+def check_guests_path(path: str | Path | None, directories: Iterable[Path]) -> None:
+    """Raise UsageError where a start in one of the guard's `directories` would find the file `path`."""
+    folder = None if path is None else Path(path).parent.resolve()
+    for directory in directories:
+        if folder is None or folder.is_relative_to(directory.resolve()):
+            raise UsageError(
+                f"{directory} belongs to a training, which would go on from this file and not find all of its state "
+                "there; save it elsewhere: guard.save(path=...)"
+            )

@@ -10,6 +10,7 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -31,7 +32,7 @@ from mindx_elastic.config import RankInfo, Settings, SharingSettings
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
-from mindx_elastic.finishing import keep_last_boundary
+from mindx_elastic.finishing import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.last_resort import LastResort
 from mindx_elastic.listening import Listening, find_peers, share_answered_flags
 from mindx_elastic.log_relay import LogRelay
@@ -235,6 +236,11 @@ class Guard:
             resume=self._resume,
             around=self._around,
         )
+        if self._around.is_guest and not evaluates and start.resumed is not None:
+            self._around.keeps_nothing = True
+            self._policies = tuple(replace(policy, save=False) for policy in self._policies)
+            self._periodic = ()
+            say_that_a_guest_saves_nothing(self._directory, start.resumed, self._targets)
         self._take_over(start, settings)
         self._start_stages(stack, settings, relay, closing)
         self._around.enter(
@@ -564,6 +570,8 @@ class Guard:
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
         self._require_entered("save()")
+        if self._around.keeps_nothing:
+            check_guests_path(path, self._resolved.values())
         with self._update_gate.hold(0.0) as problem:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
@@ -572,6 +580,8 @@ class Guard:
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
+        if self._around.keeps_nothing:
+            return False  # said when the guard was entered
         with self._update_gate.hold(0.0) as problem:
             pass
         if problem is not None:

@@ -52,6 +52,8 @@ class Surroundings:
         ranks = self._ranks = saver.ranks
         self.evaluates = self.is_guest = evaluates
         """`is_guest`: this is no training, and what a training has left here is not ours to remove."""
+        self.keeps_nothing = False
+        """A guest that has gone on from the training's state: it must leave all of that as it is."""
         self.exchange = exchange
         agent = AgentInfo.from_env()
         self.link = None if agent is None else AgentLink(agent, ranks)
@@ -118,7 +120,7 @@ class Surroundings:
         next_step: Callable[[], int],
     ) -> None:
         """The state is back and training begins. `replicas`: the DDP modules of a replicated job, else none."""
-        if self.memory is not None:
+        if self.memory is not None and not self.keeps_nothing:
             self.memory.start(
                 collector,
                 update_gate,
@@ -138,7 +140,7 @@ class Surroundings:
     def at_boundary(self, step: int, *, cut: bool) -> None:
         """Training thread: `step` has ended; `cut`: it can be resumed from."""
         self._has_trained = True
-        if self.memory is not None and cut:
+        if self.memory is not None and cut and not self.keeps_nothing:
             self.memory.at_boundary(step)
         if self.link is not None:
             self.link.page.pass_boundary(step, cut=cut)
@@ -190,4 +192,4 @@ class Surroundings:
     def _close_memory(self) -> None:
         if self.memory is not None:
             guest = self.is_guest and self._was_there and not self._has_trained
-            self.memory.close(keep=self.keep_memory or guest)
+            self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)

@@ -7,13 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mindx_elastic import saving
+from mindx_elastic import Guard, saving
 from mindx_elastic.errors import GracefulExit, SaveError, UsageError
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.format import read_header
@@ -211,3 +212,75 @@ def test_a_signal_during_the_last_save_comes_after_it(tmp_path: Path, monkeypatc
 def test_no_step_no_file(tmp_path: Path) -> None:
     Job(tmp_path).run(0)
     assert names(tmp_path) == []
+
+
+class Guest:
+    """Somebody else's program in the training's directory: a model in a guard, and nothing that trains it."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        network = Job(directory / "unused").network
+        self.guard = Guard(model=network, directory=directory, prefix="job", **options)
+
+    def run(self, *, end: str) -> None:
+        with self.guard as guard:
+            assert guard.resumed_from_step == STEPS_PER_EPOCH
+            for step in range(3):
+                if end == "stop" and step == 2:
+                    stop_and_wait(self)  # type: ignore[arg-type]
+                if end == "exception" and step == 2:
+                    raise RuntimeError("injected")
+                guard.step_end()
+
+
+@pytest.mark.parametrize("end", ["by itself", "stop", "exception"])
+@pytest.mark.parametrize("options", [{}, {"snapshot_every": 1}, {"periodic": 1}], ids=["plain", "memory", "periodic"])
+def test_a_guest_writes_nothing_that_the_training_would_go_on_from(
+    tmp_path: Path, end: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "job"
+    expected = Job(tmp_path / "whole").run(2)
+    Job(folder).run(1)
+    if "periodic" in options:
+        options = {"periodic": [Every(folder, 1)]}
+    if "snapshot_every" in options:
+        (tmp_path / "memory").mkdir()
+        monkeypatch.setenv("MINDX_ARENA_DIR", str(tmp_path / "memory"))
+    caplog.clear()
+    with suppress(GracefulExit, RuntimeError):
+        Guest(folder, **options).run(end=end)
+    assert names(folder) == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
+    (line,) = [r.getMessage() for r in caplog.records if "nothing is saved" in r.getMessage()]
+    assert "lacks loader, lr_scheduler, optimizer" in line and "directory of its own" in line
+    assert events(folder, "exit" if end != "by itself" else "end"), "the guest has ended as it was to end"
+    training = Job(folder, seed=99)
+    assert_same(training.run(2), expected)
+    assert training.guard.resumed_from_step == STEPS_PER_EPOCH
+
+
+def test_a_guest_saves_by_hand_only_where_no_training_looks(tmp_path: Path) -> None:
+    Job(tmp_path / "job").run(1)
+    guest = Guest(tmp_path / "job")
+    with guest.guard as guard:
+        guard.step_end()
+        for path in (None, tmp_path / "job" / "mine.safetensors"):
+            with pytest.raises(UsageError, match=r"guard.save\(path=...\)"):
+                guard.save(path=path)
+        assert guard.save(path=tmp_path / "mine.safetensors").exists()
+    assert names(tmp_path / "job") == [f"job-1_{STEPS_PER_EPOCH}_final.safetensors"]
+
+
+def test_updates_by_hand_without_any_file_yet_are_a_training(tmp_path: Path) -> None:
+    """The strategy of the start before is there, and no file: what this start trains is saved."""
+
+    class Killed(BaseException):
+        pass
+
+    def start(directory: Path) -> Guard:
+        return Guard(model=Job(directory / "unused").network, directory=directory, prefix="job")
+
+    with pytest.raises(Killed), start(tmp_path):
+        raise Killed
+    assert names(tmp_path) == []
+    with start(tmp_path) as guard:
+        guard.step_end()
+    assert names(tmp_path) == ["job-1_1_final.safetensors"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,7 @@ from mindx_elastic.train.batch import move_batch
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.parallel import all_sum
-from mindx_elastic.train.step import OptimizerWatch
+from mindx_elastic.train.step import OptimizerWatch, TrainOneStep
 from mindx_elastic.train.unguarded import GuardPort
 
 if TYPE_CHECKING:
@@ -46,38 +47,49 @@ class EpochLoss:
         self._device = model.device
         self._total = torch.zeros((), dtype=torch.float64)
         self._count = 0
+        self._base = self._total, self._count  # the epoch's steps before the present one
+        self._begins_anew = False
         self.hooks_pending = False
         self.outputs: Any = None
-        """With `hooks_pending` the step's loss, where it is one number: what most hooks want to know."""
+        """The last step's loss, where it is one number: what most hooks want to know."""
 
-    def await_hooks(self, outputs: Any) -> None:
-        """The boundary comes next, and then the hooks of this step."""
-        loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
-        if type(loss) is Tensor and loss.numel() == 1:  # not a DTensor: a checkpoint may not be able to hold it
-            loss = loss.detach()
-        elif not isinstance(loss, (int, float)):
-            loss = None
-        self.hooks_pending, self.outputs = True, loss
+    # After an exception behind the update the state may be the coming boundary, if it is known what still has to change
+    # (see `capture.update_window`). So each value here changes on one side of the update only: the hooks are pending
+    # from the step's begin, `outputs` stays when they have run, and a new epoch's sum shows with its first loss.
+
+    def begin_step(self) -> None:
+        """A boundary from now on is one whose hooks are still to be run."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        self._base = (zero, 0) if self._begins_anew else (self._total, self._count)
+        self.hooks_pending = True
 
     def end_hooks(self) -> None:
-        self.hooks_pending, self.outputs = False, None
+        self.hooks_pending = False
 
     def reset(self) -> None:
-        self._total, self._count = torch.zeros((), dtype=torch.float64, device=self._device), 0
+        """A new epoch begins."""
+        self._begins_anew = True
 
-    def add(self, outputs: Any) -> None:
-        """Count a step's loss; nothing is read, so the device is not waited for."""
+    def note(self, outputs: Any) -> None:
+        """Count the step's loss. A second call in a step replaces the first one's. Nothing is read, so the device is
+        not waited for."""
         loss = outputs[0] if isinstance(outputs, (tuple, list)) and outputs else outputs
+        total, count = self._base
         if isinstance(loss, Tensor) and loss.numel() == 1:
-            self._total = self._total + loss.detach().reshape(()).to(self._device, torch.float64)
-            self._count += 1
+            total, count = total + loss.detach().reshape(()).to(self._device, torch.float64), count + 1
         elif isinstance(loss, (int, float)):
-            self._total = self._total + float(loss)
-            self._count += 1
+            total, count = total + float(loss), count + 1
+        self._total, self._count, self._begins_anew = total, count, False
+        if type(loss) is Tensor and loss.numel() == 1:  # not a DTensor: a checkpoint may not be able to hold it
+            self.outputs = loss.detach()
+        else:
+            self.outputs = loss if isinstance(loss, (int, float)) else None
 
     def mean(self, *, over_ranks: bool = False) -> Tensor:
-        """The mean so far; nan before the first step. `over_ranks` is a collective."""
-        total = torch.stack([self._total, torch.full_like(self._total, self._count)])
+        """The mean so far; nan before the epoch's first step. `over_ranks` is a collective."""
+        zero = torch.zeros_like(self._total)
+        sum_, count = (zero, 0) if self._begins_anew else (self._total, self._count)
+        total = torch.stack([sum_, torch.full_like(sum_, count)])
         if over_ranks:
             total = all_sum(total)
         return total[0] / total[1]
@@ -93,6 +105,7 @@ class EpochLoss:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._total, self._count = state["total"].to(self._device), state["count"]
+        self._begins_anew = False
         self._metrics.load_state_dict(state["metrics"])
         outputs = state.get("outputs")
         self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not say
@@ -141,7 +154,7 @@ class TrainLoop:
         self._fill_params(epochs)
         self._call("on_train_begin")
         self._finish_cut_step_later()
-        with OptimizerWatch(self.model.optimizers) as watch:
+        with self._noted_before_the_update(), OptimizerWatch(self.model.optimizers) as watch:
             try:
                 for epoch in self.guard.epochs(epochs):
                     if self._epoch(epoch, watch):
@@ -182,6 +195,7 @@ class TrainLoop:
         )
         self._call("on_train_step_begin")
         watch.take()
+        self.losses.begin_step()
         outputs = model.step([move_batch(batch, model.device) for batch in batches])
         if watch.take():
             self._step_schedulers("step")
@@ -191,12 +205,24 @@ class TrainLoop:
             for optimizer in model.optimizers:
                 optimizer.zero_grad(set_to_none=True)
         params.net_outputs = outputs
-        self.losses.add(outputs)
-        self.losses.await_hooks(outputs)
+        self.losses.note(outputs)
         self.guard.boundary()
         self._call("on_train_step_end")
         self.losses.end_hooks()
         self.guard.finish_step(retake=True)
+
+    @contextmanager
+    def _noted_before_the_update(self) -> Iterator[None]:
+        """The default step tells its loss before it updates: then an exception in what follows does not cost it."""
+        step = self.model.step
+        if not isinstance(step, TrainOneStep):
+            yield
+            return
+        step.on_loss = self.losses.note
+        try:
+            yield
+        finally:
+            step.on_loss = None
 
     def _finish_cut_step_later(self) -> None:
         """The ``on_train_step_end`` hooks of the resumed step were cut off: run them all again, from the state before

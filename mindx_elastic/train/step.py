@@ -42,6 +42,9 @@ class TrainOneStep:
     window = True
     """Takes all batches of an accumulation window at once."""
 
+    on_loss: Callable[[Tensor | None], None] | None = None
+    """Set by the loop: is told the window's loss right before the update."""
+
     def __init__(self, model: Model) -> None:
         self.model = model
 
@@ -58,6 +61,8 @@ class TrainOneStep:
                     loss = loss / len(batches)
                 self.backward(loss)
             total = loss.detach() if total is None else total + loss.detach()
+        if self.on_loss is not None:
+            self.on_loss(total)
         self.update()
         return total
 

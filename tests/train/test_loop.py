@@ -65,16 +65,22 @@ def test_the_running_loss_resumes_bit_for_bit() -> None:
     model = make_model()
     straight, first, second = EpochLoss(model), EpochLoss(model), EpochLoss(model)
     losses = torch.rand(20, generator=torch.Generator().manual_seed(1))
-    for loss in losses:
-        straight.add(loss)
-    for loss in losses[:9]:
-        first.add(loss)
+
+    def add(running: EpochLoss, some: torch.Tensor) -> None:
+        for loss in some:
+            running.begin_step()
+            running.note(loss * 2)
+            running.note(loss)  # replaces it
+
+    add(straight, losses)
+    add(first, losses[:9])
     second.load_state_dict(first.state_dict())
-    for loss in losses[9:]:
-        second.add(loss)
+    add(second, losses[9:])
     assert torch.equal(straight.mean(), second.mean())
     straight.reset()
     assert straight.mean().isnan()
+    add(straight, losses[:1])
+    assert straight.mean() == losses[0].double()
 
 
 def test_params_read_as_attributes_and_as_a_dict() -> None:

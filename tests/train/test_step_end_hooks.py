@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard import Guard, _entered
-from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
 from tests.train.small_job import make_loader, make_model, make_network, same, weights
 from tests.train.test_resume import At, sigterm
 
@@ -104,3 +105,82 @@ def test_a_stop_that_one_rank_asks_for_lets_the_script_go_on(monkeypatch: pytest
     assert enough.ended == 1 and 4 < model.position.step < 6000
     assert model.eval(make_loader())
     model.train(model.position.epoch + 1, make_loader(), ExceptionCheckpoint(directory="out2"), progress=False)
+
+
+class FailingUpdate(TrainOneStep):
+    """Raises once after the optimizer's step, where people log."""
+
+    fail_at = 0
+
+    def update(self) -> None:
+        super().update()
+        if self.model.position.step + 1 == self.fail_at:
+            raise RuntimeError("injected")
+
+
+class Losses(Callback):
+    """What a hook is told, with state."""
+
+    def __init__(self) -> None:
+        self.values: list[tuple[int, float | None]] = []
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        outputs = params.net_outputs
+        self.values.append((params.cur_step_num, None if outputs is None else float(outputs)))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+def train_to_end(directory: str, fail_at: int, kind: str) -> tuple[Model, Losses]:
+    def silent(model: Model, batch: Any) -> None:
+        assert isinstance(model.optimizer, torch.optim.Optimizer)
+        model.optimizer.zero_grad()
+        model.forward(batch)[0].backward()
+        model.optimizer.step()
+        if model.position.step + 1 == fail_at:
+            raise RuntimeError("injected")
+
+    step: Any = type("Failing", (FailingUpdate,), {"fail_at": fail_at}) if kind == "update" else silent
+    model, losses = make_model(train_step=step, lr_scheduler=None), Losses()
+    model.train(3, make_loader(), [ExceptionCheckpoint(directory=directory), losses], progress=False)
+    return model, losses
+
+
+@pytest.mark.parametrize("kind", ["update", "a step without a loss"])
+@pytest.mark.parametrize("step", [5, 6, 7, 8])  # 6: the last one of its epoch
+def test_a_step_that_fails_after_its_update_is_kept_and_its_hooks_run(
+    kind: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    straight, told = train_to_end("whole", 0, kind)
+    assert "will cost every step" not in caplog.text, "a false alarm"
+    with pytest.raises(RuntimeError, match="injected"):
+        train_to_end("out", step, kind)
+    (path,) = Path("out").glob("*.safetensors")
+    assert read_header(path).info.step == step, caplog.text
+    resumed, told_again = train_to_end("out", 0, kind)
+    assert resumed.resumed_from_step == step
+    assert same(weights(resumed), weights(straight))
+    assert told_again.values == told.values and len(told.values) == 18
+
+
+@pytest.mark.parametrize("batches", [1, 2, 6])
+@pytest.mark.parametrize("custom", [False, True], ids=["default", "custom"])
+def test_no_false_alarm_of_the_window(batches: int, custom: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where epochs are so short that their first steps are looked at, and the epoch's mean begins anew."""
+
+    def with_loss(model: Model, batch: Any) -> Tensor:
+        assert isinstance(model.optimizer, torch.optim.Optimizer)
+        model.optimizer.zero_grad()
+        loss = model.forward(batch)[0]
+        loss.backward()
+        model.optimizer.step()
+        return loss
+
+    model = make_model(train_step=with_loss) if custom else make_model()
+    model.train(4, make_loader(batch_size=24 // batches), ExceptionCheckpoint(directory="out"), progress=False)
+    assert "will cost every step" not in caplog.text
