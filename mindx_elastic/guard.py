@@ -200,7 +200,8 @@ class Guard:
         directories = list(dict.fromkeys(self._resolved.values()))
         if self._periodic or not self._policies or any(policy.kind != "eval" for policy in self._policies):
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
-        self._events = EventLog(directories[0] / "events.jsonl", attempt=self.ranks.attempt, rank=self.ranks.rank)
+        log = directories[0] / "events.jsonl"
+        self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
         self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
         self._events.write_aside()

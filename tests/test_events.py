@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.events import EventLog, RankFilter, attach_console, lines_backwards, logger, older_generation
+from mindx_elastic.owners import Owners
 from tests.harness import events
 
 
@@ -305,3 +306,25 @@ list(ResumableLoader([1, 2, 3], rank=0, world_size=2))
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
     lines = done.stderr.splitlines()
     assert len(lines) == 2 and all(line.startswith("[mindx_elastic rank 1] WARNING ") for line in lines), done.stderr
+
+
+def test_what_a_stranger_has_written_is_not_carried_on(tmp_path: Path) -> None:
+    """The older file of a log may be somebody else's: a rotation must not make its lines ours."""
+    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000, owners=Owners(frozenset({-1})))
+    older_generation(log.path).write_text('{"run_id": "forged", "event": "start"}\n')
+    log.emit("start")
+    for _ in range(20):
+        log.emit("save", reason="x" * 100)
+    assert older_generation(log.path).stat().st_size > 2000, "it was moved"
+    assert "forged" not in log.path.read_text()
+
+
+def test_a_log_that_cannot_be_moved_is_said_once_and_not_looked_through_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000)
+    older_generation(log.path).mkdir()
+    for number in range(30):
+        log.emit("save", step=number, reason="x" * 100)
+    said = [r for r in caplog.records if "cannot be moved" in r.message]
+    assert 1 <= len(said) <= 4 and log.path.read_text().count("\n") == 30
