@@ -158,6 +158,7 @@ def test_the_same_failure_again_and_again_stops_the_job() -> None:
     assert events(RUN, "crash_loop")[0]["outcome"] == "stop"
 
 
+@pytest.mark.drill
 def test_a_checkpoint_that_kills_its_resumes_is_set_aside() -> None:
     arguments = ["--save-at", 2, 4, "--kill-at", 5, "--poison", 4]
     with agent(SMALL, "ckpt", *arguments, options=["--max-restarts", "10", "--snapshot-every", "0"]) as job:

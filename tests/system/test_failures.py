@@ -89,6 +89,7 @@ def test_survivors_of_a_stopped_peer_save_in_time(tmp_path: Path) -> None:
     assert saved_steps(tmp_path) == {0: 7, 2: 7}, job.report()
 
 
+@pytest.mark.drill
 def test_survivors_of_a_killed_peer_save_and_leave(tmp_path: Path) -> None:
     env = {"MINDX_ARENA_DIR": "none"}  # with memory nothing at all is lost: see test_killed.py
     with start_job("loop.py", tmp_path, "--stuck-at", 8, "--stuck-rank", 1, ranks=3, env=env) as job:

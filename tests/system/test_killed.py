@@ -224,6 +224,7 @@ def sharded(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], d
     return hashes
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("every", [1, drilled(2)])
 def test_all_ranks_of_a_sharded_job_killed(
     place: Place, sharded: dict[tuple[int, int], dict[int, str]], every: int
@@ -240,6 +241,7 @@ def test_all_ranks_of_a_sharded_job_killed(
     assert resumed.hashes() == sharded[4, 40], f"{job.report()}\n{resumed.report()}"
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("stage", [drilled("wiped"), "copying", drilled("committed")])
 def test_one_rank_of_a_sharded_job_killed_in_its_copies(
     place: Place, sharded: dict[tuple[int, int], dict[int, str]], stage: str

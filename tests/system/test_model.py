@@ -93,6 +93,7 @@ def test_a_long_evaluation_in_mid_epoch_is_cut_off_by_the_deadline_and_done_agai
     assert done == sorted(m[1] for m in reference(ranks).matches(r"(STEP_EVAL .*)")), resumed.report()
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_sigterm_during_a_periodic_save(tmp_path: Path, reference: Reference, asynchronous: bool) -> None:
     args = ("--save-steps", 4, *(["--async-save"] if asynchronous else []))

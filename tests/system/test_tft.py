@@ -56,6 +56,7 @@ def test_an_exception(tmp_path: Path, reference: Reference, ranks: int, fail_ran
     assert resume(tmp_path, ranks, 5).hashes() == reference(ranks).hashes()
 
 
+@pytest.mark.drill
 def test_sigterm(tmp_path: Path, reference: Reference) -> None:
     with start_job("train_model.py", tmp_path, "--tft", "--hold-at", 4, ranks=2, env=TFT) as job:
         job.wait_for("HOLD", count=2)
