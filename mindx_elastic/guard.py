@@ -198,7 +198,9 @@ class Guard:
         sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
         self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
         directories = list(dict.fromkeys(self._resolved.values()))
-        if self._periodic or not self._policies or any(policy.kind != "eval" for policy in self._policies):
+        evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
+        evaluates = evaluates and not self._periodic
+        if not evaluates:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         log = directories[0] / "events.jsonl"
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
@@ -218,7 +220,6 @@ class Guard:
             trust=trust,
             names=job_names(self._prefix, [*self._policies, *self._periodic]),
         )
-        evaluates = all(policy.kind == "eval" for policy in self._policies) and bool(self._policies)
         self._around = Surroundings(
             stack,
             directories,
@@ -226,7 +227,7 @@ class Guard:
             self._snapshot_every,
             self._redundancy,
             self._exchange,
-            evaluates=evaluates and not self._periodic,
+            evaluates=evaluates,
         )
         start = start_job(
             directories,
