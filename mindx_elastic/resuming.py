@@ -33,8 +33,8 @@ from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.policy import is_another_job
 from mindx_elastic.printable import printable
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.reading import Transport
 from mindx_elastic.resume.restore import Resumed, Target, find_and_read
+from mindx_elastic.resume.views import Transport
 
 __all__ = [
     "GradientOrders",

@@ -25,8 +25,7 @@ from mindx_elastic.plan.facts import Rejected
 from mindx_elastic.resume.facts import Strategies, facts_of
 from mindx_elastic.resume.known_runs import Claim, claim_of, known_runs, usable_runs
 from mindx_elastic.resume.memory_files import own_rings, own_states, snapshot_entries
-from mindx_elastic.resume.reading import Transport
-from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, key_of
+from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Transport, key_of
 
 __all__ = ["look"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
@@ -18,19 +17,9 @@ from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_fil
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.plan.facts import FileFact, ResumePlan
 from mindx_elastic.resume.reshard import assemble
-from mindx_elastic.resume.views import START_TIMEOUT_S, Place, Sights, key_of
+from mindx_elastic.resume.views import START_TIMEOUT_S, Sights, Transport, key_of
 
-__all__ = ["PlanReader", "Transport"]
-
-
-class Transport(Protocol):
-    """What carries files between ranks; the package's own is `mirror.mirror.Mirror`."""
-
-    def locate(self, path: Path, rank: int) -> Place | None:
-        """The place of a file of `rank`, the same on every rank: number of the directory and path in it."""
-
-    def fetch(self, holder: int, root: int, name: str) -> Path:
-        """Get a file of this rank from another rank; returns where it is. Raises OSError or CheckpointError."""
+__all__ = ["PlanReader"]
 
 
 class PlanReader:

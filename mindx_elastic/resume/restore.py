@@ -31,8 +31,8 @@ from mindx_elastic.plan.strategy import Strategy
 from mindx_elastic.printable import printable
 from mindx_elastic.resume.looking import look
 from mindx_elastic.resume.memory_files import OwnState
-from mindx_elastic.resume.reading import PlanReader, Transport
-from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Sights, share_sights
+from mindx_elastic.resume.reading import PlanReader
+from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Sights, Transport, share_sights
 
 __all__ = ["Resumed", "Target", "find_and_read"]
 

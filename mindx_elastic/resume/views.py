@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
@@ -20,13 +21,23 @@ from mindx_elastic.plan.strategy import Strategy
 from mindx_elastic.resume.facts import pack_facts, strategy_digest, unpack_facts
 from mindx_elastic.resume.memory_files import OwnState
 
-__all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "key_of", "share_sights"]
+__all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "Transport", "key_of", "share_sights"]
 
 START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
 
 Key = tuple[str, str, int, Moment, str, float, int]
 Place = tuple[int, str]
 """Number of a directory and path in it, the same on every rank."""
+
+
+class Transport(Protocol):
+    """What carries files between ranks; the package's own is `mirror.mirror.Mirror`."""
+
+    def locate(self, path: Path, rank: int) -> Place | None:
+        """The place of a file of `rank`, the same on every rank: number of the directory and path in it."""
+
+    def fetch(self, holder: int, root: int, name: str) -> Path:
+        """Get a file of this rank from another rank; returns where it is. Raises OSError or CheckpointError."""
 
 
 @dataclass
