@@ -33,7 +33,7 @@ help:
 	@echo "make types    mypy, strict"
 	@echo "make pytest   every test but further cases (marker drill);  make fast  without those marked slow"
 	@echo "make drill    stops and kills at random moments, resumes, compares; DRILL_ARGS='--rounds 50 --seed 1'"
-	@echo "make proto    the Python code of plan/strategy.proto, which is checked in"
+	@echo "make proto    the Python code of platforms/strategy.proto, which is checked in"
 	@echo "make bench    the benchmarks, one after another"
 	@echo "make clean    removes what was built (not .venv)"
 
@@ -111,7 +111,7 @@ drill: $(DONE)/dev
 	echo "drill: all three parts passed"
 
 proto: $(DONE)/dev
-	$(BIN)/python -m tests.plan.generate_proto
+	$(BIN)/python -m tests.platforms.generate_proto
 
 bench: $(DONE)/dev
 	@for script in benchmarks/bench_*.py; do echo "== $$script"; $(BIN)/python "$$script"; done

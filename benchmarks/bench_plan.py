@@ -33,10 +33,10 @@ import sys
 import time
 from typing import Any
 
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.layout import Layout, parse_placement
 from mindx_elastic.plan.planner import plan_resume
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
 
 TP, PP = 8, 4
 MODES = ("replicated", "fsdp", "uneven", "reshard")
@@ -113,7 +113,7 @@ def faulty(ranks: int, count: int) -> frozenset[int]:
 
 
 def _measure(mode: str, ranks: int, tensors: int, faults: int) -> dict[str, float]:
-    from mindx_elastic.plan.outputs import plan_to_json
+    from mindx_elastic.platforms.plan_files import plan_to_json
 
     before = _peak_kib()
     named = faulty(ranks, faults)

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from mindx_elastic import data as data
     from mindx_elastic import errors as errors
     from mindx_elastic.errors import GracefulExit as GracefulExit
-    from mindx_elastic.guard import Guard as Guard
+    from mindx_elastic.guard.guard import Guard as Guard
+    from mindx_elastic.guard.policy import ExitPolicy as ExitPolicy
+    from mindx_elastic.guard.policy import PeriodicPolicy as PeriodicPolicy
     from mindx_elastic.plan import Layout as Layout
     from mindx_elastic.plan import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.plan import merge_strategies as merge_strategies
     from mindx_elastic.plan import rank_list_for_transform as rank_list_for_transform
     from mindx_elastic.plan import restore_group_info_list as restore_group_info_list
-    from mindx_elastic.policy import ExitPolicy as ExitPolicy
-    from mindx_elastic.policy import PeriodicPolicy as PeriodicPolicy
     from mindx_elastic.train import Callback as Callback
     from mindx_elastic.train import CheckpointConfig as CheckpointConfig
     from mindx_elastic.train import ExceptionCheckpoint as ExceptionCheckpoint
@@ -36,16 +36,16 @@ _HOME = {
     "Callback": "mindx_elastic.train",
     "CheckpointConfig": "mindx_elastic.train",
     "ExceptionCheckpoint": "mindx_elastic.train",
-    "ExitPolicy": "mindx_elastic.policy",
+    "ExitPolicy": "mindx_elastic.guard.policy",
     "GracefulExit": "mindx_elastic.errors",
-    "Guard": "mindx_elastic.guard",
+    "Guard": "mindx_elastic.guard.guard",
     "Layout": "mindx_elastic.plan",
     "LossMonitor": "mindx_elastic.train",
     "Model": "mindx_elastic.train",
     "ModelCheckpoint": "mindx_elastic.train",
     "OnRequestExit": "mindx_elastic.train",
     "OptTFTWrapper": "mindx_elastic.train",
-    "PeriodicPolicy": "mindx_elastic.policy",
+    "PeriodicPolicy": "mindx_elastic.guard.policy",
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
     "TimeMonitor": "mindx_elastic.train",

@@ -28,7 +28,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from mindx_elastic.printable import printable
+from mindx_elastic.core.printable import printable
 
 __all__ = [
     "ArenaError",

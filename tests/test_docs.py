@@ -31,10 +31,10 @@ from mindx_elastic.config import (
     SharingSettings,
     TftSettings,
 )
+from mindx_elastic.guard.stop_phase import StopPhase
 from mindx_elastic.persist import unflatten
 from mindx_elastic.plan.facts import Refusal
-from mindx_elastic.plan.outputs import env_lines, plan_to_json
-from mindx_elastic.stop_phase import StopPhase
+from mindx_elastic.platforms.plan_files import env_lines, plan_to_json
 from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[1]

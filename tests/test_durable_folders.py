@@ -13,15 +13,15 @@ from torch import nn
 
 from mindx_elastic.agent.holder import flush
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo
-from mindx_elastic.events import EventLog
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.policy import breakpoint_policy
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.wire import Incoming
 from mindx_elastic.persist.storage import prepare_directory, quarantine
-from mindx_elastic.persist.tft_tree import settle_tft_file, tft_path
-from mindx_elastic.plan.small_files import write_whole
-from mindx_elastic.policy import breakpoint_policy
-from mindx_elastic.saving import Saver
+from mindx_elastic.platforms.small_files import write_whole
+from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from mindx_elastic.train.request_exit import export_network
 from tests.checkpoint_files import write
 from tests.resume.arenas import RUN, Machine

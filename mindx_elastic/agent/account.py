@@ -12,8 +12,8 @@ from mindx_elastic.agent.attempt import Attempt
 from mindx_elastic.agent.crash_loop import Failure
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, STOPPED, AttemptRecord, Ledger
-from mindx_elastic.events import EventLog
-from mindx_elastic.status_page import Status
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import Status
 
 __all__ = ["Account"]
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.agent.holder import flush, trust_in
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import MindxError
-from mindx_elastic.events import logger
-from mindx_elastic.owners import Trust
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.storage import quarantine
 

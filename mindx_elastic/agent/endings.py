@@ -24,8 +24,8 @@ from enum import Enum
 
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
-from mindx_elastic.policy import EXIT_TEMPORARY
-from mindx_elastic.status_page import WorkerPhase
+from mindx_elastic.core.status_page import WorkerPhase
+from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["GRACEFUL_CODES", "Ending", "Meaning", "StopKind", "conclude", "describe", "meaning", "shell_code"]
 

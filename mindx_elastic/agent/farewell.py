@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["Farewell"]
 

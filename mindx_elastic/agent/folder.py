@@ -29,9 +29,9 @@ from typing import Any
 from mindx_elastic.agent.liveness import is_alive
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import make_user_folder, user_folders
-from mindx_elastic.events import logger
-from mindx_elastic.status_page import read_page
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import read_page
+from mindx_elastic.memory.arena import make_user_folder, user_folders
 
 __all__ = ["AgentFolder", "remove_dead_folders"]
 

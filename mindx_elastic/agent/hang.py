@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.status_page import Status, WorkerPhase
 
 __all__ = ["HangWatch", "Stuck"]
 

@@ -22,20 +22,23 @@ from pathlib import Path
 
 import torch
 
-from mindx_elastic.boundary_log import BOUNDARIES_FILE
-from mindx_elastic.capture.arena import RankArena, job_folder, rank_folders
-from mindx_elastic.capture.boundary_ring import read_ring
 from mindx_elastic.config import SharingSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.errors import CheckpointError, SaveError
-from mindx_elastic.events import logger
-from mindx_elastic.owners import Trust, user_ids
+from mindx_elastic.inventory.facts import facts_of
+from mindx_elastic.memory.arena import RankArena, job_folder, rank_folders
+from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE
+from mindx_elastic.memory.boundary_ring import read_ring
+from mindx_elastic.memory.known_runs import claim_of, known_runs, usable_runs
+from mindx_elastic.memory.memory_files import RING_COPY, own_rings, own_states
+from mindx_elastic.memory.slots import adopt_slots
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo, Moment
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.persist.slots import adopt_slots
 from mindx_elastic.persist.storage import (
     check_free_space,
     create_temp,
@@ -47,9 +50,6 @@ from mindx_elastic.persist.storage import (
 from mindx_elastic.persist.writer import keep_older
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import bases_of, order_of_moments, plan_resume, steps_before
-from mindx_elastic.resume.facts import facts_of
-from mindx_elastic.resume.known_runs import claim_of, known_runs, usable_runs
-from mindx_elastic.resume.memory_files import RING_COPY, own_rings, own_states
 
 __all__ = ["Flushed", "drop", "flush", "trust_in"]
 
@@ -189,7 +189,7 @@ def _snapshots(arena: RankArena) -> _Slots:
 def _usable_runs(
     directory: Path, job: Path, slots: Mapping[int, _Slots], rings: Mapping[int, Path], trust: Trust
 ) -> set[str]:
-    """As by a start, of this machine alone; see `resume.known_runs`."""
+    """As by a start, of this machine alone; see `memory.known_runs`."""
     wanted = {info.run_id for found in slots.values() for _, info in found.values()}
     for ring in rings.values():
         with suppress(OSError):  # said when it is copied

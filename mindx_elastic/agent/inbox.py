@@ -20,7 +20,7 @@ from types import FrameType
 
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["SignalInbox", "parse_signals"]
 

@@ -32,9 +32,9 @@ from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.alarm import exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings
+from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import EventLog, RankFilter, attach_console, logger
-from mindx_elastic.policy import EXIT_TEMPORARY
+from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["launch"]
 

@@ -30,8 +30,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.events import EventLog
-from mindx_elastic.printable import printable
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.printable import printable
 
 __all__ = [
     "FAILED",

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord
-from mindx_elastic.events import READ_BYTES, older_generation
+from mindx_elastic.core.events import READ_BYTES, older_generation
 
 __all__ = ["EVENTS_FILE", "AgentRun", "load", "load_runs"]
 

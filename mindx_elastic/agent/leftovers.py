@@ -1,7 +1,7 @@
 """What dead jobs have left in shared memory, told from what living ones use.
 
 Below ``{base}/mindx-elastic-{uid}/``: ``agent-{pid}-{random}/``, the private folder of an agent, and ``{16 hex}/``, the
-arenas of a job (`capture.arena`). Only folders of this user are looked at; links are never followed, nor are other
+arenas of a job (`memory.arena`). Only folders of this user are looked at; links are never followed, nor are other
 names touched.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 
 from mindx_elastic.agent.liveness import is_alive, start_ticks
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import SlotRecord, rank_folders, squatted_folder, user_folders
-from mindx_elastic.status_page import read_page
+from mindx_elastic.core.status_page import read_page
+from mindx_elastic.memory.arena import SlotRecord, rank_folders, squatted_folder, user_folders
 
 __all__ = ["AgentLeftover", "ArenaLeftover", "find_agents", "find_arenas", "find_others", "remove"]
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["Membership"]
 

@@ -19,8 +19,8 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from mindx_elastic.agent.arguments import split
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.config import MIN_GRACE_S, KeySettings, MemorySettings, Settings, parse_snapshot_every
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
 
 __all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "Launch", "parse"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mindx_elastic.alarm.fault_info import FaultEvent, FaultWatch
-from mindx_elastic.alarm.flag_file import FlagFile
 from mindx_elastic.config import FaultPaths, Settings
+from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
+from mindx_elastic.platforms.flag_file import FlagFile
 
 __all__ = ["FLAG_NAME", "Outside"]
 

@@ -21,7 +21,7 @@ from typing import Any
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousHandler
 
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["CONNECTION_ERRORS", "reconnect"]
 

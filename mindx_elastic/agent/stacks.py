@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.agent.workers import Workers, process_state
-from mindx_elastic.agent_link import STACK_SIGNAL
-from mindx_elastic.status_page import Status
+from mindx_elastic.core.status_page import Status
+from mindx_elastic.guard.agent_link import STACK_SIGNAL
 
 __all__ = ["write_stacks"]
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from mindx_elastic.agent.exit_watch import Work
 from mindx_elastic.alarm.processes import members_of, read_stat
-from mindx_elastic.events import logger
-from mindx_elastic.status_page import Status, WorkerPhase, page_path, read_page
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 
 __all__ = ["WorkerExit", "Workers", "process_state"]
 

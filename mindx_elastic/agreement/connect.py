@@ -13,8 +13,8 @@ from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.agreement.other_launchers import refusal
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.config import KeySettings, RankInfo
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
 
 __all__ = ["connect_store", "current_ranks", "current_seal", "open_exchange", "store_host"]
 

@@ -48,9 +48,9 @@ from mindx_elastic.agreement.stop_step import (
     parse_decision,
     parse_offer,
 )
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.errors import UntrustedMessageError
-from mindx_elastic.events import logger
-from mindx_elastic.ready_thread import ReadyThread
 
 __all__ = ["Exchange", "LocalExchange", "Store", "StoreExchange"]
 

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from mindx_elastic import errors
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import (
     CheckpointError,
     MindxError,
@@ -35,7 +36,6 @@ from mindx_elastic.errors import (
     UntrustedMessageError,
     UsageError,
 )
-from mindx_elastic.events import logger
 
 __all__ = ["Gathering", "all_or_none"]
 

@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.config import KeySettings
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
 
 __all__ = ["find_key", "read_key_file", "write_key_file"]
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mindx_elastic.printable import printable
+from mindx_elastic.core.printable import printable
 
 __all__ = ["MAX_REASON", "MAX_REQUEST", "encode_request", "parse_request"]
 

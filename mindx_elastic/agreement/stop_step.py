@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from mindx_elastic.printable import printable
+from mindx_elastic.core.printable import printable
 
 __all__ = [
     "CANNOT",

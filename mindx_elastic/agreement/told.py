@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import MindxError, UntrustedMessageError
-from mindx_elastic.printable import printable
 
 __all__ = ["making_sense", "whole_number"]
 

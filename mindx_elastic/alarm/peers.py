@@ -19,7 +19,7 @@ from pathlib import Path
 
 from mindx_elastic.alarm.processes import read_stat
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["PeerWatch", "own_identity"]
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from mindx_elastic.events import logger
+from mindx_elastic.core.events import logger
 
 __all__ = ["Watcher"]
 

@@ -10,9 +10,9 @@ import torch
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
 from mindx_elastic.capture.layouts import LayoutRecorder, Standing
-from mindx_elastic.capture.position import Position
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.targets import RESERVED_NAMES
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
 
 __all__ = ["Collector"]

@@ -15,7 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from mindx_elastic.printable import printable
+from mindx_elastic.core.printable import printable
 
 __all__ = [
     "EXIT_BAD",

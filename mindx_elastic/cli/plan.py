@@ -13,9 +13,9 @@ import typer
 from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, fail, is_folder, make_console
 
 if TYPE_CHECKING:
-    from mindx_elastic.alarm.fault_report import Faults
     from mindx_elastic.cli.plan_inputs import Checked, Found
     from mindx_elastic.plan.facts import Refusal, ResumePlan
+    from mindx_elastic.platforms.fault_report import Faults
 
 __all__ = ["plan_command"]
 
@@ -96,7 +96,7 @@ def plan_command(
     mindx-elastic plan ckpt --json | jq '.step'
     """
     from mindx_elastic.plan.facts import ResumePlan
-    from mindx_elastic.plan.outputs import write_env_file, write_plan
+    from mindx_elastic.platforms.plan_files import write_env_file, write_plan
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
@@ -157,7 +157,7 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
     """What ``--json`` prints: `outputs.plan_to_json`, and what this command adds. The screen shows the same."""
     from mindx_elastic.cli.plan_table import explain as explain_plan
     from mindx_elastic.plan.facts import ResumePlan
-    from mindx_elastic.plan.outputs import plan_to_json
+    from mindx_elastic.platforms.plan_files import plan_to_json
 
     plan, checked = result.plan, result.checked
     document = plan_to_json(plan, path)

@@ -9,7 +9,15 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindx_elastic.alarm.fault_report import (
+from mindx_elastic.cli.verify import check_entries, owners_at
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.core.layout import MAX_RANKS
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.targets import remesh
+from mindx_elastic.platforms.fault_report import (
     Faults,
     default_fault_sources,
     default_node_map,
@@ -19,20 +27,12 @@ from mindx_elastic.alarm.fault_report import (
     read_node_map,
     widen,
 )
-from mindx_elastic.cli.verify import check_entries, owners_at
-from mindx_elastic.config import FaultPaths
-from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.plan.layout import MAX_RANKS
-from mindx_elastic.plan.planner import order_of_moments, plan_resume
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.targets import remesh
 
 if TYPE_CHECKING:
-    from mindx_elastic.alarm.rank_table import NodeMap
-    from mindx_elastic.owners import Owners
+    from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import Catalog, CatalogEntry
     from mindx_elastic.persist.format import Header
+    from mindx_elastic.platforms.rank_table import NodeMap
 
 __all__ = ["Checked", "Found", "find", "gather_faults", "make_plan", "new_world", "parse_mesh", "plan_and_check"]
 
@@ -72,8 +72,8 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
+    from mindx_elastic.inventory.facts import facts_of
     from mindx_elastic.persist.catalog import scan
-    from mindx_elastic.resume.facts import facts_of
 
     owners = owners_at(directory)
     catalog = scan(directory, owners=owners)
@@ -127,7 +127,7 @@ def _with_strategy(
     facts: list[FileFact], path: Path, entries: Mapping[str, CatalogEntry]
 ) -> tuple[list[FileFact], dict[Moment, Strategy]]:
     """`facts` and the strategy of each step that `path` is about; files that say nothing themselves are of it."""
-    from mindx_elastic.plan.strategy_file import load_strategy
+    from mindx_elastic.platforms.strategy_file import load_strategy
 
     strategy = load_strategy(path)
     fitting = [fact for fact in facts if fact.world_size == strategy.world_size]
@@ -149,7 +149,7 @@ def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) 
     Tensors that are in no file, and whose shape nobody knows, are left out.
     """
     from mindx_elastic.persist.places import shape_of_node, tensor_places
-    from mindx_elastic.plan.mindspore import with_shapes
+    from mindx_elastic.platforms.mindspore import with_shapes
 
     shapes: dict[str, dict[int, tuple[int, ...]]] = {}
     for rank, header in headers.items():
@@ -178,8 +178,8 @@ def _is_silent(fact: FileFact) -> bool:
 
 def _own_states(catalog: Catalog, owners: Owners) -> dict[Moment, set[int]]:
     """Of each step the ranks whose own random numbers and buffers lie on disk (``rank_*/boundaries.mindx``)."""
+    from mindx_elastic.memory.memory_files import RING_COPY, own_states
     from mindx_elastic.persist.catalog import rank_of_folder
-    from mindx_elastic.resume.memory_files import RING_COPY, own_states
 
     infos = [entry.info for entry in catalog.entries if entry.info is not None]
     unforeseen = {info.moment for info in infos if info.coordinates.get("foreseen") == 0}

@@ -18,8 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.core.strategy import LayoutClass
 from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan, moment_name
-from mindx_elastic.plan.strategy import LayoutClass
 
 __all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "ranks_text"]
 

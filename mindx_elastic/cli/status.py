@@ -115,7 +115,7 @@ def _is_running(run: AgentRun) -> bool | None:
 def _workers(agent_dir: Path) -> list[dict[str, Any]]:
     """What the workers' pages say now, by rank."""
     from mindx_elastic.agent.liveness import is_alive
-    from mindx_elastic.status_page import WorkerPhase, read_page
+    from mindx_elastic.core.status_page import WorkerPhase, read_page
 
     phases = {phase.value: phase.name.lower() for phase in WorkerPhase}
     found = []

@@ -25,7 +25,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.owners import Owners
+    from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
 
 __all__ = ["check_entries", "entries_at", "owners_at", "verify_command"]
@@ -95,7 +95,7 @@ def owners_at(path: Path) -> Owners:
     No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
     """
     from mindx_elastic.config import SharingSettings
-    from mindx_elastic.owners import Trust, user_ids
+    from mindx_elastic.core.owners import Trust, user_ids
 
     return Trust(trusted=user_ids(SharingSettings.from_env().trusted_users)).of(path)
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from mindx_elastic.convert.mapped import Scratch
+from mindx_elastic.core.layout import Box, Layout, local_places
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
-from mindx_elastic.plan.layout import Box, Layout, local_places
 
 __all__ = ["ReadPart", "assemble", "first_healthy"]
 

@@ -25,8 +25,8 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
 
 if TYPE_CHECKING:
+    from mindx_elastic.core.strategy import Strategy
     from mindx_elastic.persist.format import CheckpointInfo
-    from mindx_elastic.plan.strategy import Strategy
 
 __all__ = ["Request", "Result", "convert"]
 
@@ -149,7 +149,7 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
 
 
 def _load_strategy(path: Path) -> Strategy:
-    from mindx_elastic.plan import strategy_file
+    from mindx_elastic.platforms import strategy_file
 
     found: Strategy = strategy_file.load_strategy(path)
     return found

@@ -35,7 +35,7 @@ from mindx_elastic.persist.format import place_tensors
 from mindx_elastic.persist.packed import flat_bytes
 
 if TYPE_CHECKING:
-    from mindx_elastic.plan.strategy import Strategy, TensorSpec
+    from mindx_elastic.core.strategy import Strategy, TensorSpec
 
 __all__ = ["PlainFile", "is_mindspore_ckpt", "read_plain", "read_shards", "write_plain"]
 
@@ -254,8 +254,8 @@ def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int,
     which `assemble` will name."""
     if spec.shape:
         return spec.shape
-    from mindx_elastic.plan.strategy import Strategy
-    from mindx_elastic.plan.strategy_file import with_shapes
+    from mindx_elastic.core.strategy import Strategy
+    from mindx_elastic.platforms.strategy_file import with_shapes
 
     entries = {rank: files[rank].entries.get(spec.name) for rank in spec.layout.ranks if rank in files}
     shapes = {rank: entry.shape for rank, entry in entries.items() if entry is not None}

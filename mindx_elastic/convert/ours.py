@@ -20,6 +20,7 @@ from mindx_elastic.convert.assemble import assemble, first_healthy
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.rank_file import RankFile, agree
 from mindx_elastic.convert.state import MODEL
+from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.errors import (
     CorruptCheckpointError,
     MismatchError,
@@ -31,7 +32,6 @@ from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
 from mindx_elastic.persist.writer import write_checkpoint
-from mindx_elastic.plan.strategy import TensorSpec
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 

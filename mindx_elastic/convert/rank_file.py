@@ -8,10 +8,10 @@ import torch
 import xxhash
 
 from mindx_elastic.convert.mapped import MappedFile
+from mindx_elastic.core.strategy import TensorSpec, strategy_from_record
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
 from mindx_elastic.persist.format import Header
 from mindx_elastic.persist.packed import flat_bytes
-from mindx_elastic.plan.strategy import TensorSpec, strategy_from_record
 
 __all__ = ["RankFile", "agree"]
 

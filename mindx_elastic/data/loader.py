@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import changes, check_numbers, whole_number
@@ -16,7 +17,6 @@ from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current
 from mindx_elastic.data.seeding import SeededDataset, as_collated
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
-from mindx_elastic.events import logger
 
 if TYPE_CHECKING:
     from mindx_elastic.data.replay import ReplayLoader

@@ -23,15 +23,15 @@ from typing import Any
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.config import RankInfo, RedundancySettings
+from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import CheckpointError, UsageError
-from mindx_elastic.events import EventLog, logger
 from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
-from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
-from mindx_elastic.printable import printable
 
 __all__ = ["Mirror", "open_mirror"]
 

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError
-from mindx_elastic.events import logger
 from mindx_elastic.mirror.wire import Channel, Endpoint, Incoming, header_digest, rank_of
-from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import open_checkpoint, read_header
 
 __all__ = ["Server"]

@@ -19,12 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindx_elastic.core.owners import Owners, find_owners
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.rank_gaps import RankGaps
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
-from mindx_elastic.owners import Owners, find_owners
 from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
-from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
-from mindx_elastic.printable import printable
 
 __all__ = [
     "KIND_ORDER",

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 import xxhash
 
-from mindx_elastic.ready_thread import Job
+from mindx_elastic.core.ready_thread import Job
 
 if TYPE_CHECKING:
     from mindx_elastic.persist.reserve import Reserve

@@ -39,9 +39,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Owners
 from mindx_elastic.errors import DirectoryInUseError
-from mindx_elastic.events import logger
-from mindx_elastic.owners import Owners
 from mindx_elastic.persist.storage import LOCK_FILE
 
 __all__ = ["DirectoryLock", "Holder", "hold_directory", "hold_ranks"]

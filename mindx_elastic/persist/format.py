@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import xxhash
 
+from mindx_elastic.core.owners import Owners
 from mindx_elastic.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
@@ -39,7 +40,6 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from mindx_elastic.owners import Owners
 from mindx_elastic.persist.dtypes import BY_NAME, NAMES
 from mindx_elastic.persist.flatten import MAX_DEPTH, MAX_DIMS, Tree, flatten
 from mindx_elastic.persist.unflatten import unflatten

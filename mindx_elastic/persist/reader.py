@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
+from mindx_elastic.core.owners import Owners
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPath, UntrustedFileError
-from mindx_elastic.owners import Owners
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
 

@@ -14,8 +14,8 @@ import threading
 
 import torch
 
+from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.persist.direct_io import BLOCK_BYTES, NUM_BLOCKS
-from mindx_elastic.ready_thread import ReadyThread
 
 __all__ = ["Reserve"]
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from mindx_elastic.core.owners import Owners, check_place, find_owners
 from mindx_elastic.errors import SaveError, StrPath, UsageError
-from mindx_elastic.owners import Owners, check_place, find_owners
 
 __all__ = [
     "LOCK_FILE",

@@ -10,38 +10,38 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mindx_elastic.core.layout import Layout as Layout
+    from mindx_elastic.core.strategy import Strategy as Strategy
+    from mindx_elastic.core.strategy import TensorSpec as TensorSpec
     from mindx_elastic.plan.facts import FileFact as FileFact
     from mindx_elastic.plan.facts import KnownFaults as KnownFaults
     from mindx_elastic.plan.facts import Refusal as Refusal
     from mindx_elastic.plan.facts import ResumePlan as ResumePlan
     from mindx_elastic.plan.facts import World as World
-    from mindx_elastic.plan.group_info import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
-    from mindx_elastic.plan.group_info import restore_group_info_list as restore_group_info_list
-    from mindx_elastic.plan.layout import Layout as Layout
     from mindx_elastic.plan.planner import plan_resume as plan_resume
-    from mindx_elastic.plan.strategy import Strategy as Strategy
-    from mindx_elastic.plan.strategy import TensorSpec as TensorSpec
-    from mindx_elastic.plan.strategy_file import load_strategy as load_strategy
-    from mindx_elastic.plan.strategy_file import save_strategy as save_strategy
-    from mindx_elastic.plan.transform import merge_strategies as merge_strategies
-    from mindx_elastic.plan.transform import rank_list_for_transform as rank_list_for_transform
+    from mindx_elastic.platforms.group_info import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
+    from mindx_elastic.platforms.group_info import restore_group_info_list as restore_group_info_list
+    from mindx_elastic.platforms.strategy_file import load_strategy as load_strategy
+    from mindx_elastic.platforms.strategy_file import save_strategy as save_strategy
+    from mindx_elastic.platforms.transform import merge_strategies as merge_strategies
+    from mindx_elastic.platforms.transform import rank_list_for_transform as rank_list_for_transform
 
 _HOME = {
-    "FileFact": "facts",
-    "KnownFaults": "facts",
-    "Layout": "layout",
-    "Refusal": "facts",
-    "ResumePlan": "facts",
-    "Strategy": "strategy",
-    "TensorSpec": "strategy",
-    "World": "facts",
-    "get_ckpt_path_with_strategy": "group_info",
-    "load_strategy": "strategy_file",
-    "merge_strategies": "transform",
-    "plan_resume": "planner",
-    "rank_list_for_transform": "transform",
-    "restore_group_info_list": "group_info",
-    "save_strategy": "strategy_file",
+    "FileFact": "plan.facts",
+    "KnownFaults": "plan.facts",
+    "Layout": "core.layout",
+    "Refusal": "plan.facts",
+    "ResumePlan": "plan.facts",
+    "Strategy": "core.strategy",
+    "TensorSpec": "core.strategy",
+    "World": "plan.facts",
+    "get_ckpt_path_with_strategy": "platforms.group_info",
+    "load_strategy": "platforms.strategy_file",
+    "merge_strategies": "platforms.transform",
+    "plan_resume": "plan.planner",
+    "rank_list_for_transform": "platforms.transform",
+    "restore_group_info_list": "platforms.group_info",
+    "save_strategy": "platforms.strategy_file",
 }
 __all__ = [
     "FileFact",
@@ -65,7 +65,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value = getattr(importlib.import_module(f"mindx_elastic.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
+from mindx_elastic.core.layout import Layout, overlap
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact, RankPlan, rank_list
-from mindx_elastic.plan.layout import Layout, overlap
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.targets import bytes_by_rank, is_marker, same_parts
 
 __all__ = ["Assignment", "differences"]

@@ -15,9 +15,9 @@ from typing import Any
 
 import xxhash
 
+from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact, Moment
-from mindx_elastic.plan.layout import REPLICATE, Layout
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.targets import MARKER
 
 __all__ = ["OWN", "differing_components", "echoes_of", "settle_assumptions"]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.strategy import LayoutClass, Strategy
 from mindx_elastic.errors import UsageError
-from mindx_elastic.persist.rank_gaps import RankGaps
 from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
-from mindx_elastic.plan.strategy import LayoutClass, Strategy
 from mindx_elastic.plan.targets import same_part, target_of
 
 __all__ = ["Candidate", "Context"]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from mindx_elastic.core.layout import MAX_RANKS, REPLICATE, Layout
+from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.persist.rank_gaps import RankGaps
-from mindx_elastic.plan.layout import MAX_RANKS, REPLICATE, Layout
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
 
 __all__ = [
     "DYING_KINDS",

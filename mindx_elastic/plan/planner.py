@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import (
@@ -27,7 +28,6 @@ from mindx_elastic.plan.facts import (
     moment_name,
     rank_list,
 )
-from mindx_elastic.plan.strategy import Strategy
 
 __all__ = ["bases_of", "never_whole", "order_of_moments", "plan_resume", "steps_before"]
 

@@ -9,15 +9,15 @@ from pathlib import Path
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
-from mindx_elastic.events import logger
-from mindx_elastic.owners import Trust
+from mindx_elastic.inventory.views import START_TIMEOUT_S, Sights, Transport, key_of
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.plan.facts import FileFact, ResumePlan
 from mindx_elastic.resume.reshard import assemble
-from mindx_elastic.resume.views import START_TIMEOUT_S, Sights, Transport, key_of
 
 __all__ = ["PlanReader"]
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.layout import REPLICATE, Box, Layout, local_places, overlap
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.strategy import TensorSpec, global_name
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
-from mindx_elastic.owners import Trust
 from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
 from mindx_elastic.plan.facts import FileFact, ResumePlan
-from mindx_elastic.plan.layout import REPLICATE, Box, Layout, local_places, overlap
-from mindx_elastic.plan.strategy import TensorSpec, global_name
 
 __all__ = ["Parts", "assemble"]
 

@@ -18,21 +18,21 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.printable import printable
+from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CheckpointError, MismatchError, NoUsableCheckpointError, UsageError
-from mindx_elastic.events import logger
-from mindx_elastic.owners import Trust
+from mindx_elastic.inventory.looking import look
+from mindx_elastic.inventory.views import START_TIMEOUT_S, Sight, Sights, Transport, share_sights
+from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import root_of
 from mindx_elastic.persist.first_save import find_notes
 from mindx_elastic.persist.format import Moment, read_header
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import never_whole, plan_resume
-from mindx_elastic.plan.strategy import Strategy
-from mindx_elastic.printable import printable
-from mindx_elastic.resume.looking import look
-from mindx_elastic.resume.memory_files import OwnState
 from mindx_elastic.resume.reading import PlanReader
-from mindx_elastic.resume.views import START_TIMEOUT_S, Sight, Sights, Transport, share_sights
 
 __all__ = ["Resumed", "Target", "find_and_read"]
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.train.callbacks import Callback
 from mindx_elastic.train.checkpoint import ExceptionCheckpoint, ModelCheckpoint, SavingCallback
 from mindx_elastic.train.config import CheckpointConfig

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = ["Callback", "CallbackList", "CallbackParams", "Callbacks", "RunContext", "as_callback_list"]
 

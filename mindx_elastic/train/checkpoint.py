@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.capture.position import Position
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
-from mindx_elastic.guard import DEFAULT_SIGNALS
-from mindx_elastic.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
+from mindx_elastic.guard.guard import DEFAULT_SIGNALS
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
 from mindx_elastic.train.clock import SaveClock
 from mindx_elastic.train.config import CheckpointConfig

@@ -21,8 +21,8 @@ from mindx_elastic.agreement.connect import connect_store, current_seal
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.told import whole_number
 from mindx_elastic.config import RankInfo
-from mindx_elastic.events import logger
-from mindx_elastic.printable import printable
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 
 __all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
 
 if TYPE_CHECKING:
     from typing_extensions import Self

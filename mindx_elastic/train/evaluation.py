@@ -14,7 +14,7 @@ from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard import Guard
+from mindx_elastic.guard.guard import Guard
 from mindx_elastic.train.adoption import adopt
 from mindx_elastic.train.batch import batch_size, move_batch
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext

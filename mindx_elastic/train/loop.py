@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import Settings
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.events import logger
 from mindx_elastic.train.batch import move_batch
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave

@@ -12,8 +12,8 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor
 
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
 
 __all__ = [
     "Accuracy",

@@ -15,10 +15,10 @@ from torch import nn
 
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
+from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
-from mindx_elastic.policy import ExitPolicy, final_name
 from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name

@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo, TftSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
-from mindx_elastic.events import logger
-from mindx_elastic.guard import DEFAULT_SIGNALS
-from mindx_elastic.persist.tft_tree import settle_tft_file, tft_path
-from mindx_elastic.policy import ExitPolicy, final_name
+from mindx_elastic.guard.guard import DEFAULT_SIGNALS
+from mindx_elastic.guard.policy import ExitPolicy, final_name
+from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path
 
 __all__ = ["OptTFTWrapper", "TFTRegister"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mindx_elastic.capture.position import Position
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
-from mindx_elastic.policy import PeriodicPolicy
+from mindx_elastic.guard.policy import PeriodicPolicy
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -11,8 +11,8 @@ import pytest
 
 from mindx_elastic.agent.account import Account
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.events import EventLog
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import Status, WorkerPhase
 from tests.harness import events
 
 _NS = 1_000_000_000

@@ -20,10 +20,10 @@ from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.agent_link import CONTROL_SIGNAL
-from mindx_elastic.alarm.fault_info import FaultEvent
-from mindx_elastic.events import EventLog
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.platforms.fault_watch import FaultEvent
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
 ORDER = int(CONTROL_SIGNAL)

@@ -8,7 +8,7 @@ import pytest
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning, shell_code
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.status_page import Status, WorkerPhase
 
 TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
 

@@ -14,8 +14,8 @@ import pytest
 from mindx_elastic.agent.folder import AgentFolder, remove_dead_folders
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import user_folder
-from mindx_elastic.status_page import StatusPage, page_path
+from mindx_elastic.core.status_page import StatusPage, page_path
+from mindx_elastic.memory.arena import user_folder
 
 
 def test_it_is_private_and_goes_with_the_agent(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.agent.hang import HangWatch, Stuck
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.status_page import Status, WorkerPhase
 
 POLL_S = 0.5
 

@@ -15,18 +15,18 @@ import pytest
 
 from mindx_elastic.agent import holder
 from mindx_elastic.agent.holder import drop, flush
-from mindx_elastic.capture import arena as arena_module
-from mindx_elastic.capture.arena import rank_folders
-from mindx_elastic.capture.boundary_ring import BoundaryRing
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
-from mindx_elastic.owners import find_owners
+from mindx_elastic.memory import arena as arena_module
+from mindx_elastic.memory.arena import rank_folders
+from mindx_elastic.memory.boundary_ring import BoundaryRing
+from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
-from mindx_elastic.resume.memory_files import RING_COPY
 from mindx_elastic.resume.restore import Resumed, find_and_read
 from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
 from tests.resume.arenas import RUN, Machine
@@ -35,7 +35,7 @@ from tests.resume.shared_store import on_all_ranks
 _HOLD = """
 import sys
 from pathlib import Path
-from mindx_elastic.capture.arena import RankArena
+from mindx_elastic.memory.arena import RankArena
 arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))
 print("held", flush=True)
 sys.stdin.read()

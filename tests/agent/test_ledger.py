@@ -17,7 +17,7 @@ from mindx_elastic.agent.ledger import (
     render,
     totals_line,
 )
-from mindx_elastic.events import EventLog
+from mindx_elastic.core.events import EventLog
 
 
 def failed(attempt: int, **changes: Any) -> AttemptRecord:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
 from mindx_elastic.agent.ledger_file import load, load_runs
-from mindx_elastic.events import EventLog
+from mindx_elastic.core.events import EventLog
 
 
 @pytest.fixture

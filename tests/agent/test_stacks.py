@@ -10,8 +10,8 @@ import pytest
 
 from mindx_elastic.agent.stacks import write_stacks
 from mindx_elastic.agent.workers import Workers
-from mindx_elastic.agent_link import STACK_SIGNAL
-from mindx_elastic.status_page import Status, WorkerPhase
+from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.guard.agent_link import STACK_SIGNAL
 
 DUMP = "import faulthandler; faulthandler.register({}, file=open({!r}, 'a'), all_threads=True)\n"
 WAIT = "def stuck_here():\n    print('up', flush=True)\n    sys.stdin.read()\nimport sys\nstuck_here()\n"

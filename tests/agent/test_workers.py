@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
-from mindx_elastic.status_page import PAGE_BYTES, StatusPage, WorkerPhase, page_path
+from mindx_elastic.core.status_page import PAGE_BYTES, StatusPage, WorkerPhase, page_path
 from tests.harness import wait_until
 
 FOR_EVER = 3600.0  # pytest's limit ends a wait that is not woken

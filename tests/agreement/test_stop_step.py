@@ -22,7 +22,7 @@ from mindx_elastic.agreement.stop_step import (
     parse_decision,
     parse_offer,
 )
-from mindx_elastic.printable import printable
+from mindx_elastic.core.printable import printable
 
 
 class Cells:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.position import Position
+from mindx_elastic.core.position import Position
 from tests.capture.round_trip import assert_same, through_format
 
 __all__ = ["MakeOptimizer", "MakeScheduler", "TinyJob", "assert_resumes"]

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import RankArena, SlotRecord, SlotState, job_folder, user_folder
-from mindx_elastic.status_page import StatusPage, page_path
+from mindx_elastic.core.status_page import StatusPage, page_path
+from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState, job_folder, user_folder
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ HOLDER = """
 import sys
 from pathlib import Path
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.capture.arena import RankArena
+from mindx_elastic.memory.arena import RankArena
 arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), 1)
 print("held", flush=True)
 sys.stdin.read()

@@ -16,15 +16,15 @@ import torch
 
 from mindx_elastic.cli import plan_table
 from mindx_elastic.cli.common import make_console
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.planner import plan_resume
-from mindx_elastic.plan.saved_plan import read_plan
-from mindx_elastic.plan.small_files import messages
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
+from mindx_elastic.platforms.saved_plan import read_plan
+from mindx_elastic.platforms.small_files import messages
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, replace_by_link, write, write_step
 
 Run = Callable[..., Any]
@@ -490,7 +490,7 @@ def test_thousands_of_ranks_fit_on_a_screen(
     ]
     plan = plan_resume(facts, World(size))
     assert isinstance(plan, ResumePlan)
-    from mindx_elastic.plan.outputs import plan_to_json
+    from mindx_elastic.platforms.plan_files import plan_to_json
 
     started = time.process_time()
     extra: dict[str, Any] = {"directory": "/c", "reasons": [], "faults_problems": [], "digests_checked": False}

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.agent.ledger import FAILED, FINISHED, AttemptRecord, Ledger
-from mindx_elastic.events import EventLog
-from mindx_elastic.status_page import StatusPage, WorkerPhase, page_path
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 
 
 @pytest.fixture

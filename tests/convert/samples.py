@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
-from mindx_elastic.plan.layout import Layout
 
 
 def model_state() -> dict[str, torch.Tensor]:

@@ -15,6 +15,8 @@ from mindx_elastic.convert.conversion import Request, convert
 from mindx_elastic.convert.kinds import find_kind
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.convert.mindspore_file import PlainFile, read_plain, read_shards, write_plain
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -22,9 +24,7 @@ from mindx_elastic.errors import (
     UnsupportedStateError,
     UsageError,
 )
-from mindx_elastic.plan.layout import Layout
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.strategy_file import save_strategy
+from mindx_elastic.platforms.strategy_file import save_strategy
 from tests.checkpoint_files import append_garbage, claim_huge_header, cut_off_end, leave_empty, overwrite_header
 from tests.convert.samples import part
 
@@ -68,7 +68,7 @@ def test_uneven_shards_of_unknown_shape(tmp_path: Path) -> None:
 
 
 def test_a_strategy_file(tmp_path: Path) -> None:
-    from mindx_elastic.plan.strategy_file import save_strategy
+    from mindx_elastic.platforms.strategy_file import save_strategy
 
     write_shards(tmp_path / "ms", SPLIT)
     file = save_strategy(tmp_path / "strategy.ckpt", STRATEGY)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.convert.conversion import Request, Result, convert
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -18,7 +19,6 @@ from mindx_elastic.errors import (
     UsageError,
 )
 from mindx_elastic.persist.reader import read_checkpoint
-from mindx_elastic.plan.layout import Layout
 from tests.checkpoint_files import flip_bit_in_data, flip_bit_in_header
 from tests.convert.samples import part, write_rank
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic import guard as guard_module
-from mindx_elastic.plan.layout import Layout, parse_placement
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.guard import guard as guard_module
 from tests.jobs.loop import say
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mindx_elastic import snapshotting as snapshotting_module
+from mindx_elastic.memory import snapshots as snapshotting_module
 from tests.jobs import loop
 
 

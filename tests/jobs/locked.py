@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import mindx_elastic as mx
-from mindx_elastic import saving
+from mindx_elastic.guard import saver as saving
 
 
 def say(line: str) -> None:

@@ -25,11 +25,11 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mindx_elastic as mx
-from mindx_elastic import guard as guard_module
-from mindx_elastic import resuming as resuming_module
-from mindx_elastic import saving as saving_module
-from mindx_elastic import snapshotting as snapshotting_module
-from mindx_elastic.stop_phase import StopPhase
+from mindx_elastic.guard import guard as guard_module
+from mindx_elastic.guard import resuming as resuming_module
+from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard.stop_phase import StopPhase
+from mindx_elastic.memory import snapshots as snapshotting_module
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
@@ -117,7 +117,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--flag-file")
     parser.add_argument("--say-passed", action="store_true")
     parser.add_argument("--kill", default="", help="WHERE:STEP:RANK; WHERE: forward, update (in it), boundary or end")
-    parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.snapshotting")
+    parser.add_argument("--kill-in-snapshot", default="", help="STAGE:COUNT[:RANK], see mindx_elastic.memory.snapshots")
     parser.add_argument(
         "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
     )

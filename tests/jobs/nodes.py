@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import mindx_elastic as mx
-from mindx_elastic.capture.position import Position
+from mindx_elastic.core.position import Position
 from tests.jobs.fsdp import local_hash
 from tests.jobs.loop import hold, say
 

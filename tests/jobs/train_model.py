@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic import saving as saving_module
-from mindx_elastic.stop_phase import StopPhase
+from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard.stop_phase import StopPhase
 from mindx_elastic.terminating_message import ExceptionCheckpoint
 from tests.jobs.loop import Pictures, build_network, say, weights_hash
 
@@ -202,7 +202,7 @@ def slow_down_periodic_saves() -> None:
     write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
     def slow(path: Any, state: Any, info: Any, **kwargs: Any) -> Any:
-        from mindx_elastic import guard as guard_module
+        from mindx_elastic.guard import guard as guard_module
 
         stopper = guard_module._entered[0].stopper
         if info.kind == "periodic" and stopper.phase is StopPhase.TRAINING:

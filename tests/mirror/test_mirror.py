@@ -16,14 +16,14 @@ import pytest
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo, RedundancySettings
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import NoUsableCheckpointError, UsageError
-from mindx_elastic.events import EventLog
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.mirror.mirror import Mirror, open_mirror
 from mindx_elastic.mirror.wire import Endpoint
 from mindx_elastic.resume.restore import Resumed, find_and_read
-from mindx_elastic.saving import Saver
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.harness import wait_until
 from tests.jobs.nodes import Every

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError, UsageError
-from mindx_elastic.owners import find_owners
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.directory_lock import DirectoryLock, hold_directory, hold_ranks
@@ -32,7 +32,7 @@ HOLDER = """
 import os, sys, time
 from pathlib import Path
 from mindx_elastic.config import RankInfo
-from mindx_elastic.owners import find_owners
+from mindx_elastic.core.owners import find_owners
 from mindx_elastic.persist.directory_lock import hold_directory
 directory, rank, world, how = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 lock = hold_directory(directory, RankInfo(rank=rank, world_size=world), find_owners(directory), grace_s=0.5)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import echoes_of
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, alone
-from mindx_elastic.plan.layout import Layout, parse_placement
 from mindx_elastic.plan.planner import bases_of, never_whole, order_of_moments, plan_resume, steps_before
-from mindx_elastic.plan.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.plan.targets import remesh
 
 RUN = "run-a"

@@ -12,10 +12,10 @@ import numpy as np
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.core.layout import Box, Layout, Placement, local_places, overlap
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import DYING_KINDS, FileFact, RankPlan, Refusal, ResumePlan, World
-from mindx_elastic.plan.layout import Box, Layout, Placement, local_places, overlap
 from mindx_elastic.plan.planner import NEAR, plan_resume
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
 from tests.plan import oracle
 from tests.plan.oracle import Case, File, Moment, Numbers, Spread, Tensor
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.capture.arena import RankArena, job_folder
-from mindx_elastic.capture.boundary_ring import BoundaryRing
-from mindx_elastic.events import EventLog
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.memory.arena import RankArena, job_folder
+from mindx_elastic.memory.boundary_ring import BoundaryRing
+from mindx_elastic.memory.slots import copy_snapshot, lay_out, seal_slot
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packed import pack_state
-from mindx_elastic.persist.slots import copy_snapshot, lay_out, seal_slot
 from tests.checkpoint_files import EPOCH_0, STATE
 
 RUN = "run-a"

@@ -13,8 +13,8 @@ import torch
 from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
+from mindx_elastic.guard.resuming import _how_to_restore_rng
 from mindx_elastic.resume.restore import Resumed, find_and_read
-from mindx_elastic.resuming import _how_to_restore_rng
 from tests.checkpoint_files import write_step
 from tests.resume.shared_store import on_all_ranks
 

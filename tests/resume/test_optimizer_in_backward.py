@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import GradientOrder
-from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo
-from mindx_elastic.events import EventLog
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.resuming import start_or_resume
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resuming import start_or_resume
 from tests.capture.round_trip import assert_same, through_format
 from tests.checkpoint_files import write
 

@@ -18,13 +18,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
+from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.plan.facts import Refusal, World
-from mindx_elastic.plan.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.plan.planner import plan_resume
-from mindx_elastic.resume.facts import facts_of
 from mindx_elastic.resume.reshard import Parts, assemble
 from mindx_elastic.resume.restore import Resumed, find_and_read
 from tests.checkpoint_files import flip_bit_in_data
@@ -448,7 +448,7 @@ _MEASURE = """
 import json, sys
 from pathlib import Path
 import torch
-from mindx_elastic.plan.layout import Layout
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.resume.reshard import assemble
 from tests.resume.worlds import plan_for, target_of
 

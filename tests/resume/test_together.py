@@ -13,14 +13,15 @@ from torch import nn
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import Standing
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError, UsageError
+from mindx_elastic.guard.layouts_by_hand import ByHand, target_of_all
+from mindx_elastic.inventory import looking
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
-from mindx_elastic.plan.layout import Layout, parse_placement
-from mindx_elastic.resume import looking, reading
+from mindx_elastic.resume import reading
 from mindx_elastic.resume.reading import PlanReader
 from mindx_elastic.resume.restore import Resumed, find_and_read
-from mindx_elastic.strategies import ByHand, target_of_all
 from tests.checkpoint_files import flip_bit_in_data, write_step
 from tests.resume.shared_store import on_all_ranks
 from tests.resume.worlds import Saved, target_of

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.plan.facts import Refusal, ResumePlan, World
-from mindx_elastic.plan.layout import Layout
 from mindx_elastic.plan.planner import plan_resume
-from mindx_elastic.plan.strategy import Strategy, TensorSpec
-from mindx_elastic.resume.facts import facts_of
 from mindx_elastic.resume.reshard import assemble
 from mindx_elastic.resume.restore import Target
 

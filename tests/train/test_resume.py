@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import mindx_elastic.terminating_message
 from mindx_elastic.errors import GracefulExit, UsageError
-from mindx_elastic.guard import _entered
+from mindx_elastic.guard.guard import _entered
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import (
     Callback,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.guard import Guard, _entered
+from mindx_elastic.guard.guard import Guard, _entered
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint, Model, RunContext, TrainOneStep
 from tests.train.small_job import make_loader, make_model, make_network, same, weights

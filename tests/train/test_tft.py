@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic import saving as saving_module
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.components import unwrap_optimizer
-from mindx_elastic.capture.position import Position
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard.policy import ExitPolicy, keep_consistent
 from mindx_elastic.persist.format import read_header
-from mindx_elastic.policy import ExitPolicy, keep_consistent
 from mindx_elastic.train import OptTFTWrapper, TFTRegister
 from mindx_elastic.train.adoption import adopt
 from tests.train.small_job import make_loader, make_model, same, weights

@@ -1,0 +1,384 @@
+"""What happened: one JSON object a line in ``events.jsonl``, and one log line for a person.
+
+Format: time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
+further keys where an event has more to say. Every rank appends to the same file with single `write` calls on an
+`O_APPEND` descriptor, so lines of several ranks do not mix on a local file system. The file is bounded: see `EventLog`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.ready_thread import ReadyThread
+
+__all__ = [
+    "GENERATION_BYTES",
+    "READ_BYTES",
+    "EventLog",
+    "RankFilter",
+    "attach_console",
+    "lines_backwards",
+    "logger",
+    "older_generation",
+]
+
+
+class _Fallback(logging.Filter):
+    """Gives warnings their prefix and level where no handler exists: outside of a guard, in a program without logging.
+
+    Python's last resort prints the bare message then. No handler of ours: a program may configure logging later.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING and not logger.hasHandlers():
+            rank, size = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "1")
+            where = f" rank {rank}" if rank.isdecimal() and size != "1" else ""
+            record.msg = f"[mindx_elastic{where}] {record.levelname} {record.getMessage()}"
+            record.args = ()
+        return True
+
+
+class _Shown(logging.Filter):
+    """What others have said in a message (file names, reasons, texts of exceptions) is shown, not obeyed.
+
+    On the logger, not on a handler: the program may have handlers of its own. A record is one line, but for tracebacks.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        try:
+            record.msg, record.args = printable(record.getMessage()), None
+        except Exception:  # a message that does not fit its arguments: the handler says so
+            return True
+        if record.exc_info and not record.exc_text:
+            record.exc_text = printable_block(logging.Formatter().formatException(record.exc_info))
+        return True
+
+
+logger = logging.getLogger("mindx_elastic")
+logger.addFilter(_Shown())
+logger.addFilter(_Fallback())
+GENERATION_BYTES = 4 << 20
+"""A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
+READ_BYTES = 2 * GENERATION_BYTES
+"""Of each of the two files no more is ever read, whatever its size: one that cannot be moved, or an old one."""
+_TAIL_BYTES = 1 << 18
+_PIECE_BYTES = 1 << 16
+_WAITING_BYTES = 1 << 18  # of events that could not be written
+_CARRIED = ("start", "resume", "agent_start", "attempt", "summary", "agent_end")
+_CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
+_LOOKS, _LOOK_AGAIN_S = 3, 0.002
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+_PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
+_HANGS_S = 10.0
+_MAX_WAITING = 1000  # lines kept in memory for a log that hangs
+
+
+class RankFilter(logging.Filter):
+    """Puts rank, step and attempt in front of every line of the package's console handler."""
+
+    def __init__(self, *, rank: int = 0, world_size: int = 1, attempt: int = 0) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.attempt = rank, world_size, attempt
+        self.step: int | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        where = [] if self.world_size == 1 else [f"rank {self.rank}"]
+        where += [] if self.step is None else [f"step {self.step}"]
+        where += [f"attempt {self.attempt}"] if self.attempt else []
+        record.mindx_where = " ".join(["mindx_elastic", *where])
+        return True
+
+
+def attach_console(rank_filter: RankFilter, level: str) -> logging.Handler | None:
+    """Give the package's logger a stderr handler, unless the program has configured logging itself.
+
+    The lines a user waits for ("Graceful exit is triggered, stop training.") must be seen without any logging set-up;
+    the root logger is never touched. Returns the handler to remove later, or None.
+    """
+    if logger.handlers or logging.getLogger().handlers:
+        return None
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("[%(mindx_where)s] %(levelname)s %(message)s"))
+    handler.addFilter(rank_filter)
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    return handler
+
+
+class EventLog:
+    """Appends events to `path`; usable from any thread. It never raises: what fails is tried again with the next event.
+
+    Every line goes to the file that has the name at that moment, in one `write` on an `O_APPEND` descriptor. So any
+    writer may move a file that has grown to `generation_bytes` to ``{name}.1``; the others follow with their next line.
+    The newest `_CARRIED_LINES` of the events `_CARRIED`, one for each run and attempt, are written to the new file at
+    once: which run it is, and where each attempt began, is never lost by a rotation.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        run_id: str = "",
+        attempt: int = 0,
+        rank: int = 0,
+        generation_bytes: int = GENERATION_BYTES,
+        owners: Owners | None = None,
+    ) -> None:
+        """`owners`: whose lines count where the log is read; None: anybody's."""
+        self.path = path
+        self.run_id, self.attempt, self.rank = run_id, attempt, rank
+        self.counters: dict[str, int] = {}
+        self._generation_bytes = self._rotate_from = generation_bytes
+        self._owners = owners
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[str, bytes]] = []
+        self._lost = 0
+        self._recorded_run: str | None = None
+        self._aside: ReadyThread | None = None
+        self._late_since: float | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the file has a line of this run from this process. Any thread."""
+        return self._recorded_run == self.run_id
+
+    def write_aside(self) -> None:
+        """From now on another thread writes, and no event is waited for longer than a moment.
+
+        The file system of a log may hang, and must not keep a job from stopping. Raises RuntimeError when there can be
+        no more threads.
+        """
+        self._aside = ReadyThread("mindx-events")
+        self._aside.start()
+
+    def close(self) -> None:
+        """End that thread; what hangs is left alone."""
+        if self._aside is not None:
+            self._aside.close(_PATIENCE_S)
+            self._aside = None
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether this log says that `rank` has finished in this attempt. Any thread; reads the log's last lines."""
+        wanted = {"run_id": self.run_id, "attempt": self.attempt, "rank": rank, "event": "end"}
+        for path in (self.path, older_generation(self.path)):
+            for line in lines_backwards(path, _TAIL_BYTES, self._owners):
+                if b'"end"' in line:
+                    found = _parse(line)
+                    if found is not None and all(found.get(key) == value for key, value in wanted.items()):
+                        return True
+        return False
+
+    def emit(
+        self,
+        event: str,
+        *,
+        step: int | None = None,
+        reason: str | None = None,
+        duration_s: float | None = None,
+        nbytes: int | None = None,
+        outcome: str | None = None,
+        **more: Any,
+    ) -> None:
+        """Record one event. Keyword values must be JSON-able; unknown objects are written as their `str`."""
+        line = {"time": round(time.time(), 6), "run_id": self.run_id, "attempt": self.attempt, "rank": self.rank}
+        fields: dict[str, Any] = {
+            **line,
+            "step": step,
+            "event": event,
+            "reason": reason,
+            "duration_s": None if duration_s is None else round(duration_s, 6),
+            "bytes": nbytes,
+            "outcome": outcome,
+            **more,
+        }
+        data = (json.dumps(fields, default=str) + "\n").encode()
+        run_id = self.run_id
+        if self._aside is None:
+            self._record(event, data, run_id)
+        else:
+            self._record_aside(self._aside, event, data, run_id)
+
+    def _record_aside(self, aside: ReadyThread, event: str, data: bytes, run_id: str) -> None:
+        now = time.monotonic()
+        if not aside.busy:
+            self._late_since = None
+        elif self._late_since is not None and now - self._late_since > _HANGS_S:
+            logger.warning("%s has not taken an event for %.0f s; nobody waits for it", self.path, _HANGS_S)
+            self._late_since = math.inf  # said
+        if aside.num_waiting > _MAX_WAITING:
+            return
+        job = aside.submit(lambda: self._record(event, data, run_id))
+        try:
+            job.wait(_PATIENCE_S if self._late_since is None else 0.0)
+        except TimeoutError:
+            self._late_since = now if self._late_since is None else self._late_since
+
+    def _record(self, event: str, data: bytes, run_id: str) -> None:
+        with self._lock:
+            self.counters[event] = self.counters.get(event, 0) + 1
+            was_broken = bool(self._waiting)
+            self._waiting.append((event, data))
+            try:
+                self._append(b"".join(text for _, text in self._waiting))
+            except OSError as error:
+                self._shorten_waiting()
+                if not was_broken:
+                    logger.warning(
+                        "cannot append to %s (%s); events are kept in memory, and written when it works again",
+                        self.path,
+                        error.strerror or error,
+                    )
+                return
+            if was_broken:
+                late = len(self._waiting) - 1
+                lost = f", {self._lost} were lost" if self._lost else ""
+                logger.warning("%s can be written again: %d earlier events are recorded now%s", self.path, late, lost)
+            self._waiting, self._lost = [], 0
+            self._recorded_run = run_id
+
+    def _shorten_waiting(self) -> None:
+        """What cannot be written must not fill the memory; what a start needs goes last."""
+        while len(self._waiting) > 1 and sum(len(data) for _, data in self._waiting) > _WAITING_BYTES:
+            dispensable = [n for n, (event, _) in enumerate(self._waiting) if event not in _CARRIED]
+            del self._waiting[dispensable[0] if dispensable else 0]
+            self._lost += 1
+
+    def _append(self, data: bytes) -> None:
+        """Raises OSError; the file may then end in half a line, which the next call closes."""
+        # Opened for each line: events are rare, and no descriptor leaks into forked loader workers.
+        fd = os.open(self.path, _FLAGS, 0o644)
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+            if _ends_in_half_a_line(fd):
+                data = b"\n" + data
+            written = os.write(fd, data)
+            if written < len(data):
+                # Not the rest of it: another rank's line may stand between. Readers skip a line that is cut off.
+                data = b"\n" + data
+                if (again := os.write(fd, data)) < len(data):
+                    raise OSError(errno.ENOSPC, f"only {again} of {len(data)} bytes were written", str(self.path))
+            if (size := os.fstat(fd).st_size) > self._rotate_from:
+                self._rotate(fd, size)
+        finally:
+            os.close(fd)
+
+    def _rotate(self, fd: int, size: int) -> None:
+        """Move the file behind `fd`, which is full, out of the way; unless another writer does, or has done so."""
+        older = older_generation(self.path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS or self.rank != 0:
+                return  # it is being done; or nothing can be locked there: rank 0 does it
+        try:
+            # Whoever renames this very file holds its lock, so it cannot change between here and the rename.
+            if not os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
+                return
+            carried = self._lines_to_carry(older)
+            os.replace(self.path, older)
+            if carried:
+                new = os.open(self.path, _FLAGS, 0o644)
+                try:
+                    os.write(new, b"".join(carried))
+                finally:
+                    os.close(new)
+            self._rotate_from = self._generation_bytes
+        except OSError as error:  # the line itself is written, and nothing is lost: both files are read
+            self._rotate_from = size + self._generation_bytes  # looking through the log at each event would take long
+            logger.warning("%s has %d MiB and cannot be moved to %s: %s", self.path, size >> 20, older, error)
+
+    def _lines_to_carry(self, older: Path) -> list[bytes]:
+        kept: dict[tuple[object, ...], bytes] = {}
+        marks = [f'"event": "{event}"'.encode() for event in _CARRIED]
+        for path in (self.path, older):
+            for line in lines_backwards(path, owners=self._owners):
+                if len(kept) >= _CARRIED_LINES:
+                    break
+                if len(line) > _CARRIED_LINE_BYTES or not any(mark in line for mark in marks):
+                    continue
+                found = _parse(line)
+                if found is None or found.get("event") not in _CARRIED:
+                    continue
+                key = tuple(str(found.get(name)) for name in ("run_id", "attempt", "event", "pid", "host"))
+                kept.setdefault(key, line + b"\n")
+        return list(reversed(kept.values()))
+
+
+def older_generation(path: Path) -> Path:
+    """Where the lines are that were written to the log `path` before its newest ones."""
+    return path.with_name(f"{path.name}.1")
+
+
+def lines_backwards(path: Path, limit_bytes: int = READ_BYTES, owners: Owners | None = None) -> Iterator[bytes]:
+    """The lines of a log without their ends, the newest first, of its last `limit_bytes` only.
+
+    The first line within them may be cut off. A file that is not there, cannot be read, or is a stranger's (`owners`:
+    whose files count; None: anybody's) has none. Any thread.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            return
+        if owners is not None and (problem := owners.problem(status)) is not None:
+            logger.warning("%s %s; what it says of runs is left out", path, problem)
+            return
+        end, least = status.st_size, max(0, status.st_size - limit_bytes)
+        rest: list[bytes] = []  # of a line whose beginning is further in front, back to front
+        while end > least:
+            start = max(least, end - _PIECE_BYTES)
+            piece = os.pread(fd, end - start, start)
+            end = start
+            head, *lines = piece.split(b"\n")
+            if not lines:
+                rest.append(head)
+                continue
+            lines[-1] += b"".join(reversed(rest))
+            rest = [head]
+            yield from (line for line in reversed(lines) if line)
+        if first := b"".join(reversed(rest)):
+            yield first
+    except OSError:
+        return
+    finally:
+        os.close(fd)
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _ends_in_half_a_line(fd: int) -> bool:
+    """Whether a writer was killed, or the disk was full, in the middle of the last line."""
+    for _ in range(_LOOKS):
+        size = os.fstat(fd).st_size
+        if size == 0 or os.pread(fd, 1, size - 1) == b"\n":
+            return False
+        time.sleep(_LOOK_AGAIN_S)  # another writer may be in the middle of its line
+        if os.fstat(fd).st_size != size:
+            continue
+        return os.pread(fd, 1, size - 1) != b"\n"
+    return False

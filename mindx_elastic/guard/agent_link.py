@@ -1,0 +1,154 @@
+"""The worker's side of its agent: who that is, its orders, the page that it reads, and stacks on demand.
+
+Everything comes through the environment that `mindx-elastic run` sets; without it all of this is absent, and nothing
+else in a worker depends on an agent.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.alarm.processes import ProcessStat, read_stat
+from mindx_elastic.config import AgentInfo, RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
+from mindx_elastic.errors import ArenaError
+
+__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+
+CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
+CONTROL_FILE = "control.json"
+AGENT_FILE = "agent.json"
+STACK_SIGNAL = signal.SIGRTMAX - 2
+_MAX_BYTES = 1 << 16
+_stacks_fd = -1  # where this process writes its stacks, until it ends
+
+
+class AgentLink:
+    """Open it in the main thread; close it when the guard is left."""
+
+    def __init__(self, info: AgentInfo, ranks: RankInfo) -> None:
+        """Raises ArenaError when the agent's folder is not what it should be."""
+        self._folder = info.folder
+        self._parent = os.getppid()
+        self._known: dict[int, str] = {}
+        """Start times of the parent and the agent, by process id; the same one where no script stands between."""
+        self._was_gone = False
+        self._remember(self._parent, read_stat(self._parent))
+        self._find_agent(info)
+        self.agent_fd = -1
+        """Readable once the agent is gone; -1 where that cannot be watched."""
+        if info.pid in self._known:
+            with suppress(OSError, AttributeError):
+                self.agent_fd = os.pidfd_open(info.pid)
+        self._seen = -1
+        try:
+            self.page = StatusPage(page_path(info.folder, ranks.rank))
+        except OSError as error:
+            raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
+        if info.run_dir is not None:
+            self._register_stacks(info.run_dir / "stacks", f"attempt_{info.attempt}_rank_{ranks.rank}.txt")
+
+    def _find_agent(self, info: AgentInfo) -> None:
+        """Learn which process the agent is. Its number may mean nothing here (another process-id namespace), or belong
+        to somebody else by now (it was killed before this)."""
+        found = read_stat(info.pid) if info.pid > 0 else None
+        identity: dict[str, Any] = {}
+        with suppress(OSError, ValueError, RecursionError):
+            with open(self._folder / AGENT_FILE, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            identity = content if isinstance(content, dict) and content.get("pid") == info.pid else {}
+        if identity and identity.get("space") != json.loads(own_identity())["space"]:
+            return
+        if identity and (found is None or found.is_ending or found.started != identity.get("started")):
+            self._was_gone = read_stat(os.getpid()) is not None  # else /proc does not tell
+            return
+        self._remember(info.pid, found)
+
+    def _remember(self, pid: int, found: ProcessStat | None) -> None:
+        if found is not None:
+            self._known[pid] = found.started
+
+    def _register_stacks(self, folder: Path, name: str) -> None:
+        global _stacks_fd
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            fd = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            logger.warning("stacks of a hang cannot be written to %s (%s)", folder, error)
+            return
+        if _stacks_fd < 0:
+            # What the interpreter puts back when it ends: a late request for a stack must not kill the process.
+            with suppress(OSError, ValueError):
+                signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+        # In C, without the interpreter: a rank that is stuck shows where.
+        faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+        if _stacks_fd >= 0:
+            os.close(_stacks_fd)  # of an earlier guard of this process
+        _stacks_fd = fd
+
+    def announce(self, step: int, path: Path) -> None:
+        """This checkpoint is about to be loaded."""
+        self.page.set_text("resumed_path", str(path))
+        self.page.set(resumed_step=step)
+
+    def enter(self, step: int | None, run_id: str, arena: Path | None) -> None:
+        """The state is back and training begins."""
+        self.page.set_text("run_id", run_id)
+        self.page.set_text("arena", "" if arena is None else str(arena))
+        self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)
+
+    def between(self, begins: bool) -> None:
+        """Training thread: a time between two steps begins or ends; nobody may take it for a hang."""
+        if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+            self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
+            self.page.set(phase=WorkerPhase.BETWEEN if begins else WorkerPhase.TRAINING)
+
+    def orders(self) -> dict[str, Any] | None:
+        """Watcher thread, after `CONTROL_SIGNAL`: what the agent asks for, once for each order."""
+        with suppress(OSError, ValueError, RecursionError):
+            with open(self._folder / CONTROL_FILE, "rb") as file:
+                content = json.loads(file.read(_MAX_BYTES))
+            if isinstance(content, dict) and isinstance(content.get("kind"), str) and "reason" in content:
+                sequence = content.get("seq")
+                if isinstance(sequence, int) and sequence != self._seen:
+                    self._seen = sequence
+                    return content
+        return None
+
+    def is_orphan(self) -> bool:
+        """Whether the agent is gone, or the process that started this one. Any thread.
+
+        The kernel sends the SIGTERM of `agent.child` when the *thread* dies that started this process. While other
+        threads of the dying agent are still there, one of them adopts it, so that its parent's number stays the same
+        for some milliseconds: the parent's own state tells.
+        """
+        if self._was_gone or os.getppid() != self._parent:
+            return True
+        for pid, started in self._known.items():
+            found = read_stat(pid)
+            if found is None or found.is_ending or found.started != started:
+                return True
+        return False
+
+    def finish(self) -> None:
+        """Training thread: the block has ended by itself."""
+        self.page.set(finished=1)
+
+    def close(self) -> None:
+        """After the watcher has stopped.
+
+        The process can still be asked for its stacks: what it does after its training may get stuck, too.
+        """
+        if self.agent_fd >= 0:
+            os.close(self.agent_fd)
+        self.page.set(left_ns=time.monotonic_ns())
+        self.page.set(phase=WorkerPhase.LEFT)

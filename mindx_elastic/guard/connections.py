@@ -1,0 +1,195 @@
+"""What a guard stands among: the other ranks, the agent of its machine, the shared memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from mindx_elastic.agreement.connect import store_host
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense, whole_number
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
+from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.status_page import StatusPage
+from mindx_elastic.guard.agent_link import AgentLink
+from mindx_elastic.guard.resuming import Start
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.memory.arena import job_folder
+from mindx_elastic.memory.memory import open_memory
+from mindx_elastic.memory.snapshots import ANY_INTERVAL
+from mindx_elastic.mirror.mirror import open_mirror
+from mindx_elastic.resume.restore import Resumed
+
+__all__ = ["Surroundings"]
+
+_DURABLE_S = 5.0
+_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
+
+
+class Surroundings:
+    """One per guard. Main thread; `stack` closes everything in the end."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        directories: Sequence[Path],
+        saver: Saver,
+        snapshot_every: int | str | None,
+        redundancy: int | None,
+        exchange: Exchange,
+        *,
+        evaluates: bool = False,
+    ) -> None:
+        """`evaluates`: nothing is trained, so nothing is kept in memory. Raises UsageError for settings that cannot be.
+        All ranks together."""
+        ranks = self._ranks = saver.ranks
+        self.evaluates = self.is_guest = evaluates
+        """`is_guest`: this is no training, and what a training has left here is not ours to remove."""
+        self.keeps_nothing = False
+        """A guest that has gone on from the training's state: it must leave all of that as it is."""
+        self.exchange = exchange
+        agent = AgentInfo.from_env()
+        self.link = None if agent is None else AgentLink(agent, ranks)
+        if self.link is not None:
+            stack.callback(self.link.close)
+            stack.push(self._note_error)
+        settings = MemorySettings.from_env().with_every(snapshot_every)
+        base = settings.base
+        self._was_there = base is not None and (job_folder(base, directories[0]) / f"rank_{ranks.rank}").exists()
+        self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
+        self._has_trained = False
+        self.keep_memory = True
+        """Until all ranks are known to be safe on disk."""
+        stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
+        self._agree_on_interval()
+        copies = RedundancySettings.from_env().with_copies(redundancy)
+        self.mirror = saver.mirror = open_mirror(
+            copies, ranks, directories, self.exchange, saver.events, store_host(), trust=saver.trust
+        )
+        """Keeps copies of the files on other nodes; None where there are none to keep."""
+        if self.mirror is not None:
+            stack.callback(self.mirror.close)
+
+    def _agree_on_interval(self) -> None:
+        """A measured snapshot interval outlives a restart where every rank still knows the same."""
+        own = str(0 if self.memory is None else self.memory.interval)
+        texts = self.exchange.gather("interval", own, _START_TIMEOUT_S)
+        with making_sense("the snapshot interval of the ranks"):
+            found = {whole_number(text, 0, 10**9) for text in texts}
+        if self.memory is None:
+            self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
+        elif len(found) == 1:
+            self.memory.take_over(found.pop())
+
+    @property
+    def page(self) -> StatusPage | None:
+        """What the agent reads; None where there is no agent."""
+        return None if self.link is None else self.link.page
+
+    @property
+    def arenas(self) -> Path | None:
+        """The job's folder in shared memory."""
+        return None if self.memory is None else self.memory.folder
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether the state lies in memory every few steps."""
+        return self.memory is not None and self.memory.takes_snapshots
+
+    def announce(self, found: Resumed | None) -> None:
+        """Tell the agent what is about to be loaded."""
+        if self.link is not None and found is not None:
+            self.link.announce(found.checkpoint.info.step, found.path)
+
+    def enter(
+        self,
+        start: Start,
+        collector: Collector,
+        update_gate: UpdateGate,
+        events: EventLog,
+        saver: Saver,
+        *,
+        replicas: list[nn.Module],
+        next_step: Callable[[], int],
+    ) -> None:
+        """The state is back and training begins. `replicas`: the DDP modules of a replicated job, else none."""
+        if self.memory is not None and not self.keeps_nothing:
+            self.memory.start(
+                collector,
+                update_gate,
+                self.exchange,
+                events,
+                replicas=replicas,
+                next_step=next_step,
+                describe=lambda: saver.describe("snapshot"),
+                resumed=None if start.resumed is None else start.resumed.checkpoint.info,
+            )
+        if self.mirror is not None and start.resumed is not None:
+            # Whoever held its copies may have lost them.
+            self.mirror.submit(start.resumed.path, start.resumed.checkpoint.info.step)
+        if self.link is not None:
+            self.link.enter(start.step, start.run_id, self.arenas)
+
+    def at_boundary(self, step: int, *, cut: bool) -> None:
+        """Training thread: `step` has ended; `cut`: it can be resumed from."""
+        self._has_trained = True
+        if self.memory is not None and cut and not self.keeps_nothing:
+            self.memory.at_boundary(step)
+        if self.link is not None:
+            self.link.page.pass_boundary(step, cut=cut)
+
+    @contextmanager
+    def between_steps(self) -> Iterator[None]:
+        """Training thread: nobody may take the time inside for a hang."""
+        if self.link is None:
+            yield
+            return
+        self.link.between(True)
+        try:
+            yield
+        finally:
+            self.link.between(False)
+
+    def leave(self, stopper: Stopper) -> None:
+        """The job stops. Memory is needed no more once every rank has said that the agreed step is on its disk."""
+        saved = stopper.saved_step if stopper.path is not None else None
+        if self._ranks.world_size > 1 and stopper.agreed_step is None:
+            return  # a rank is gone, or each has acted alone
+        try:
+            self.exchange.publish("durable", str(saved))  # also where nothing was saved: nobody need wait for it
+            if saved is None or self.memory is None:
+                return
+            end = time.monotonic() + min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
+            while (found := self.exchange.try_collect("durable")) is None and time.monotonic() < end:
+                time.sleep(0.01)
+        except Exception as error:
+            logger.debug("whether all ranks have saved cannot be known: %s", error)
+            return
+        self.keep_memory = found is None or set(found) != {str(saved)}
+
+    def finish(self, *, durable: bool) -> None:
+        """The block has ended by itself; `durable`: its last boundary is on this rank's disk.
+
+        If it is not, with an agent it stays in memory until all workers have ended well: an evaluation or an export
+        after the block may fail, and must not cost the training.
+        """
+        self.keep_memory = not durable and self.link is not None and self.memory is not None and self.memory.take_last()
+        if self.link is not None:
+            self.link.finish()
+
+    def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Entering has failed: the agent names the cause."""
+        if self.link is not None and error is not None:
+            self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
+
+    def _close_memory(self) -> None:
+        if self.memory is not None:
+            guest = self.is_guest and self._was_there and not self._has_trained
+            self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)

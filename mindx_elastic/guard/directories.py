@@ -1,0 +1,142 @@
+"""What can be found out before training starts, so that it is not found out at death."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo, SharingSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
+from mindx_elastic.errors import SaveError, UnsafeDirectoryError
+from mindx_elastic.persist.directory_lock import hold_directory
+from mindx_elastic.persist.first_save import settle
+from mindx_elastic.persist.format import flatten
+from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
+from mindx_elastic.platforms.tft_tree import remove_stale_tft_temps
+
+__all__ = ["EVENTS_FILE", "check_state_and_space", "hold_directories", "prepare_directories"]
+
+EVENTS_FILE = "events.jsonl"
+
+
+def prepare_directories(
+    wanted: Iterable[Path], ranks: RankInfo, sharing: SharingSettings
+) -> tuple[dict[Path, Path], Trust]:
+    """Each wanted directory, made if need be, and what it resolves to (symbolic links are followed once, here); and
+    whose files count in them.
+
+    Removes nothing: a predecessor may still be writing, or a training beside which this one only evaluates; see
+    `hold_directories`. Raises UsageError, UnsafeDirectoryError or SaveError.
+    """
+    trust = Trust({}, user_ids(sharing.trusted_users), sharing.allow_shared)
+    resolved = {}
+    for path in wanted:
+        directory, owners = prepare_owned_directory(path, allow_shared=sharing.allow_shared, trusted=trust.trusted)
+        resolved[path] = directory
+        if directory not in trust.roots:
+            trust.roots[directory] = owners
+            _say_whose(directory, owners, ranks)
+    for directory, owners in trust.roots.items():
+        if ranks.world_size > 1:
+            _check_rank_folder(_folder(directory, ranks), owners, allow_shared=sharing.allow_shared)
+        _set_aside(directory / EVENTS_FILE, owners)
+    return resolved, trust
+
+
+def _folder(directory: Path, ranks: RankInfo) -> Path:
+    return directory / f"rank_{ranks.rank}" if ranks.world_size > 1 else directory
+
+
+def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
+    owner = os.stat(directory).st_uid
+    if owner in (0, os.geteuid(), owners.seen_as) or ranks.rank != 0:
+        return
+    logger.warning(
+        "%s belongs to user %d, not to this process's user %d: %s",
+        directory,
+        owner,
+        os.geteuid(),
+        "checkpoint files of that user count too" if owner in owners.uids else "files of that user are left out",
+    )
+
+
+def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> None:
+    """This rank's files go there: a stranger who owns it, or the link to it, could exchange them for others."""
+    try:
+        status = os.lstat(folder)
+    except FileNotFoundError:
+        return
+    linked = stat.S_ISLNK(status.st_mode)
+    if status.st_uid not in owners.uids:
+        what = "is a symbolic link of" if linked else "belongs to"
+        raise UnsafeDirectoryError(
+            f"{folder} {what} user {status.st_uid}, who could exchange this rank's checkpoints; move it away, or name "
+            "that user in trusted_users (MINDX_TRUSTED_USERS)",
+            path=folder,
+        )
+    if not allow_shared:
+        check_place(folder)
+
+
+def _set_aside(path: Path, owners: Owners) -> None:
+    """A log that a stranger has put there must neither be believed nor written to."""
+    problem: str | None = "may be anybody's: its owner cannot be seen"
+    try:
+        status = os.lstat(path)
+        if not stat.S_ISREG(status.st_mode):
+            problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no regular file"
+        else:
+            problem = owners.problem(status)
+        if problem is None:
+            return
+        target = path.with_name(f"{path.name}.untrusted-{secrets.token_hex(4)}")
+        os.rename(path, target)
+        logger.warning("%s %s; it is moved to %s and not used", path, problem, target.name)
+    except FileNotFoundError:  # there is none; or another rank was faster
+        return
+    except OSError as error:
+        raise UnsafeDirectoryError(
+            f"{path} {problem}, and cannot be moved aside ({error.strerror}): remove it, or give another directory",
+            path=path,
+        ) from error
+
+
+def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float) -> None:
+    """Keep other jobs out of the directories until `stack` ends, then remove what dead writers left in this rank's
+    folders. Waits for a predecessor.
+
+    The removal comes last: as long as another process may be in the middle of its first save, its note must not be
+    settled. Not to be called by a guard that only evaluates. Raises DirectoryInUseError.
+    """
+    for directory, owners in sorted(trust.roots.items()):
+        lock = hold_directory(directory, ranks, owners, grace_s=grace_s)
+        if lock is not None:
+            stack.callback(lock.close)
+    for directory in trust.roots:
+        settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
+    for directory in trust.roots:
+        folder = _folder(directory, ranks)
+        if folder.is_dir():
+            remove_stale_temps(folder)
+        remove_stale_tft_temps(directory, ranks.rank)
+
+
+def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:
+    """Raise UnsupportedStateError for what a checkpoint cannot hold, SaveError for a disk that cannot hold a
+    checkpoint.
+
+    The optimizer's state does not exist yet in a fresh start, so what is asked for is the least that a save will need.
+    """
+    least = sum(tensor.nbytes for tensor in flatten(collector.state())[1].values())
+    for directory in directories:
+        try:
+            check_free_space(directory, least)
+        except OSError as error:
+            problem = f"{directory}: not enough room for one checkpoint: {error.strerror}"
+            raise SaveError(f"{problem}; make room, or give another directory", path=directory) from error

@@ -1,0 +1,94 @@
+"""What a training that has ended by itself leaves: its last boundary, so that what is finished is durable.
+
+What the program does after the block (an evaluation, an export) may fail, and another rank may still be killed. The
+same command then finds every step done and only does what comes after the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.stop_step import CANNOT
+from mindx_elastic.capture.targets import RESERVED_NAMES
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.resume.restore import Resumed
+
+__all__ = ["check_guests_path", "keep_last_boundary", "say_that_a_guest_saves_nothing"]
+
+_ALL_SAVED_S = 5.0  # the others have ended at the same step and write as much
+
+
+def keep_last_boundary(
+    saver: Saver, gate: UpdateGate, exchange: Exchange, policies: Sequence[ExitPolicy], durable: Path | None
+) -> bool:
+    """Save the last boundary if one of `policies` wants that and no file has it yet. Training thread, at the end of the
+    block, once no stop can come any more. Never raises for a save that fails: it is said.
+
+    `durable`: the file that this run was resumed from or has stopped with, if it is of the last boundary. Returns
+    whether the boundary is on the disk.
+    """
+    policy = next((p for p in policies if p.save and p.final_name is not None), None)
+    step = saver.collector.position.step
+    if durable is None and saver.newest is not None and saver.newest[0] == step:
+        durable = saver.newest[1]  # a periodic save
+    saved = durable is not None
+    if policy is not None and step > 0 and not saved:
+        saved = _save(saver, gate, policy)
+    _drop_older(saver, exchange, policy, f"final/{step}", step if saved else CANNOT)
+    return saved
+
+
+def _save(saver: Saver, gate: UpdateGate, policy: ExitPolicy) -> bool:
+    with gate.hold(0.05) as problem:
+        if problem is None:
+            return saver.save_final(policy)
+    step = saver.collector.position.step
+    logger.warning(
+        "step %d, the end of the training, is not kept: %s. Change weights after the guard's block, or call "
+        "guard.save() before it; else the same command begins at the newest checkpoint that is there",
+        step,
+        problem,
+    )
+    saver.events.emit("save", step=step, reason=problem, outcome="refused: state is not at a boundary", kind="final")
+    return False
+
+
+def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, name: str, offer: int | str) -> None:
+    """One final file a rank is kept; the one before goes when every rank has this step on its disk."""
+    older = [] if policy is None or offer == CANNOT else saver.older_finals(policy)
+    if not older:
+        exchange.announce(name, offer)  # the others may be waiting
+    elif exchange.decide(name, offer, _ALL_SAVED_S).step == offer:
+        for path in older:
+            saver.delete(path)
+
+
+def say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
+    """A guard that is no training has gone on from a training's file (see `starting`): the training's next start would
+    take a file of it for its own newest one, and that file lacks what the training needs. Nor may it remove any.
+    """
+    missing = sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES))
+    logger.warning(
+        "%s belongs to a training, and this guard has no optimizer and lacks %s: nothing is saved here, neither at "
+        "the end nor on a stop. If this program trains too, give it a directory of its own, with resume=%r",
+        directory,
+        ", ".join(missing),
+        str(found.path),
+    )
+
+
+def check_guests_path(path: str | Path | None, directories: Iterable[Path]) -> None:
+    """Raise UsageError where a start in one of the guard's `directories` would find the file `path`."""
+    folder = None if path is None else Path(path).parent.resolve()
+    for directory in directories:
+        if folder is None or folder.is_relative_to(directory.resolve()):
+            raise UsageError(
+                f"{directory} belongs to a training, which would go on from this file and not find all of its state "
+                "there; save it elsewhere: guard.save(path=...)"
+            )

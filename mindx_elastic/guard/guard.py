@@ -1,0 +1,611 @@
+"""`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
+
+The callbacks and integrations are thin layers on it. What stops a job lives in `stopping`, what writes files in
+`saving`; this file holds the life of a guard: enter (resume, install), steps, leave (restore).
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.gather import all_or_none
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.rng import kept_rng
+from mindx_elastic.capture.targets import name_targets
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.update_window import UpdateWindow
+from mindx_elastic.config import RankInfo, Settings, SharingSettings
+from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.position import Position
+from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.connections import Surroundings
+from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
+from mindx_elastic.guard.last_resort import LastResort
+from mindx_elastic.guard.layouts_by_hand import standing_of
+from mindx_elastic.guard.listeners import Listening, find_peers, share_answered_flags
+from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
+from mindx_elastic.guard.resuming import GradientOrders, Start, is_replicated, outermost_replicas
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.starting import start_job
+from mindx_elastic.guard.stopper import Stopper
+
+__all__ = ["DEFAULT_SIGNALS", "Guard"]
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
+_HEARD_S = 5.0  # the watcher is told by this process itself
+_entered: list[Guard] = []
+
+
+class Guard:
+    """Context manager around a training loop.
+
+    ::
+
+        guard = Guard(model=model, optimizer=opt, lr_scheduler=sched, loader=loader, directory="ckpt", prefix="resnet")
+        with guard:
+            for epoch in guard.epochs(90):
+                for x, y in loader:
+                    ...
+                    opt.step()
+                    sched.step()
+                    guard.step_end()
+
+    Entering resumes if there is something to resume, then installs signal handlers; leaving restores them. Enter it
+    in the main thread, one at a time in a process, after DDP has wrapped the model. With several ranks every rank
+    enters it.
+
+    Arguments (all by keyword):
+
+    * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
+      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader`
+      also carries the position inside the epoch and the randomness of its workers.
+    * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
+      folders when there are several ranks.
+    * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
+    * `grace_s`: seconds from an alarm until the process must be gone; default ``MINDX_GRACE_S`` or 30.
+    * `final_save`: keep the last boundary when the block ends by itself, as
+      ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``, one a rank; default ``MINDX_FINAL_SAVE`` or True. With
+      `policies` those say whether they want it.
+    * `save_on_exception`: save the last boundary when an exception leaves the block.
+    * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
+    * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
+    * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left out.
+      `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
+      ``MINDX_TRUSTED_USERS``.
+    * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
+    * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
+    * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
+
+    Raises on entering: UsageError, DirectoryInUseError, UnsafeDirectoryError, UnsupportedStateError, MismatchError,
+    NoUsableCheckpointError. On every rank: what one of them raises, the others raise with its number in front, or as
+    PeerStartError.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: str | Path,
+        prefix: str = "ckpt",
+        model: nn.Module | Sequence[nn.Module] | None = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        scaler: Any = None,
+        loader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
+        resume: str | Path = "auto",
+        grace_s: float | None = None,
+        save_on_exception: bool = True,
+        final_save: bool | None = None,
+        signals: Sequence[int] = DEFAULT_SIGNALS,
+        flag_file: str | Path | None = None,
+        policies: Sequence[ExitPolicy] | None = None,
+        periodic: Sequence[PeriodicPolicy] = (),
+        append_info: Sequence[object] = (),
+        allow_shared_directory: bool = False,
+        trusted_users: Sequence[int | str] = (),
+        snapshot_every: int | str | None = None,
+        redundancy: int | None = None,
+        layouts: Mapping[str, Layout] | None = None,
+    ) -> None:
+        if not isinstance(directory, (str, Path)) or not str(directory):
+            raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
+        self._directory, self._prefix = Path(directory), prefix
+        self._resume, self._grace_s = resume, grace_s
+        if final_save is not None and not isinstance(final_save, bool):
+            raise UsageError(f"final_save={final_save!r}: give True, False or None")
+        self._final_save = final_save
+        self._allow_shared, self._trusted_users = allow_shared_directory, trusted_users
+        self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
+        self.loader = loader
+        self._periodic = tuple(periodic)
+        self._targets = name_targets(
+            model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
+        )
+        if policies is None:
+            policies = [
+                breakpoint_policy(
+                    prefix, self._directory, signals, flag_file, append_info, exceptions=save_on_exception
+                )
+            ]
+        self._policies = tuple(policies)
+        check_policies([*self._policies, *self._periodic])
+        self.resumed_from_step: int | None = None
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self.resumed_path: Path | None = None
+        self.run_id = ""
+        self._step = self._epoch = self._step_in_epoch = 0
+        self._cut = self._finished_step = True
+        self._told_changed = self._moved = False
+
+    # --- life ---
+
+    def __enter__(self) -> Guard:
+        with ExitStack() as stack:
+            self.ranks = current_ranks(RankInfo.from_env())
+            self._exchange = open_exchange(self.ranks)
+            stack.callback(self._exchange.close)
+            with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
+                self._open(stack)
+                self._exchange.gather("entered", "", _START_TIMEOUT_S)
+            _entered.append(self)
+            stack.callback(_entered.remove, self)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._conclude(error)
+        finally:
+            self._stack.close()
+
+    def _open(self, stack: ExitStack) -> None:
+        _check_that_one_may_enter()
+        settings = Settings.from_env()
+        if self._final_save is None:
+            self._final_save = settings.final_save
+        if self._grace_s is not None:
+            settings = settings.with_grace(self._grace_s)
+        ranks = self.ranks
+        self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
+        if (console := attach_console(self._log_filter, settings.log_level)) is not None:
+            stack.callback(logger.removeHandler, console)
+        # Closed last: closing what comes below may take long, and the deadline must be kept meanwhile.
+        relay = LogRelay()
+        stack.callback(relay.close)
+        relay.open()
+        closing = stack.enter_context(ExitStack())
+        wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
+        sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
+        self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
+        directories = list(dict.fromkeys(self._resolved.values()))
+        evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
+        evaluates = evaluates and not self._periodic
+        if not evaluates:
+            hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
+        log = directories[0] / "events.jsonl"
+        self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
+        self._current_epoch = epoch_reader(self.loader)
+        stack.callback(self._events.close)
+        self._events.write_aside()
+        self._collector = Collector(self._targets)
+        check_state_and_space(self._collector, directories)
+        self._collector.stand(standing_of(self._targets, ranks, self._layouts))
+        replicated = is_replicated(self._targets, self._collector, ranks.world_size)
+        self._saver = Saver(
+            self._collector,
+            self.ranks,
+            self._events,
+            resolved=self._resolved,
+            replicated=replicated,
+            trust=trust,
+            names=job_names(self._prefix, [*self._policies, *self._periodic]),
+        )
+        self._around = Surroundings(
+            stack,
+            directories,
+            self._saver,
+            self._snapshot_every,
+            self._redundancy,
+            self._exchange,
+            evaluates=evaluates,
+        )
+        start = start_job(
+            directories,
+            collector=self._collector,
+            targets=self._targets,
+            loader=self.loader,
+            saver=self._saver,
+            resume=self._resume,
+            around=self._around,
+        )
+        if self._around.is_guest and not evaluates and start.resumed is not None:
+            self._around.keeps_nothing = True
+            self._policies = tuple(replace(policy, save=False) for policy in self._policies)
+            self._periodic = ()
+            say_that_a_guest_saves_nothing(self._directory, start.resumed, self._targets)
+        self._take_over(start, settings)
+        self._start_stages(stack, settings, relay, closing)
+        self._around.enter(
+            start,
+            self._collector,
+            self._update_gate,
+            self._events,
+            self._saver,
+            replicas=outermost_replicas(self._targets) if replicated else [],
+            next_step=lambda: self._step + 1,
+        )
+
+    def _take_over(self, start: Start, settings: Settings) -> None:
+        """The state is back: go on from it."""
+        self.run_id, self._log_filter.attempt = start.run_id, start.attempt
+        position = self._collector.position
+        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
+        self.resumed_from_step = start.step
+        self._saver.newest_step = start.step or 0
+        self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            share_answered_flags(self._saver.flags, start.resumed.checkpoint.info.flags, self._exchange)
+        if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
+            # Put together from another rank's file and what lay in memory: on disk it is whole again.
+            self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
+        if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
+            logger.info(
+                "that training had ended by itself: its last epoch comes once more without batches, and what follows "
+                "it is left to do"
+            )
+        if hasattr(self.loader, "worker_grace_s"):
+            self.loader.worker_grace_s = settings.grace_s
+
+    def _start_stages(self, stack: ExitStack, settings: Settings, relay: LogRelay, closing: ExitStack) -> None:
+        self._update_gate = UpdateGate()
+        self._update_gate.watch(self._collector.parameters)
+        stack.callback(self._update_gate.unwatch)
+        self._window = UpdateWindow(self._collector, self._update_gate)
+        self._warned = False
+        self._orders = GradientOrders(
+            self._targets,
+            self._collector,
+            world_size=self.ranks.world_size,
+            by_hand=bool(self._layouts) or self._around.is_guest,
+        )
+        # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
+        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
+        self._step_gate, self._past_epochs = StepGate(self._step), False
+        peers = find_peers(self.ranks, self._exchange)
+        stack.callback(peers.close)
+        self._listening = Listening(settings, self._policies, self.ranks)
+        watcher = self._watcher = Watcher(self._listening.hear_signal)
+        last_resort = LastResort(watcher)
+        closing.callback(last_resort.stop)
+        self.stopper = Stopper(
+            step_gate=self._step_gate,
+            update_gate=self._update_gate,
+            exchange=self._exchange,
+            watcher=watcher,
+            saver=self._saver,
+            ranks=self.ranks,
+            settings=settings,
+            policies=self._policies,
+            events=self._events,
+            already_durable=lambda: None if self._saver.flags.waiting else self._already_durable(),
+            peers_gone=peers.look,
+            page=self._around.page,
+            last_resort=last_resort,
+            relay=relay,
+        )
+        watcher.start()
+        last_resort.start(self.stopper)
+        relay.threads |= {watcher.ident, last_resort.ident}
+        stack.callback(watcher.stop)
+        self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
+        stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
+        last_resort.watch_signals(self._listening.alarm_of)
+
+    def _close_saver(self) -> None:
+        alarm = None if self.stopper.finished else self.stopper.alarm
+        self._saver.close(None if alarm is None else max(0.0, alarm.deadline.remaining_s()))
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """The block is over: finished, stopped gracefully, or failed."""
+        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
+            self._saver.drain()
+            if self.stopper.at_end():
+                raise self._leave()
+            with self._around.between_steps():
+                kept = self._keep_last_boundary()
+            self._around.finish(durable=kept)
+            self._exchange.leave()
+            for policy in self._periodic:
+                self._saver.prune(policy)
+            self._events.emit("end", step=self._step, outcome="finished")
+            return
+        if not isinstance(error, GracefulExit):
+            self._complete_step(error)
+        if hasattr(self.loader, "shutdown"):
+            self.loader.shutdown()  # a stuck loader worker would hold up the way out
+        if isinstance(error, GracefulExit):
+            self._leave()
+            return
+        self.stopper.on_exception(error)
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind != "exception":
+            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
+            logger.warning("%s: %s while stopping", type(error).__name__, error)
+            raise self._leave() from error
+        self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+
+    def _leave(self) -> GracefulExit:
+        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
+        assert self.stopper.alarm is not None
+        self._listening.handlers.linger(self.stopper.alarm.deadline.at)
+        self.stopper.after_save()
+        leaving = self.stopper.exit()
+        self._around.leave(self.stopper)
+        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
+        return leaving
+
+    def _keep_last_boundary(self) -> bool:
+        durable = self._already_durable()
+        if durable is None and self.stopper.saved_step == self._collector.position.step:
+            durable = self.stopper.path  # a stop that was the normal end after all
+        policies = self._policies if self._final_save else ()
+        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
+
+    def _already_durable(self) -> Path | None:
+        """The file that this run was resumed from, while no boundary has been passed since."""
+        return None if self._moved else self.resumed_path
+
+    # --- steps ---
+
+    @property
+    def position(self) -> Position:
+        """The last boundary passed."""
+        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+
+    @property
+    def rank(self) -> int:
+        """This process's rank; known once the guard is entered."""
+        return self.ranks.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks; known once the guard is entered."""
+        return self.ranks.world_size
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+
+        An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
+        so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
+        the stop.
+        """
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
+            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
+        if self._past_epochs:  # a second loop in the same block
+            self._past_epochs = False
+            self._step_gate.enter_step()
+        for epoch in range(max(1, self._epoch), num_epochs + 1):
+            if epoch != self._epoch:
+                self._epoch, self._step_in_epoch = epoch, 0
+            if hasattr(self.loader, "set_epoch"):
+                self.loader.set_epoch(epoch)
+            yield epoch
+        self._past_epochs = True
+        self._step_gate.leave_step()
+
+    def step_end(self, **scalars: Any) -> None:
+        """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
+
+        Raises GracefulExit once the job is to stop and its state is durable. Inside an accumulation window
+        (gradients, but no update since the last call) it counts a step; the job stops at the window's end. `scalars`
+        are accepted for logging.
+        """
+        self.boundary()
+        self.finish_step()
+
+    def boundary(self) -> None:
+        """First half of `step_end`: everything has stepped; copy the volatile state."""
+        self._require_entered("step_end()")
+        current_epoch = self._current_epoch()
+        if self._epoch == 0 or current_epoch not in (0, self._epoch):
+            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
+        self._step += 1
+        self._step_in_epoch += 1
+        self._finished_step = False
+        self._cut = not (self._accumulates and self._update_gate.window_open())
+        if not self._cut:
+            return
+        self._orders.at_boundary()
+        self._pass_boundary()
+        self._window.at_boundary(self._step)
+        if not self._warned:
+            self._warn_of_the_window()
+
+    def _pass_boundary(self) -> None:
+        position = self.position
+        self._moved = True
+        if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
+            logger.warning(
+                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
+                self._step,
+            )
+
+    def _warn_of_the_window(self) -> None:
+        """Once, when enough steps were seen: what an exception in the wrong place would cost."""
+        if self._warned or self._window.num_windows < 2:
+            return
+        self._warned = True
+        reasons = self._window.standing()
+        protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
+        answers = any("exception" in policy.alarms and policy.save for policy in self._policies)
+        if reasons and answers and not protected:
+            logger.warning(
+                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
+                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
+                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
+                "; ".join(reasons),
+            )
+
+    def _complete_step(self, error: BaseException) -> None:
+        """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""
+        if self._update_gate.state is GateState.CLEAN:
+            return
+        pending = self._window.pending(error)
+        if pending:
+            self.stopper.pending = "; ".join(pending)
+            return
+        try:
+            self.boundary()
+        except Exception as problem:  # a `state_dict` of the program's
+            self.stopper.pending = f"{type(problem).__name__}: {problem}"
+            return
+        self._log_filter.step = self._step
+        self._step_gate.arrive(self._step)
+        text = (
+            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps show"
+        )
+        logger.warning(
+            f"{text}, nothing of the step is left to do, so it counts as done", self._step, self._window.num_windows
+        )
+
+    def finish_step(self, *, retake: bool = False) -> None:
+        """Second half of `step_end`: periodic saves and the stop.
+
+        `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
+        keep averages), so the boundary is taken again.
+        """
+        if retake and self._cut:
+            self._pass_boundary()
+        self._finished_step = True
+        self._log_filter.step = self._step
+        if self._listening.early_flags and self._cut and self._listening.raise_early_flags():
+            self._step_gate.wait_for_limit(_HEARD_S)
+        self._around.at_boundary(self._step, cut=self._cut)
+        if self._step_gate.arrive(self._step):
+            self.stopper.at_limit(is_cut=self._cut)
+        for policy in self._periodic:
+            if self._cut and policy.due(self.position):
+                self.save_periodic(policy)
+
+    def poll(self) -> None:
+        """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
+        if self._step_gate.at_limit():
+            self.stopper.at_limit(is_cut=True)
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
+
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
+        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
+        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
+        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
+        latter, as long as the deadline allows.
+        """
+        self._require_entered("outside_step()")
+        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
+        with kept_rng(), self._at_the_boundary():
+            yield
+        self._name_changed(before)
+
+    @contextmanager
+    def _at_the_boundary(self) -> Iterator[None]:
+        """Training thread, between two steps: the job can stop at the boundary it has.
+
+        Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
+        """
+        if not self._finished_step:
+            with self._around.between_steps():
+                yield
+            return
+        self._step_gate.leave_step()
+        try:
+            with self._around.between_steps():
+                yield
+        finally:
+            if self._step_gate.enter_step():
+                self.stopper.at_limit(is_cut=True)
+
+    def _name_changed(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        def same(name: str, buffer: torch.Tensor) -> bool:
+            known, version = before.get(name, (buffer, buffer._version))
+            return known is buffer and version == buffer._version
+
+        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
+        if changed and not self._told_changed:
+            self._told_changed = True
+            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            logger.warning(
+                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
+                "goes on without it. Call eval() on the model first",
+                self._step,
+                names,
+            )
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
+        self._require_entered("request_stop()")
+        self._watcher.post(lambda: self.stopper.hear(self.stopper.alarms.of_request(reason, exit_code)))
+
+    def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
+        """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
+        self._require_entered("save()")
+        if self._around.keeps_nothing:
+            check_guests_path(path, self._resolved.values())
+        with self._update_gate.hold(0.0) as problem:
+            if problem is not None:
+                raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
+            target = None if path is None else Path(path)
+            return self._saver.save_to(target, self._directory, self._prefix, reason).path
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
+        if self._around.keeps_nothing:
+            return False  # said when the guard was entered
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        if problem is not None:
+            logger.error("step %d is not saved: %s", self._step, problem)
+            return False
+        with self._at_the_boundary():
+            return self._saver.save_periodic(policy)
+
+    def dismiss_stop(self) -> None:
+        """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""
+        self.stopper.dismiss()
+
+    def _require_entered(self, what: str) -> None:
+        if self not in _entered:
+            raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
+
+
+def _check_that_one_may_enter() -> None:
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
+            "signal handlers can only be installed there. Start the training from the main thread"
+        )
+    if _entered:
+        raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")

@@ -1,0 +1,146 @@
+"""Everything that a guard listens to while it is entered, and where it goes.
+
+Signals, flag files, the platform's fault reports, the other ranks, their deaths, the agent.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
+from mindx_elastic.alarm.peers import PeerWatch, own_identity
+from mindx_elastic.alarm.signals import SignalHandlers
+from mindx_elastic.config import FaultPaths, RankInfo, Settings
+from mindx_elastic.core.events import logger
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
+from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
+from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile, watch_flag_file
+
+__all__ = ["Listening", "find_peers", "share_answered_flags"]
+
+_START_TIMEOUT_S = 1800.0
+_FAULT_POLL_S = 1.0
+
+
+def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
+    """Learn which ranks live on this machine. Main thread, all ranks together."""
+    identities = exchange.gather("identity", own_identity(), _START_TIMEOUT_S)
+    with making_sense("the process ids of the ranks"):
+        return PeerWatch(identities, rank=ranks.rank)
+
+
+def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exchange) -> None:
+    """Take over what the ranks' checkpoints say: a flag that stopped the job on any rank has stopped it on this one.
+
+    `own`: of this rank's file. Main thread, all ranks together, after a resume.
+    """
+    texts = exchange.gather("flags", json.dumps(list(own)), _START_TIMEOUT_S)
+    with making_sense("the flag files that have stopped the ranks"):
+        found = [[str(flag) for flag in json.loads(text)] for text in texts]
+    for each in found:
+        flags.take_over(each)
+
+
+class Listening:
+    """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
+
+    def __init__(self, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
+        self._settings, self._policies, self._ranks = settings, policies, ranks
+        self.early_flags: list[FlagFile] = []
+        """Set before the guard was entered and not answered yet: they stop the job at its first boundary."""
+        self._link: AgentLink | None = None
+        self.handlers: SignalHandlers
+
+    def start(
+        self, stack: ExitStack, stopper: Stopper, exchange: Exchange, peers: PeerWatch, link: AgentLink | None
+    ) -> None:
+        """Main thread. `stack` restores the handlers at the end."""
+        self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
+        alarms, post = stopper.alarms, self._watcher.post
+        trusted = exchange.is_sealed
+        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, trusted=trusted))))
+        peers.start(self._watcher, stopper.hear_death)
+        for policy in self._policies:
+            if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:
+                self._watch_flag(policy)
+        self._watch_faults()
+        signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
+        self._own_signals = frozenset(signals)
+        if link is not None:
+            signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers by it, policies or not
+            if link.agent_fd >= 0:  # also where a script stands between the agent and this process
+                self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
+            if link.is_orphan():  # the agent has died during the start; no signal and no descriptor will tell
+                post(lambda: stopper.hear(alarms.of_orphan()))
+        self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
+        stack.enter_context(self.handlers)
+
+    def _watch_flag(self, policy: ExitPolicy) -> None:
+        assert policy.flag_file is not None
+        # Where nothing is saved that a start goes on from, nothing can say that the flag has been answered.
+        answered = self._stopper.saver.flags if policy.save and policy.kind != "eval" else None
+        flag = FlagFile(policy.flag_file, answered=answered)
+        if flag.poll():
+            logger.warning(
+                "flag file %s was set before this start: the job stops at its first boundary, and saves it", flag.path
+            )
+            self.early_flags.append(flag)
+        alarms = self._stopper.alarms
+        watch_flag_file(
+            self._watcher, flag, self._settings.flag_poll_s, lambda path: self._stopper.hear(alarms.of_flag(path))
+        )
+
+    def raise_early_flags(self) -> bool:
+        """Training thread, at the first boundary. Before it nothing could be saved, and the grace period is not to run
+        while the first step is compiled. Returns whether an alarm is on its way.
+        """
+        flags, self.early_flags = self.early_flags, []
+        still = [flag for flag in flags if self._stopper.saver.flags.is_set(flag.path)]
+        for flag in still:
+            alarm = self._stopper.alarms.of_flag(flag.path)
+            self._watcher.post(lambda alarm=alarm: self._stopper.hear(alarm))  # type: ignore[misc]
+        return bool(still)
+
+    def _watch_faults(self) -> None:
+        """The agent watches for its workers; without one each rank does."""
+        paths = FaultPaths.from_env()
+        wanted = any("fault" in policy.alarms for policy in self._policies)
+        if self._link is not None or not wanted or not (paths.fault_dir.is_dir() or paths.reset_dir.is_dir()):
+            return
+        watch = FaultWatch(paths, world_size=self._ranks.world_size)
+        watch_fault_info(self._watcher, watch, _FAULT_POLL_S, self._hear_fault)
+
+    def _hear_fault(self, event: FaultEvent) -> None:
+        self._stopper.hear(self._stopper.alarms.of_fault(event.reason))
+
+    def alarm_of(self, signum: int) -> Alarm | None:
+        """What a signal that the watcher does not read would become; None: not known without it. The last resort."""
+        alarms = self._stopper.alarms
+        if self._stopper.finished or not self.handlers.has(signum):
+            return None
+        if signum in self._own_signals:
+            return alarms.of_signal(signum)
+        if signum == signal.SIGTERM:
+            return alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
+        return None  # an order of the agent's; a SIGTERM follows where it is not obeyed
+
+    def hear_signal(self, signum: int) -> None:
+        """Watcher thread."""
+        if self._stopper.finished or not self.handlers.hear(signum):
+            return
+        if signum == signal.SIGTERM and self._link is not None and self._link.is_orphan():
+            self._stopper.hear(self._stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+        elif signum == signal.SIGTERM and signum not in self._own_signals:
+            alarm = self._stopper.alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
+            self._stopper.hear(alarm)
+        elif signum != CONTROL_SIGNAL or self._link is None:
+            self._stopper.hear_signal(signum)
+        elif (orders := self._link.orders()) is not None:
+            self._stopper.hear(self._stopper.alarms.of_agent(orders))

@@ -1,0 +1,189 @@
+"""What callbacks and users ask of the guard: when to save, under which name, and how to leave.
+
+A policy only decides. The guard owns the handlers, the capture and the files, so several callbacks never compete for
+the same signal and there is one save path.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import UsageError
+
+__all__ = [
+    "ALARM_KINDS",
+    "EXIT_TEMPORARY",
+    "ExitPolicy",
+    "PeriodicPolicy",
+    "breakpoint_name",
+    "breakpoint_policy",
+    "check_policies",
+    "final_name",
+    "is_another_job",
+    "job_names",
+    "keep_consistent",
+]
+
+ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+_LONGEST_NAME = 180  # file systems take 255 bytes; epoch, step and the temporary suffix come on top
+_DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
+EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
+
+
+def breakpoint_name(prefix: str) -> Callable[[Position], str]:
+    """The documented name of a dying-gasp checkpoint: ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors``."""
+
+    def name(position: Position) -> str:
+        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_breakpoint.safetensors"
+
+    return name
+
+
+def final_name(prefix: str) -> Callable[[Position], str]:
+    """The name of what a finished training leaves: ``{prefix}-{epoch}_{step_in_epoch}_final.safetensors``."""
+
+    def name(position: Position) -> str:
+        return f"{prefix}-{position.epoch}_{position.step_in_epoch}_final.safetensors"
+
+    return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExitPolicy:
+    """A wish to save when the job must stop."""
+
+    kind: str
+    """``breakpoint``, ``ttp`` or ``request_exit``; written into the file's header."""
+    alarms: frozenset[str]
+    """Which of `ALARM_KINDS` this policy answers to."""
+    name: Callable[[Position], str]
+    """File name (no folder) for the boundary that is saved."""
+    directory: Path
+    """Where the file goes; with more than one rank inside ``rank_{r}/``."""
+    signals: tuple[int, ...] = ()
+    """Signal numbers to listen to; only with ``"signal"`` in `alarms`."""
+    flag_file: Path | None = None
+    """JSON file ``{"GracefulExit": 1}`` to watch; only with ``"flag"`` in `alarms`."""
+    exit_codes: Mapping[str, int] = field(default_factory=dict)
+    """Exit code by alarm kind; a signal's default is 128 + number, everything else 75."""
+    append_info: Sequence[object] = ()
+    """JSON-able values of the user, written into the header."""
+    prefix: str = ""
+    """What the user calls this job's files; tells them from another job's in the same directory. Empty: nothing."""
+    save: bool = True
+    """False: stop gracefully without a checkpoint of this policy."""
+    after_save: Callable[[float], None] | None = None
+    """Called in the training thread once the checkpoint is durable, with the `time.monotonic` deadline in seconds.
+    An exception there is a warning."""
+
+    place: Callable[[Path, Position, RankInfo], Path] | None = None
+    """Gives the whole path of the file, below the directory (resolved, first argument), where that is not ``{name}`` or
+    ``rank_{r}/{name}`` in it."""
+    finish: Callable[[Path, RankInfo, Callable[[], Collection[int]], float], Path] | None = None
+    """Called with the durable file, the ranks, a function that gives the ranks known to be dead, and the seconds it may
+    take, in the thread that saves; returns where the file is afterwards. An OSError there is a warning."""
+    final_name: Callable[[Position], str] | None = None
+    """File name (no folder) for the last boundary of a training that ended by itself; None: this policy keeps none."""
+    needs_replica: bool = False
+    """Refuse to save when a rank is gone and no other rank holds the same state: see `keep_consistent`."""
+
+    def __post_init__(self) -> None:
+        unknown = self.alarms - ALARM_KINDS
+        if unknown or not self.alarms:
+            raise UsageError(f"unknown or no alarm kinds {sorted(unknown)}; choose from {sorted(ALARM_KINDS)}")
+
+
+def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
+    """Find now what would ruin a save later. Raises UsageError: a name with a folder, `append_info` that is no JSON."""
+    for policy in policies:
+        final = policy.final_name(Position()) if isinstance(policy, ExitPolicy) and policy.final_name else ""
+        name = max(policy.name(Position()), final, key=len)
+        if len(name.encode()) > _LONGEST_NAME:
+            raise UsageError(
+                f"the checkpoint name {name[:40]}... is {len(name)} characters long; give a shorter prefix"
+            )
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UsageError(
+                f"the checkpoint name {name!r} (from prefix or file_name) must be a plain file name without a folder; "
+                "put the folder into directory"
+            )
+        try:
+            json.dumps(list(policy.append_info))
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"append_info={policy.append_info!r} cannot be written as JSON: {error}") from None
+
+
+def keep_consistent(policies: Sequence[ExitPolicy], kind: str, *, replicated: bool) -> list[ExitPolicy]:
+    """The policies that may save after an alarm of `kind`.
+
+    With a ``peer`` alarm a rank is gone, and with it its part of the state, unless the ranks are replicas of each other
+    (`replicated`): a policy with `needs_replica` then saves nothing.
+    """
+    return [policy for policy in policies if replicated or kind != "peer" or not policy.needs_replica]
+
+
+def breakpoint_policy(
+    prefix: str,
+    directory: Path,
+    signals: Sequence[int],
+    flag_file: str | Path | None = None,
+    append_info: Sequence[object] = (),
+    *,
+    exceptions: bool = True,
+) -> ExitPolicy:
+    """The policy of a guard without callbacks: a breakpoint checkpoint for every alarm, `exceptions` or not."""
+    if isinstance(signals, (int, str)) or not all(isinstance(number, int) for number in signals):
+        raise UsageError(f"signals={signals!r}: give a list of signal numbers, for example [signal.SIGTERM]")
+    return ExitPolicy(
+        kind="breakpoint",
+        alarms=ALARM_KINDS if exceptions else ALARM_KINDS - {"exception"},
+        name=breakpoint_name(prefix),
+        directory=directory,
+        signals=tuple(signals),
+        flag_file=None if flag_file is None else Path(flag_file),
+        append_info=tuple(append_info),
+        final_name=final_name(prefix),
+        prefix=prefix,
+    )
+
+
+def job_names(prefix: str, policies: Sequence[ExitPolicy | PeriodicPolicy]) -> tuple[str, ...]:
+    """What a job calls its files: the guard's own prefix and those of its callbacks. Written into every header."""
+    names = (getattr(policy, "prefix", "") for policy in policies)
+    return tuple(sorted({prefix, *(name for name in names if isinstance(name, str) and name)}))
+
+
+def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
+    """Whether files of a job with the names `recorded` are another job's than one with the names `own`.
+
+    One name in common makes them one job's: callbacks come and go. Names that nobody has chosen say nothing where both
+    have chosen some; and neither does a file without any (an older version's, or one that was converted).
+    """
+    if not recorded or not own:
+        return False
+    chosen = set(recorded) - _DEFAULT_NAMES, set(own) - _DEFAULT_NAMES
+    return chosen[0].isdisjoint(chosen[1]) if all(chosen) else set(recorded).isdisjoint(own)
+
+
+class PeriodicPolicy(Protocol):
+    """A wish to save now and then. Called in the training thread right after a boundary."""
+
+    directory: Path
+    asynchronous: bool
+    keep_max: int | None
+    keep_per_n_minutes: float | None
+    append_info: Sequence[object]
+
+    def due(self, position: Position) -> bool:
+        """Whether the boundary `position` is to be saved. Must give the same answer on every rank."""
+        ...
+
+    def name(self, position: Position) -> str:
+        """File name, no folder."""
+        ...

@@ -1,0 +1,469 @@
+"""Turns a boundary into files: names, headers, the periodic saves, and what old files to delete."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.snapshot import to_host
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import SaveError, UnsupportedStateError
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.mirror.mirror import Mirror
+from mindx_elastic.persist.catalog import Catalog, read_entry, scan
+from mindx_elastic.persist.first_save import FirstSave
+from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.reserve import Reserve
+from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.storage import make_directory_durable
+from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
+from mindx_elastic.platforms.flag_file import AnsweredFlags
+
+__all__ = ["Saver"]
+
+_BASE = ("base_attempt", "base_step")
+"""Coordinates of a header: the step that the file's attempt went on from."""
+_MOST_COPIES = 2
+
+
+class Saver:
+    """Writes this rank's checkpoints. `save_periodic` and `close` belong to the training thread."""
+
+    def __init__(
+        self,
+        collector: Collector,
+        ranks: RankInfo,
+        events: EventLog,
+        *,
+        resolved: Mapping[Path, Path] | None = None,
+        replicated: bool = False,
+        trust: Trust | None = None,
+        names: Sequence[str] = (),
+    ) -> None:
+        self.trust = trust or Trust()
+        """Whose files count."""
+        self.names = tuple(names)
+        """What this job calls its files."""
+        self.collector, self.ranks, self.events = collector, ranks, events
+        self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
+        self.replicated = replicated
+        """Every rank holds the same weights."""
+        self.gone: Callable[[], Collection[int]] = frozenset
+        """Gives the ranks known to be dead."""
+        self.coordinates = {"replicas": ranks.world_size} if replicated else {}
+        """Of every file's header."""
+        self.newest_step = 0
+        """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
+        self.bytes_per_s: float | None = None
+        """Speed of this process's slowest save so far, for the deadline's reserve."""
+        self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
+        """About the size of a save: parameters and the two moments of Adam."""
+        self.reserve: Reserve | None = None
+        """What a dying save is made with where nothing more can be had."""
+        self.mirror: Mirror | None = None
+        """Copies the files to other nodes, once they are durable here."""
+        self.first_save: FirstSave | None = None
+        """While it is known that this rank has never saved in this run, and one day somebody may have to know."""
+        self.newest: tuple[int, Path] | None = None
+        """The step that this process has saved last where a start looks, and its file."""
+        self.flags = AnsweredFlags()
+        """The flag files that have stopped this run."""
+        self._background = _Background()
+        self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
+
+    def folder(self, directory: Path) -> Path:
+        """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
+        root = self._resolved.get(directory, directory)
+        return root / f"rank_{self.ranks.rank}" if self.ranks.world_size > 1 else root
+
+    def save_dying(self, policies: Sequence[ExitPolicy], reason: str, *, time_left_s: float = math.inf) -> SaveResult:
+        """Write the boundary for all `policies`; the first one names the header's kind, the others get links.
+
+        The caller holds the update gate or is the training thread at a boundary. `time_left_s`: until the process must
+        be gone; a third of it may be spent on what policies do once the file is durable, and as much of the rest on
+        copies of it. Raises SaveError.
+        """
+        began = time.monotonic()
+        if self.reserve is not None:
+            self.reserve.release()
+        position = self.collector.position
+        self.flags.answer()
+        paths = [self._path(policy, position) for policy in policies]
+        info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
+        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        finishing = dict(zip(paths, policies, strict=True))
+        result = self._write(
+            paths[0],
+            state,
+            info,
+            also=paths[1:],
+            finish=lambda path: self._finish(finishing[path], path, time_left_s / 3),
+            dying=True,
+        )
+        if self.mirror is not None:
+            self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
+        return result
+
+    def _path(self, policy: ExitPolicy, position: Position) -> Path:
+        if policy.place is None:
+            return self.folder(policy.directory) / policy.name(position)
+        return policy.place(self._resolved.get(policy.directory, policy.directory), position, self.ranks)
+
+    def _finish(self, policy: ExitPolicy, path: Path, timeout_s: float) -> Path:
+        if policy.finish is None:
+            return path
+        try:
+            return policy.finish(path, self.ranks, self.gone, timeout_s)
+        except OSError as error:
+            logger.warning("%s is durable, but could not be moved to its final folder: %s", path, error)
+            return path
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        """Write the boundary just reached. A failure is reported and training goes on; returns whether it went well.
+
+        With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
+        events.
+        """
+        position = self.collector.position
+        path = self.folder(policy.directory) / policy.name(position)
+        info = self._info(position, kind="periodic", reason="periodic", append_info=policy.append_info)
+
+        def work(state: Any) -> bool:
+            try:
+                self._write(path, state, info)
+                self._prune(policy, path)
+            except Exception as error:
+                return self._report(error, info)
+            return True
+
+        if policy.asynchronous:
+            self._background.reserve()  # before the copy is made: a third one has no room in memory
+        try:
+            state = to_host(
+                self.collector.state(), boundary_event=self.collector.boundary_event, copy=policy.asynchronous
+            )
+            if policy.asynchronous:
+                self._background.submit(partial(work, state))
+                return True
+        except BaseException as error:
+            if policy.asynchronous:
+                self._background.give_up()
+            if not isinstance(error, Exception):
+                raise
+            return self._report(error, info)
+        return work(state)
+
+    def _report(
+        self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
+    ) -> bool:
+        """A periodic save failed, for whatever reason: no cause to end a training."""
+        expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
+        logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
+        self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
+        return False
+
+    def save_to(self, path: Path | None, directory: Path, prefix: str, reason: str) -> SaveResult:
+        """Write the boundary because the user asked; retention never deletes it. Raises SaveError."""
+        position = self.collector.position
+        name = f"{prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
+        info = self._info(position, kind="manual", reason=reason, append_info=())
+        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        before = self.newest
+        result = self._write(self.folder(directory) / name if path is None else path, state, info)
+        if path is not None:
+            self.newest = before  # no start looks there
+        return result
+
+    def save_final(self, policy: ExitPolicy) -> bool:
+        """Write the last boundary of a finished training. A failure is said; returns whether it went well."""
+        assert policy.final_name is not None
+        position = self.collector.position
+        info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
+        try:
+            state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+            result = self._write(self.folder(policy.directory) / policy.final_name(position), state, info)
+        except Exception as error:
+            return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
+        logger.info("step %d, the end of the training, saved in %s", info.step, result.path)
+        return True
+
+    def older_finals(self, policy: ExitPolicy) -> list[Path]:
+        """Final files of this run and rank that are of an earlier step than the newest save."""
+        step = -1 if self.newest is None else self.newest[0]
+        folder = self.folder(policy.directory)
+        owners = self.trust.of(folder)
+        entries = (read_entry(path, owners=owners) for path in sorted(folder.glob("*_final*.safetensors")))
+        infos = [(entry.path, entry.info) for entry in entries if entry is not None and entry.info is not None]
+        own = (self.events.run_id, self.ranks.rank, "final")
+        return [path for path, info in infos if (info.run_id, info.rank, info.kind) == own and info.step < step]
+
+    def delete(self, path: Path) -> None:
+        """Remove an old checkpoint of this run, here and where it was copied to. A failure is a warning."""
+        try:
+            os.unlink(path)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be deleted (%s)", path, error)
+            return
+        if self.mirror is not None:
+            self.mirror.drop(path, self.events.run_id)
+
+    def prepare(self, *, asynchronous: bool) -> None:
+        """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
+        try:
+            self.reserve = Reserve(len(self.collector.parameters))
+            if asynchronous:
+                self._background.start()
+        except (OSError, RuntimeError, MemoryError) as error:
+            logger.warning("no memory or thread can be kept back for a dying save (%s)", error)
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
+        return self._background.drain(timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        self._background.close(timeout_s)
+        if self.reserve is not None:
+            self.reserve.close()
+        if self.mirror is not None:
+            self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
+
+    def describe(self, kind: str) -> CheckpointInfo:
+        """The header facts of the last boundary."""
+        return self._info(self.collector.position, kind=kind, reason=kind, append_info=())
+
+    def save_restored(self, policies: Sequence[ExitPolicy], original: CheckpointInfo) -> None:
+        """Write this rank's share of the step that was just resumed, which it did not have on disk. A failure is said.
+
+        With the attempt of the other ranks' files: together they are one whole step.
+        """
+        policy = next((p for p in policies if p.save and p.kind != "eval"), None)
+        if policy is None:
+            return
+        position = self.collector.position
+        info = self._info(position, kind=policy.kind, reason=original.reason, append_info=())
+        base = {name: value for name, value in original.coordinates.items() if name in _BASE}
+        own = {name: value for name, value in info.coordinates.items() if name not in _BASE}
+        info = replace(info, attempt=original.attempt, coordinates=own | base)
+        try:
+            path = self._path(policy, position)
+            self._write(path, self.collector.state(), info, finish=lambda path: self._finish(policy, path, math.inf))
+        except (OSError, UnsupportedStateError) as error:
+            self._report(error, info)
+
+    def began_from(self, base: CheckpointInfo) -> None:
+        """The attempt went on from `base`: every file of it says so, and a start that would not be exact at the first
+        steps of this attempt finds the way back (`plan.planner.steps_before`)."""
+        self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
+
+    def _foreseen(self) -> dict[str, int]:
+        """Whether forecasts of this boundary are worth anything: on this rank it came out as foreseen, or not."""
+        foreseen = self.collector.foreseen
+        return {} if foreseen is None else {"foreseen": int(foreseen)}
+
+    def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
+        return CheckpointInfo(
+            run_id=self.events.run_id,
+            world_size=self.ranks.world_size,
+            rank=self.ranks.rank,
+            step=position.step,
+            epoch=position.epoch,
+            step_in_epoch=position.step_in_epoch,
+            batch_num=position.batch_num,
+            reason=reason,
+            kind=kind,
+            created=time.time(),
+            resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
+            attempt=self.events.attempt,
+            coordinates={**self.coordinates, **self._foreseen()},
+            append_info=tuple(append_info),
+            torch_version=torch.__version__,
+            flags=self.flags.identities,
+            names=self.names,
+        )
+
+    def _write(
+        self,
+        path: Path,
+        state: Any,
+        info: CheckpointInfo,
+        also: Sequence[Path] = (),
+        finish: Callable[[Path], Path] = lambda path: path,
+        dying: bool = False,
+    ) -> SaveResult:
+        result = self._write_files(path, state, info, also, reserve=self.reserve if dying else None)
+        moved = [finish(name) for name in dict.fromkeys((path, *also))]
+        result = replace(result, path=moved[0])
+        self.newest_step = max(self.newest_step, info.step)
+        speed = result.nbytes / max(result.duration_s, 1e-6)
+        self.bytes_per_s = speed if self.bytes_per_s is None else min(speed, self.bytes_per_s)
+        self.events.emit(
+            "save",
+            step=info.step,
+            reason=info.reason,
+            duration_s=result.duration_s,
+            nbytes=result.nbytes,
+            outcome="saved",
+            path=str(result.path),
+            kind=info.kind,
+        )
+        if info.resumable:
+            self.newest = (info.step, result.path)
+        if self.mirror is not None and not dying:
+            self.mirror.submit(result.path, info.step)
+        return result
+
+    def _write_files(
+        self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path], *, reserve: Reserve | None = None
+    ) -> SaveResult:
+        def write() -> SaveResult:
+            for target in (path, *also):
+                make_directory_durable(target.parent)
+            return write_checkpoint(
+                path,
+                state,
+                info,
+                layout=self.collector.layout(),
+                also=also,
+                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+                reserve=reserve,
+            )
+
+        try:
+            result = write()
+        except OSError as error:  # a SaveError is one
+            if error.errno != errno.ENOENT:
+                raise
+            result = write()  # another rank has renamed a tree that it took for finished
+        if self.first_save is not None:
+            self.first_save.after_publish()
+        return result
+
+    def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
+        """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.
+
+        Two policies may share a directory, and neither may count or delete the other's files, let alone those of
+        `guard.save`.
+        """
+        if policy.keep_max is None and policy.keep_per_n_minutes is None:
+            return
+        root = self._resolved.get(policy.directory, policy.directory)
+        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root), owners=self.trust.of(root))
+        facts = [
+            CheckpointFact(
+                path=entry.path,
+                step=info.step,
+                kind=info.kind,
+                created=info.created,
+                epoch=info.epoch,
+                run_id=info.run_id,
+                attempt=info.attempt,
+            )
+            for entry in catalog.entries
+            if (info := entry.info) is not None
+            and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
+            and entry.path.parent == newest.parent
+            and _is_of(policy, entry.path, info)
+        ]
+        doomed = choose_deletions(
+            facts,
+            keep_max=policy.keep_max,
+            keep_per_n_minutes=policy.keep_per_n_minutes,
+            protect=self._protected(policy, catalog, sorted({fact.moment for fact in facts})),
+        )
+        for path in doomed:
+            self.delete(path)
+
+    def _protected(self, policy: PeriodicPolicy, catalog: Catalog, own: Sequence[Moment]) -> set[Moment]:
+        """The newest whole step, the step just written, and those that may become whole yet.
+
+        A step is whole when every rank's file is there. The other ranks may be behind: by one save, or with background
+        saves by two (one being written, one waiting or being made); one more than that of the newest own steps stay as
+        long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
+        """
+        whole = catalog.newest_complete(self.events.run_id)
+        behind = [moment for moment in own if whole is None or moment > whole.moment]
+        kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
+        return kept if whole is None else {*kept, whole.moment}
+
+    def prune(self, policy: PeriodicPolicy) -> None:
+        """Apply the policy's retention once more, when the other ranks have had time to finish."""
+        self._prune(policy, self.folder(policy.directory) / "_")
+
+
+def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
+    """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
+    name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
+    return info.kind == "periodic" and path.name in (name, previous_path(name).name)
+
+
+class _Background:
+    """The persist thread: one job at a time, in order. Memory holds two copies of the state at most: the one that is
+    written, and the next one, which waits or is still being made.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue()
+        self._thread: threading.Thread | None = None
+        self._idle = threading.Condition()
+        self._open = 0
+
+    def start(self) -> None:
+        """Make the thread now, as long as one can be had. Raises RuntimeError."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def reserve(self) -> None:
+        """Training thread, before it copies: wait until there is room for one more. `submit` or `give_up` follows."""
+        with self._idle:
+            self._idle.wait_for(lambda: self._open < _MOST_COPIES)
+            self._open += 1
+
+    def give_up(self) -> None:
+        """There is no job after all."""
+        with self._idle:
+            self._open -= 1
+            self._idle.notify_all()
+
+    def submit(self, job: Callable[[], bool]) -> None:
+        self.start()
+        self._jobs.put(job)
+
+    def drain(self, timeout_s: float | None) -> bool:
+        with self._idle:
+            return self._idle.wait_for(lambda: self._open == 0, timeout_s)
+
+    def close(self, timeout_s: float | None) -> None:
+        if self._thread is not None and self.drain(timeout_s):
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        job: Callable[[], bool] | None
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception:
+                logger.exception("a background save met an unexpected error")
+            finally:
+                job = None  # with it goes the copy, before there is room for another one
+                self.give_up()

@@ -1,0 +1,208 @@
+"""Catalog entries -> what the planner wants to know of each file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.capture.layouts import RECORD_VERSION
+from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec, global_name, strategy_from_record
+from mindx_elastic.errors import UsageError
+from mindx_elastic.persist.catalog import CatalogEntry, preference
+from mindx_elastic.persist.format import CheckpointInfo, Header
+from mindx_elastic.persist.places import shape_of_node, tensor_places
+from mindx_elastic.plan.assumptions import OWN, echoes_of
+from mindx_elastic.plan.facts import FileFact, Rejected, alone
+
+__all__ = [
+    "Strategies",
+    "base_of",
+    "facts_of",
+    "pack_facts",
+    "strategy_digest",
+    "strategy_of",
+    "unpack_facts",
+]
+
+_NO_PART_OF_IT = ("rng", "progress", "gradient_order")
+
+
+class Strategies:
+    """Keeps one object for all files that say the same, so that thousands of files are compared by identity."""
+
+    def __init__(self) -> None:
+        self._known: dict[Strategy, Strategy] = {}
+        self._read: dict[tuple[Any, ...], Strategy] = {}
+        self._checked: dict[int, Strategy] = {}
+
+    def of_record(self, record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
+        """`strategy_from_record`, worked out once for files whose records differ in nothing but the rank."""
+        key = (json.dumps({**record, "rank": 0}), frozenset(tensors.items()))
+        if key not in self._read:
+            self._read[key] = self.one(strategy_from_record(record, tensors))
+        return self._read[key]
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises UsageError where the other ranks could not read what this one would send them."""
+        if id(strategy) not in self._checked:
+            Strategy.from_json(strategy.to_json())
+            self._checked[id(strategy)] = strategy  # kept, so that the id stays its own
+
+    def one(self, strategy: Strategy) -> Strategy:
+        return self._known.setdefault(strategy, strategy)
+
+
+def facts_of(
+    entries: Iterable[CatalogEntry], strategies: Strategies | None = None
+) -> tuple[list[FileFact], list[Rejected]]:
+    """The files that can be resumed from, in the order in which a rank's are tried; and those that cannot be used.
+
+    Foreign files and those that are not meant for resuming are in neither. Reads no file: the headers are there.
+    """
+    strategies = strategies or Strategies()
+    facts: list[FileFact] = []
+    rejected: list[Rejected] = []
+    good = sorted((entry for entry in entries if entry.info is not None), key=preference)
+    for entry in entries:
+        if entry.problem and (entry.looks_ours or not entry.foreign):
+            rejected.append(Rejected(str(entry.path), entry.problem))
+    for entry in good:
+        info, header = entry.info, entry.header
+        assert info is not None and header is not None
+        if not info.resumable:
+            continue
+        try:
+            strategy, echoes = strategy_of(header, strategies)
+            strategies.check(strategy)
+        except MemoryError:
+            raise  # ours, not the file's
+        except Exception as error:
+            # Whatever a record can bring about is the file's own damage. Its tensors are sound all the same: it serves
+            # its own rank, in the same world.
+            reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
+            rejected.append(Rejected(str(entry.path), reason))
+            strategy, echoes = alone(info.rank, info.world_size), {}
+        facts.append(_fact(entry, info, strategies.one(strategy), echoes))
+    return facts, rejected
+
+
+def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes: dict[str, str]) -> FileFact:
+    return FileFact(
+        path=str(entry.path),
+        rank=info.rank,
+        moment=info.moment,
+        world_size=info.world_size,
+        strategy=strategy,
+        kind=info.kind,
+        created=info.created,
+        nbytes=entry.size,
+        epoch=info.epoch,
+        step_in_epoch=info.step_in_epoch,
+        base=base_of(info),
+        fault_report=info.coordinates.get("fault_report", 0),
+        echoes=echoes,
+    )
+
+
+def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
+    """Attempt and step that the file's attempt went on from, as its header says (see `guard.saver.Saver.began_from`)."""
+    attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
+    return None if attempt is None or step is None else (attempt, step)
+
+
+def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, dict[str, str]]:
+    """What a file says of the layout of its tensors, and its echoes (see `plan.assumptions`).
+
+    Raises UsageError for a record that contradicts itself or the file.
+    """
+    info, record = header.info, header.layout
+    places = {
+        place: node for place, node in tensor_places(header).items() if place.partition(".")[0] not in _NO_PART_OF_IT
+    }
+    shapes = {place: (header.entries[n["$tensor"]].dtype, shape_of_node(n, header)) for place, n in places.items()}
+    if record.get("version") != RECORD_VERSION:
+        # Files that other programs made with our writer.
+        if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
+            layout = Layout((info.world_size,), (REPLICATE,))
+            specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
+            return Strategy(info.world_size, tuple(specs)), {}
+        return alone(info.rank, info.world_size), {}
+    if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
+        raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
+    volatile = {f"{component}.{name}" for component, names in record.get("volatile", {}).items() for name in names}
+    parameters = record.get("parameters", {})
+    described = {*record.get("modules", {p.partition(".")[0] for p in places}), *parameters}
+    kept = {p: shape for p, shape in shapes.items() if p not in volatile and p.partition(".")[0] in described}
+    strategy = (strategies or Strategies()).of_record(record, kept)
+    digests = {place: header.digests[node["$tensor"]] for place, node in places.items()}
+    assumed = {global_name(p, parameters)[0]: (shapes[p][1], digests[p]) for p in kept}
+    free = {p: (shapes[p], digests[p]) for p in places if p.partition(".")[0] not in described}
+    return strategy, {**echoes_of(strategy, info.rank, assumed), **_own_echoes(free)}
+
+
+def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
+    """Of components that are neither module nor optimizer: an average of weights (EMA) is as sharded as the weights.
+
+    Floating-point tensors only: generators and counters of a rank are its own, and can be begun anew.
+    """
+    found: dict[str, Any] = {}
+    for place, ((dtype, shape), digest) in sorted(tensors.items()):
+        if dtype.startswith(("F", "BF")) and shape:
+            line = f"{place} {shape} {digest}\n"
+            found.setdefault(f"{OWN}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
+    return {key: digest.hexdigest() for key, digest in found.items()}
+
+
+_ROW = (
+    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
+    *("where", "echoes", "base"),
+)
+
+
+def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:
+    """JSON-able rows; `unpack_facts` is the way back. Strategies are sent apart, here stands the digest of each.
+
+    `visible_to` is not sent: it is what the receivers find out.
+    """
+    digests: dict[int, str] = {}
+    for fact in facts:
+        if id(fact.strategy) not in digests:
+            digests[id(fact.strategy)] = strategy_digest(fact.strategy)
+    return [[list(f.moment), digests[id(f.strategy)], *(getattr(f, name) for name in _ROW)] for f in facts]
+
+
+def strategy_digest(strategy: Strategy) -> str:
+    """The same on every rank for equal strategies."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())
+
+
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
+
+
+def _check_row(row: Mapping[str, Any]) -> None:
+    """Raises ValueError for a row that no header can give."""
+    sound = (
+        all(isinstance(row[name], str) for name in ("path", "kind", "where"))
+        and all(type(row[name]) is int and row[name] >= 0 for name in _WHOLE)
+        and row["rank"] < row["world_size"]
+        and all(type(row[name]) in (int, float) for name in ("created", "fault_report"))
+        and isinstance(row["echoes"], dict)
+        and all(isinstance(text, str) for text in row["echoes"].values())
+    )
+    if not sound:
+        raise ValueError("no facts of a checkpoint file")
+
+
+def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) -> list[FileFact]:
+    """`strategies`: by digest."""
+    found = []
+    for (run, attempt, step), digest, *values in rows:
+        named = dict(zip(_ROW, values, strict=True))
+        named["base"] = None if named["base"] is None else tuple(named["base"])
+        _check_row(named)
+        found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
+    return found

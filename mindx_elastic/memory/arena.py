@@ -1,0 +1,422 @@
+"""The arena: what outlives a killed process, in files of shared memory.
+
+::
+
+    {base}/mindx-elastic-{uid}/                              this user's; see `make_user_folder`
+    {base}/mindx-elastic-{uid}/{directory's digest}/         one job: a checkpoint directory on one machine
+        owner.json                                           directory, run id, when
+        rank_{r}/lock                                        locked for as long as the rank's process lives
+        rank_{r}/slot_0.safetensors, slot_1.safetensors      snapshots, laid out as finished checkpoint files
+        rank_{r}/commit                                      what is true of the two slots
+        rank_{r}/boundaries                                  the volatile state of the last boundaries (`BoundaryRing`)
+
+A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
+after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
+loses none of them; the record has a digest of its own, so that half of one is none.
+
+A name is a function of the checkpoint directory, so that the next start with the same command finds it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import json
+import mmap
+import os
+import secrets
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.errors import ArenaError
+
+__all__ = [
+    "ArenaFile",
+    "RankArena",
+    "SlotRecord",
+    "SlotState",
+    "job_folder",
+    "make_user_folder",
+    "rank_folders",
+    "squatted_folder",
+    "user_folder",
+    "user_folders",
+]
+
+NUM_SLOTS = 2
+_RECORD = struct.Struct("<QqqQQQ")  # state, attempt, step, sequence, file bytes, header bytes
+_RECORD_ROOM = 64  # a record and its digest, one cache line
+_PREDECESSOR_S = 5.0
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
+_PAGES_PIECE = 64 << 20
+
+
+def user_folder(base: Path) -> Path:
+    """Where everything of this user lies below `base`, or would: see `make_user_folder`."""
+    return next(iter(user_folders(base)), _usual_folder(base))
+
+
+def user_folders(base: Path) -> list[Path]:
+    """The private folders of this user that there are below `base`, the usual one in front."""
+    usual = _usual_folder(base)
+    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if _is_private(path)]
+
+
+def squatted_folder(base: Path) -> Path | None:
+    """The usual name, where it is anything but a private folder of this user."""
+    usual = _usual_folder(base)
+    return usual if os.path.lexists(usual) and not _is_private(usual) else None
+
+
+def _usual_folder(base: Path) -> Path:
+    return base / f"mindx-elastic-{os.geteuid()}"
+
+
+def make_user_folder(base: Path) -> Path:
+    """The folder of this user below `base`, made if need be. Raises OSError.
+
+    Anybody may take its usual name in a folder like /dev/shm. It is then one with a random name behind the usual one: a
+    name that cannot be taken beforehand, and whose owner and mode tell every later process whose it is. So the next
+    start, the agent and the commands find it by looking, and nothing has to be written down.
+    """
+    usual = _usual_folder(base)
+    if found := user_folders(base):
+        return found[0]
+    with suppress(FileExistsError):
+        usual.mkdir(mode=0o700)
+    if _is_private(usual):
+        return usual
+    if not os.path.lexists(usual):
+        raise FileNotFoundError(
+            errno.ENOENT, os.strerror(errno.ENOENT), str(usual)
+        )  # taken away again: see the callers
+    with _one_at_a_time(base):  # all ranks of a machine must come to the same folder
+        if found := user_folders(base):
+            return found[0]
+        folder = base / f"{usual.name}-{secrets.token_hex(8)}"
+        folder.mkdir(mode=0o700)
+    logger.warning("%s is not a folder of this user's own with mode 700; %s is used in its place", usual, folder.name)
+    return folder
+
+
+@contextmanager
+def _one_at_a_time(base: Path) -> Iterator[None]:
+    """Not for long: anybody may hold this lock, and must not hold anything up with it."""
+    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    end = time.monotonic() + _PREDECESSOR_S
+    try:
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno != errno.EWOULDBLOCK:
+                    break
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _is_private(folder: Path) -> bool:
+    try:
+        status = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
+
+
+def job_folder(base: Path, directory: Path) -> Path:
+    """The folder of the job that writes its checkpoints to `directory` (a resolved path)."""
+    name = xxhash.xxh3_64_hexdigest(str(directory).encode())
+    places = [folder / name for folder in user_folders(base)]
+    return next((place for place in places if place.is_dir()), user_folder(base) / name)
+
+
+def rank_folders(job: Path) -> dict[int, Path]:
+    """The rank folders of a job that belong to this user; none when there is no such job."""
+    found: dict[int, Path] = {}
+    for path in sorted(job.glob("rank_*")) if _is_own_folder(job) else ():
+        number = path.name[5:]
+        if number.isdecimal() and _is_own_folder(path):
+            found[int(number)] = path
+    return found
+
+
+def _is_own_folder(path: Path) -> bool:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+
+
+class SlotState(IntEnum):
+    EMPTY = 0
+    COPIED = 1
+    """All bytes are there; the header is a draft without digests."""
+    SEALED = 2
+    """A finished checkpoint file."""
+
+
+@dataclass(frozen=True)
+class SlotRecord:
+    """What the commit file says about one slot."""
+
+    state: SlotState = SlotState.EMPTY
+    attempt: int = 0
+    step: int = -1
+    sequence: int = 0
+    """Counts the snapshots of the rank; the newest is the highest."""
+    nbytes: int = 0
+    """Size of the file."""
+    header_bytes: int = 0
+
+    def pack(self) -> bytes:
+        body = _RECORD.pack(self.state, self.attempt, self.step, self.sequence, self.nbytes, self.header_bytes)
+        return body + xxhash.xxh3_64_digest(body)
+
+    @classmethod
+    def unpack(cls, data: bytes) -> SlotRecord:
+        body, digest = data[: _RECORD.size], data[_RECORD.size : _RECORD.size + 8]
+        if xxhash.xxh3_64_digest(body) != digest:
+            return cls()
+        state, *rest = _RECORD.unpack(body)
+        return cls(SlotState(state), *rest) if state in (1, 2) else cls()
+
+
+class ArenaFile:
+    """A file of shared memory that is mapped for writing. Its room is reserved, so that a store never fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.map: mmap.mmap | None = None
+        self.size = 0
+        self._present = 0  # bytes from the start whose pages are mapped
+
+    def resize(self, nbytes: int) -> mmap.mmap:
+        """Make the file exactly `nbytes` long and map it. Raises ArenaError when there is no room."""
+        if self.map is not None and self.size == nbytes:
+            return self.map
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.ftruncate(fd, nbytes)
+            os.posix_fallocate(fd, 0, nbytes)  # no page is missing later: a store without room would be a SIGBUS
+            return self._remap(fd, nbytes)
+        except OSError as error:
+            self.close()
+            os.ftruncate(fd, 0)
+            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG, errno.EDQUOT):
+                raise ArenaError(_no_room(self.path, nbytes), path=self.path) from error
+            raise
+        finally:
+            os.close(fd)
+
+    def _remap(self, fd: int, nbytes: int) -> mmap.mmap:
+        if self.map is not None:
+            try:
+                self.map.resize(nbytes)  # keeps the pages that are mapped: a header may grow by a line now and then
+                self._present = min(self._present, nbytes)
+            except (BufferError, SystemError):  # a tensor looks at it; a system that cannot
+                self.close()
+        if self.map is None:
+            self.map, self._present = mmap.mmap(fd, nbytes), 0
+        self.size = nbytes
+        return self.map
+
+    def bring_in(self, go_on: Callable[[], bool] = lambda: True) -> bool:
+        """Map the pages ahead of the first store; what they hold stays. False when ``go_on()`` became false.
+
+        One by one, by page faults, it takes up to 20 times as long as the copy that causes them. Any thread; the
+        interpreter's lock is not held.
+        """
+        assert self.map is not None
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        anchor = ctypes.c_char.from_buffer(self.map)
+        while self._present < self.size:
+            if not go_on():
+                return False
+            # In pieces, also because whoever else in this process maps memory has to wait for each.
+            start = self._present - self._present % mmap.PAGESIZE
+            count = min(_PAGES_PIECE, self.size - start)
+            if madvise(ctypes.addressof(anchor) + start, count, _MADV_POPULATE_WRITE) != 0:
+                return True  # a kernel before 5.14; then page faults do it
+            self._present = start + count
+        return True
+
+    def close(self) -> None:
+        """Unmap. Whoever still has a view keeps the memory until it lets go."""
+        if self.map is not None:
+            with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
+                self.map.close()
+            self.map = None
+
+
+def _no_room(path: Path, nbytes: int) -> str:
+    status = os.statvfs(path.parent)
+    return (
+        f"{path}: no room for a snapshot of {nbytes:,} bytes in shared memory ({status.f_bavail * status.f_frsize:,} "
+        "free; a rank needs twice the size of its state). Enlarge it (docker --shm-size, a Kubernetes emptyDir with "
+        "medium: Memory), point MINDX_ARENA_DIR to another memory file system, or switch snapshots off with "
+        "--snapshot-every 0"
+    )
+
+
+class RankArena:
+    """One rank's arena, open for writing. Used by one process at a time, which holds the lock; one thread."""
+
+    def __init__(self, base: Path, directory: Path, rank: int) -> None:
+        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to somebody else."""
+        self.job, self.folder, self._lock = _open_locked(base, directory, rank)
+        self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
+        self._commit = ArenaFile(self.folder / "commit")
+        try:
+            self._records = self._commit.resize(NUM_SLOTS * _RECORD_ROOM)
+        except OSError:
+            self.close()
+            raise
+
+    def describe(self, directory: Path, run_id: str, trace: Mapping[str, Any] | None = None) -> None:
+        """Say whose arena it is, for people and for `mindx-elastic clean`; with the run's `trace` in `directory`."""
+        path = self.job / "owner.json"
+        temp = self.folder / "owner.json"
+        with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
+        os.replace(temp, path)
+
+    def record(self, index: int) -> SlotRecord:
+        start = index * _RECORD_ROOM
+        return SlotRecord.unpack(self._records[start : start + _RECORD_ROOM])
+
+    def set_record(self, index: int, record: SlotRecord) -> None:
+        data = record.pack()
+        start = index * _RECORD_ROOM
+        self._records[start : start + len(data)] = data
+
+    def keep(self, attempt: int, step: int) -> None:
+        """The job goes on from this snapshot: it is the last one to be overwritten.
+
+        Other ranks may have nothing else: their newer one was torn, and this rank's newer one is worth nothing alone.
+        """
+        for index in range(NUM_SLOTS):
+            record = self.record(index)
+            if record.state is not SlotState.EMPTY and (record.attempt, record.step) == (attempt, step):
+                self.set_record(index, replace(record, sequence=self.newest().sequence + 1))
+
+    @property
+    def interval(self) -> int:
+        """The measured number of steps between two snapshots that all ranks agreed on before; 0: none."""
+        try:
+            text = (self.folder / "interval").read_text()
+        except OSError:
+            return 0
+        return int(text) if text.isdecimal() and len(text) < 10 else 0
+
+    @interval.setter
+    def interval(self, steps: int) -> None:
+        with suppress(OSError):  # it is measured again then
+            (self.folder / "interval").write_text(str(steps))
+
+    def oldest(self) -> int:
+        """The slot to write next."""
+        return min(range(NUM_SLOTS), key=lambda index: self.record(index).sequence)
+
+    def newest(self) -> SlotRecord:
+        return max((self.record(index) for index in range(NUM_SLOTS)), key=lambda record: record.sequence)
+
+    def remove(self) -> None:
+        """The job has ended well: take everything away. The last rank of the machine takes the job's folder too.
+
+        Never raises: what somebody else has put there, or taken away, is left.
+        """
+        try:
+            # The lock last: whoever gets it must find nothing that is about to go.
+            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "lock"):
+                path.unlink(missing_ok=True)
+            self.close()
+            self.folder.rmdir()
+            if not any(self.job.glob("rank_*")):
+                (self.job / "owner.json").unlink(missing_ok=True)
+            self.job.rmdir()
+            self.job.parent.rmdir()
+        except OSError:
+            self.close()  # other ranks, or other jobs, are still there
+
+    def close(self) -> None:
+        """Give the lock back and leave the content to whoever starts next."""
+        for file in (*self.slots, self._commit):
+            file.close()
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, int]:
+    """Make the folders of the job and the rank, and lock the latter: both, and the descriptor.
+
+    A job that ends at this moment, this one's predecessor or another one, may take a folder away in between.
+    """
+    end = time.monotonic() + _PREDECESSOR_S
+    while True:
+        folder = job_folder(base, directory) / f"rank_{rank}"
+        try:
+            make_user_folder(base)
+            job = job_folder(base, directory)
+            folder = job / f"rank_{rank}"
+            for each in (job, folder):
+                _make_private(each)
+            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            _lock_soon(fd, folder, end)
+            if os.fstat(fd).st_nlink:
+                return job, folder, fd
+            os.close(fd)  # `mindx-elastic clean`, or the process before this one, has just removed it
+        except FileNotFoundError as error:
+            if not base.is_dir() or time.monotonic() > end:
+                raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
+        pass
+    except FileNotFoundError:
+        raise  # the folder around it is gone: see `_open_locked`
+    except OSError as error:
+        raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise ArenaError(
+            f"{folder} is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. "
+            "Remove it, or give another place in MINDX_ARENA_DIR",
+            path=folder,
+        )
+
+
+def _lock_soon(fd: int, folder: Path, end: float) -> None:
+    """The process before this one may still be on its way out."""
+    while True:
+        try:
+            # Not flock: a forked loader worker would hold it for seconds after the rank was killed.
+            fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() > end:
+                os.close(fd)
+                raise ArenaError(
+                    f"{folder} is in use by another process: is a second job writing to the same checkpoint directory?",
+                    path=folder,
+                ) from error
+            time.sleep(0.02)

@@ -1,0 +1,173 @@
+"""The boundary ring: a rank's volatile state at its last boundaries, in shared memory, written at every step.
+
+Where every rank holds the same weights (DDP), the weights of a killed rank live on in the others; what dies with it are
+its own random generators, buffers and counters. They are a few kilobytes, so they are kept for every boundary. The last
+places hold the *forecast*: generators and buffers as they were at the end of the newest forward, before the gradients
+were reduced. The survivors of a rank that was killed in its update have passed the boundary that it did not reach; a
+rank whose random generators do not move between forward and boundary, which is checked at every boundary, would have
+reached it with exactly these. Two more places are *pinned*: the boundaries of the last two snapshots that another rank
+of the machine has taken of the weights that all share.
+
+A file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags, digest, bytes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from mindx_elastic.core.owners import Owners
+from mindx_elastic.memory.arena import ArenaFile
+
+__all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
+
+NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
+_NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
+_MAGIC = b"mindxbr2"
+_TOP = struct.Struct("<8sQ64s")  # magic, bytes of a place, run id
+_TOP_ROOM = 128
+_HEAD = struct.Struct("<QqqQQ16s")  # sequence, attempt, step, length, flags, digest
+_HEAD_ROOM = 64
+_FORECAST, _TRUSTED, _IS_PINNED = 1, 2, 4
+_BOUNDARIES = range(NUM_BOUNDARIES)
+_FORECASTS = range(NUM_BOUNDARIES, NUM_BOUNDARIES + NUM_FORECASTS)
+_PINNED = range(NUM_BOUNDARIES + NUM_FORECASTS, _NUM_PLACES)
+
+
+@dataclass(frozen=True)
+class BoundaryRecord:
+    """One boundary, or the forecast of one."""
+
+    run_id: str
+    attempt: int
+    step: int
+    content: bytes
+    forecast: bool
+    trusted: bool
+    """A forecast: the ones before it have all come true. A boundary always is."""
+    pinned: bool = False
+    """Kept because of a snapshot; the same boundary may be there a second time."""
+
+
+class BoundaryRing:
+    """The writer's side, training thread only. `capacity` is the room of one place in bytes."""
+
+    def __init__(self, path: Path, run_id: str, capacity: int) -> None:
+        """Open or make the file; what an earlier process of the run wrote is kept until it is overwritten.
+
+        Raises ArenaError when there is no room.
+        """
+        self._run_id = run_id.encode()[:64]
+        old = _read_top(path)
+        if old is not None and old[1] == run_id and old[0] >= capacity:
+            self._map_file(path, old[0])
+            return
+        kept = [] if old is None or old[1] != run_id else read_ring(path)
+        larger = path.with_name(f"{path.name}.new")  # not in place: a kill now must not cost the older boundaries
+        larger.unlink(missing_ok=True)
+        self._map_file(larger, capacity)
+        for record in reversed(kept):
+            kind = {"forecast": record.forecast, "trusted": record.trusted, "pinned": record.pinned}
+            self.write(record.attempt, record.step, [memoryview(record.content)], **kind)
+        os.replace(larger, path)
+
+    def _map_file(self, path: Path, capacity: int) -> None:
+        self._file, self.capacity = ArenaFile(path), capacity
+        self._stride = _HEAD_ROOM + capacity
+        self._map = self._file.resize(_TOP_ROOM + _NUM_PLACES * self._stride)
+        self._next = max(map(self._sequence, range(_NUM_PLACES))) // 2 + 1
+        self._map[: _TOP.size] = _TOP.pack(_MAGIC, capacity, self._run_id)
+
+    def write(
+        self,
+        attempt: int,
+        step: int,
+        pieces: Sequence[memoryview],
+        *,
+        forecast: bool = False,
+        trusted: bool = True,
+        pinned: bool = False,
+    ) -> bool:
+        """Keep one record in the oldest place of its kind; False when it does not fit (`capacity`)."""
+        length = sum(piece.nbytes for piece in pieces)
+        if length > self.capacity:
+            return False
+        place = min(_PINNED if pinned else _FORECASTS if forecast else _BOUNDARIES, key=self._sequence)
+        start = _TOP_ROOM + place * self._stride
+        sequence, self._next = self._next, self._next + 1
+        struct.pack_into("<Q", self._map, start, 2 * sequence - 1)
+        digest = xxhash.xxh3_128()
+        position = start + _HEAD_ROOM
+        for piece in pieces:
+            self._map[position : position + piece.nbytes] = piece
+            digest.update(piece)
+            position += piece.nbytes
+        flags = _FORECAST * forecast | _TRUSTED * trusted | _IS_PINNED * pinned
+        _HEAD.pack_into(self._map, start, 2 * sequence - 1, attempt, step, length, flags, digest.digest())
+        struct.pack_into("<Q", self._map, start, 2 * sequence)
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _sequence(self, place: int) -> int:
+        return int(struct.unpack_from("<Q", self._map, _TOP_ROOM + place * self._stride)[0])
+
+
+def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
+    """Every sound record of a ring, however its writer ended; the newest first. `owners`: whose files count.
+
+    Raises OSError, UntrustedFileError.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if owners is not None:
+            owners.check(os.fstat(fd), path)
+        size = os.fstat(fd).st_size
+        if size < _TOP_ROOM:
+            return []
+        with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
+            return sorted(_records(data, size), key=lambda r: (r.attempt, r.step, not r.forecast), reverse=True)
+    finally:
+        os.close(fd)
+
+
+def _read_top(path: Path) -> tuple[int, str] | None:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        data = os.pread(fd, _TOP_ROOM, 0)
+    finally:
+        os.close(fd)
+    return _parse_top(data)
+
+
+def _parse_top(data: bytes) -> tuple[int, str] | None:
+    if len(data) < _TOP.size:
+        return None
+    magic, capacity, run_id = _TOP.unpack(data[: _TOP.size])
+    return (capacity, run_id.rstrip(b"\0").decode("utf-8", "replace")) if magic == _MAGIC else None
+
+
+def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
+    top = _parse_top(data[:_TOP_ROOM])
+    if top is None or size != _TOP_ROOM + _NUM_PLACES * (_HEAD_ROOM + top[0]):
+        return
+    capacity, run_id = top
+    for place in range(_NUM_PLACES):
+        start = _TOP_ROOM + place * (_HEAD_ROOM + capacity)
+        sequence, attempt, step, length, flags, digest = _HEAD.unpack_from(data, start)
+        if sequence == 0 or sequence % 2 or length > capacity:
+            continue
+        content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
+        if xxhash.xxh3_128_digest(content) == digest:
+            kinds = [bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED)]
+            yield BoundaryRecord(run_id, attempt, step, content, *kinds)

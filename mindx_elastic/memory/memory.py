@@ -1,0 +1,137 @@
+"""What a worker keeps in shared memory, so that a killed process takes nothing with it.
+
+Two things in the rank's arena (`memory.arena`): snapshots of the whole state now and then (`snapshotting`), and in a
+replicated job the small own state of every boundary (`boundary_log`). Neither may ever stop a training: whatever goes
+wrong is said once, and the job goes on without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from torch import nn
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import MemorySettings, RankInfo
+from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.errors import ArenaError
+from mindx_elastic.memory.arena import RankArena, job_folder
+from mindx_elastic.memory.boundary_log import BoundaryLog
+from mindx_elastic.memory.known_runs import leave_trace
+from mindx_elastic.memory.memory_files import RING_COPY
+from mindx_elastic.memory.slots import adopt_slots
+from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
+from mindx_elastic.memory.snapshots import Snapshotter
+from mindx_elastic.persist.format import CheckpointInfo
+
+__all__ = ["Memory", "open_memory"]
+
+
+class Memory:
+    """One per guard, and only where there is something to keep. Main thread."""
+
+    def __init__(self, arena: RankArena, directory: Path, snapshot_every: int | None, *, local_rank: int = 0) -> None:
+        self._arena, self._directory, self._local_rank = arena, directory, local_rank
+        self._every = snapshot_every
+        self._log: BoundaryLog | None = None
+        self._snapshotter: Snapshotter | None = None
+        for note in adopt_slots(arena):
+            logger.warning("%s", note)
+
+    @property
+    def interval(self) -> int:
+        """What ``auto`` came to in an attempt before; 0: not known."""
+        return self._arena.interval if self._every is None else 0
+
+    @property
+    def takes_snapshots(self) -> bool:
+        """Whether this rank or another one of the machine copies the state now and then."""
+        return self._snapshotter is not None and not self._snapshotter.broken
+
+    def take_over(self, interval: int) -> None:
+        """All ranks know this `interval` from an attempt before: it need not be measured again."""
+        if self._every is None and interval > 0:
+            self._every = interval
+
+    @property
+    def folder(self) -> Path:
+        """The job's folder: this rank's arena and those of the other ranks of the machine."""
+        return self._arena.job
+
+    def start(
+        self,
+        collector: Collector,
+        update_gate: UpdateGate,
+        exchange: Exchange,
+        events: EventLog,
+        *,
+        replicas: Iterable[nn.Module],
+        next_step: Callable[[], int],
+        describe: Callable[[], CheckpointInfo],
+        resumed: CheckpointInfo | None = None,
+    ) -> None:
+        """The state is back, from `resumed`, and training begins. `replicas`: the DDP modules of a replicated job."""
+        if resumed is not None:
+            self._arena.keep(resumed.attempt, resumed.step)
+        try:
+            trace = leave_trace(self._directory, events.run_id, logged=events.is_recorded)
+            self._arena.describe(self._directory, events.run_id, trace)
+        except OSError as error:
+            logger.warning("%s: cannot be written to (%s)", self._arena.job, error)
+        modules = list(replicas)
+        if modules:
+            self._log = BoundaryLog(self._arena, collector, modules, next_step)
+            self._log.begin(events.run_id, events.attempt)
+        if self._every != 0:
+            schedule = SnapshotSchedule(self._every, start=collector.position.step)
+            # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
+            instead = None if self._log is None or self._local_rank == 0 else self._log.pin
+            self._snapshotter = Snapshotter(
+                self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
+            )
+
+    def at_boundary(self, step: int) -> None:
+        """Training thread: the boundary `step` was passed."""
+        if self._log is not None:
+            self._log.at_boundary()
+        if self._snapshotter is not None:
+            self._snapshotter.at_boundary(step)
+
+    def take_last(self) -> bool:
+        """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
+        return self._snapshotter is not None and self._snapshotter.take_last()
+
+    def close(self, *, keep: bool) -> None:
+        """`keep`: the next start may need it; else everything is removed."""
+        if self._snapshotter is not None:
+            self._snapshotter.close()
+        if self._log is not None:
+            self._log.close()
+        if keep:
+            self._arena.close()
+        else:
+            self._arena.remove()
+            with suppress(OSError):
+                (self._directory / self._arena.folder.name / RING_COPY).unlink(missing_ok=True)
+
+
+def open_memory(settings: MemorySettings, directory: Path, ranks: RankInfo, *, replicated: bool) -> Memory | None:
+    """The memory of this rank; None where nothing is to be kept, or nothing can be (said once)."""
+    if settings.base is None:
+        return None
+    if settings.snapshot_every == 0 and not replicated and not job_folder(settings.base, directory).exists():
+        return None
+    try:
+        arena = RankArena(settings.base, directory, ranks.rank)
+        try:
+            return Memory(arena, directory, settings.snapshot_every, local_rank=ranks.local_rank)
+        except BaseException:
+            arena.close()
+            raise
+    except (ArenaError, OSError) as error:
+        logger.warning("%s; nothing is kept in memory, checkpoints on disk are not affected", error)
+        return None

@@ -1,0 +1,73 @@
+"""What the arenas of a job hold for a start: snapshots, and each rank's own small state of its last boundaries."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Owners, find_owners
+from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
+from mindx_elastic.memory.arena import rank_folders
+from mindx_elastic.memory.boundary_ring import read_ring
+from mindx_elastic.persist.catalog import CatalogEntry, read_entry
+from mindx_elastic.persist.format import Moment
+from mindx_elastic.persist.packed import unpack_state
+
+__all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_entries"]
+
+RING_COPY = "boundaries.mindx"
+"""Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
+
+
+@dataclass(frozen=True)
+class OwnState:
+    """A rank's own small state of one step, still packed."""
+
+    content: bytes
+    forecast: bool
+    """It never reached this boundary; the state is what it would have been there (see `memory.boundary_ring`)."""
+
+    def unpack(self) -> dict[str, Any]:
+        """Raises CorruptCheckpointError."""
+        state = unpack_state(self.content)
+        if not isinstance(state, dict) or "rng" not in state or "buffers" not in state:
+            raise CorruptCheckpointError("a record of the boundary ring does not hold what it should")
+        return state
+
+
+def snapshot_entries(arenas: Path, runs: Collection[str] | None = None) -> list[CatalogEntry]:
+    """The sound snapshots of all ranks of this machine; `runs`: only of these."""
+    found = []
+    for folder in rank_folders(arenas).values():
+        for path in sorted(folder.glob("slot_*.safetensors")):
+            entry = read_entry(path)
+            if entry is not None and entry.info is not None and (runs is None or entry.info.run_id in runs):
+                found.append(entry)
+    return found
+
+
+def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> list[Path]:
+    """Where the boundary ring of `rank` may lie: in memory, and copies of it on disk."""
+    in_memory = [] if arenas is None else [arenas / f"rank_{rank}" / "boundaries"]
+    return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
+
+
+def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
+    """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same."""
+    try:
+        records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
+    except UntrustedFileError as error:
+        logger.warning("%s; it is left out", error)
+        return {}
+    except OSError as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("%s cannot be read: %s", ring, error)
+        return {}
+    found: dict[Moment, OwnState] = {}
+    for record in records:
+        if record.trusted:
+            found.setdefault((record.run_id, record.attempt, record.step), OwnState(record.content, record.forecast))
+    return found

@@ -1,0 +1,229 @@
+"""Who holds the same as this rank: the group info file that ``GROUP_INFO_FILE`` names, one for each rank.
+
+In MindSpore's form (``ParallelGroupMap``), with the two functions of MindSpore's that find, with its help, a stand-in
+for a checkpoint that is missing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindx_elastic.core.layout import MAX_RANKS, Layout
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UsageError
+from mindx_elastic.platforms.small_files import ArgumentTypeError, messages, parse_message, read_bounded, write_whole
+from mindx_elastic.platforms.strategy_file import load_strategy
+
+__all__ = [
+    "GroupInfo",
+    "get_ckpt_path_with_strategy",
+    "group_info_of",
+    "load_group_info",
+    "restore_group_info_list",
+    "save_group_info",
+    "write_group_info_file",
+]
+
+_WHAT = "group info file"
+_MAX_GROUPS = 100_000
+_RANK = re.compile(r"rank_(\d{1,9})(?!\d)")
+_NOT_SAVED = ("accu_grads", "inputs")
+"""How names begin of what a MindSpore strategy lists and no checkpoint holds."""
+_SNIFFED_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """The content of a group info file."""
+
+    groups: Mapping[str, tuple[int, ...]]
+    """Communication groups of the rank that wrote it, by name."""
+    restore_ranks: tuple[int, ...]
+    """Ranks whose checkpoints hold the same, the rank itself included; older MindSpores write none."""
+
+
+def save_group_info(path: StrPath, groups: Mapping[str, Sequence[int]], restore_ranks: Sequence[int]) -> Path:
+    """Write a group info file, whole or not at all. Raises UsageError for ranks that are none, SaveError."""
+    content = messages().ParallelGroupMap()
+    for name, ranks in groups.items():
+        item = content.parallel_group_item.add(group_name=name)
+        item.parallel_group_ranks.dim.extend(_checked(ranks, f"group {name!r:.200}"))
+    content.ckpt_restore_rank_list.dim.extend(_checked(restore_ranks, "the restore ranks"))
+    data: bytes = content.SerializeToString(deterministic=True)
+    return write_whole(path, data)
+
+
+def load_group_info(path: StrPath) -> GroupInfo:
+    """Raises UsageError, which names the file, for everything that is wrong with it."""
+    data = read_bounded(path, _WHAT)
+    where = f"{_WHAT} {path}"
+    if _is_strategy(data):
+        raise UsageError(f"{where}: is a strategy file")
+    content = parse_message("ParallelGroupMap", data, where)
+    groups: dict[str, tuple[int, ...]] = {}
+    try:
+        if len(content.parallel_group_item) > _MAX_GROUPS:
+            raise UsageError(f"more than {_MAX_GROUPS} groups")
+        for item in content.parallel_group_item:
+            ranks = _checked(item.parallel_group_ranks.dim, f"group {item.group_name!r:.200}")
+            if groups.setdefault(item.group_name, ranks) != ranks:
+                raise UsageError(f"group {item.group_name!r:.200} twice, with different ranks")
+        restore_ranks: tuple[int, ...] = ()
+        if content.HasField("ckpt_restore_rank_list"):
+            restore_ranks = _checked(content.ckpt_restore_rank_list.dim, "the restore ranks")
+    except ValueError as error:  # UsageError, and UnicodeDecodeError for a name
+        raise UsageError(f"{where}: {error}") from None
+    if not groups and not restore_ranks:
+        raise UsageError(f"{where}: neither groups nor restore ranks in it")
+    return GroupInfo(groups, restore_ranks)
+
+
+def _checked(ranks: Sequence[int], what: str) -> tuple[int, ...]:
+    if not 0 < len(ranks) <= MAX_RANKS:
+        raise UsageError(f"{what}: {len(ranks)} ranks")
+    found = tuple(ranks)
+    if len(set(found)) != len(found) or not all(type(rank) is int and 0 <= rank < MAX_RANKS for rank in found):
+        raise UsageError(f"{what}: {found!r:.80} where different ranks from 0 to {MAX_RANKS - 1} should be")
+    return found
+
+
+def _is_strategy(data: bytes) -> bool:
+    """A strategy file begins with a number (field 1), a group info file with a message; writers put fields in order."""
+    return data[:1] == b"\x08"
+
+
+def restore_group_info_list(group_info_file_name: StrPath) -> list[int]:
+    """The ranks whose checkpoints have the same content as that of the rank that wrote the file, which is among them.
+
+    Raises UsageError (a ValueError) for a malformed file or one without such a list, TypeError when it is no path.
+    """
+    if not isinstance(group_info_file_name, (str, os.PathLike)):
+        raise ArgumentTypeError(f"group_info_file_name is {group_info_file_name!r:.80}; give a path")
+    info = load_group_info(group_info_file_name)
+    if not info.restore_ranks:
+        raise UsageError(f"{_WHAT} {group_info_file_name}: has no restore rank list")
+    return list(info.restore_ranks)
+
+
+# --- written at the start of training ---
+
+
+def write_group_info_file(strategy: Strategy, rank: int, path: StrPath) -> Path:
+    """Write the group info file of `rank` to `path`. Raises UsageError for a rank without tensors, SaveError."""
+    info = group_info_of(strategy, rank)
+    return save_group_info(path, info.groups, info.restore_ranks)
+
+
+def group_info_of(strategy: Strategy, rank: int) -> GroupInfo:
+    """What the group info file of `rank` holds: along each mesh dimension of more than one rank a group."""
+    restore_ranks = next((group for group in strategy.replica_groups() if rank in group), None)
+    if restore_ranks is None:
+        raise UsageError(f"rank {rank} holds nothing in a strategy for {strategy.world_size} ranks")
+    names: dict[tuple[int, ...], str] = {}
+    for each in strategy.classes:
+        if rank in each.layout:
+            for name, ranks in _groups(each.layout, rank):
+                names.setdefault(ranks, name)
+    groups: dict[str, tuple[int, ...]] = {}
+    for ranks, name in names.items():
+        groups[name if name not in groups else f"{name}-{len(groups)}"] = ranks
+    return GroupInfo(groups, restore_ranks)
+
+
+def _groups(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and ranks of the communication groups of `rank`, one for each dimension of the mesh."""
+    place = list(layout.ranks).index(rank)
+    for m, size in enumerate(layout.mesh_shape):
+        if size > 1:
+            stride = math.prod(layout.mesh_shape[m + 1 :])
+            first = place - place // stride % size * stride
+            ranks = tuple(sorted(layout.ranks[first + part * stride] for part in range(size)))
+            name = layout.mesh_dim_names[m] if m < len(layout.mesh_dim_names) else f"{size}"
+            yield f"{name}-{ranks[0]}-{ranks[-1]}", ranks
+
+
+# --- a stand-in for a checkpoint ---
+
+
+def get_ckpt_path_with_strategy(cur_ckpt_path: StrPath, cur_strategy_path: StrPath) -> str | None:
+    """`cur_ckpt_path` where that checkpoint can be used, else the same path of another rank that holds the same.
+
+    cur_ckpt_path: has ``rank_{n}`` in it, n being this rank; without, the answer is itself or None.
+    cur_strategy_path: this rank's group info file, or a strategy file.
+
+    A file can be used when it exists and is not empty, and where it is one of ours when its header is sound. None: no
+    such file. Raises UsageError for a malformed strategy and for one that does not know rank n, TypeError for arguments
+    that are no paths. No process group is needed.
+    """
+    for name, value in (("cur_ckpt_path", cur_ckpt_path), ("cur_strategy_path", cur_strategy_path)):
+        if not isinstance(value, (str, os.PathLike)):
+            raise ArgumentTypeError(f"{name} is {value!r:.80}; give a path")
+    path = os.fspath(cur_ckpt_path)
+    if _can_be_used(path):
+        return path
+    found = _RANK.findall(path)
+    if not found:
+        return None
+    rank = int(found[-1])
+    for other in _same_as(rank, cur_strategy_path):
+        for candidate in _renamed(path, found[-1], other):
+            if other != rank and _can_be_used(candidate):
+                return candidate
+    return None
+
+
+def _same_as(rank: int, path: StrPath) -> list[int]:
+    """Ranks that hold the same as `rank`, ascending."""
+    if not str(os.fspath(path)).endswith(".json") and not _is_strategy(read_bounded(path, "strategy file")):
+        ranks = restore_group_info_list(path)
+    else:
+        strategy = load_strategy(path)
+        saved = tuple(spec for spec in strategy.tensors if not spec.name.startswith(_NOT_SAVED))
+        groups = Strategy(strategy.world_size, saved).replica_groups()
+        ranks = list(next((group for group in groups if rank in group), ()))
+    if rank not in ranks:
+        raise UsageError(f"{path}: says nothing of rank {rank}; give the file of this job, and of this rank")
+    return sorted(ranks)
+
+
+def _renamed(path: str, number: str, other: int) -> list[str]:
+    """`path` with another rank: all places that name the old one, or the last only (a job may be called so)."""
+    places = [match for match in _RANK.finditer(path) if match[1] == number]
+    names = []
+    for chosen in (places, places[-1:]):
+        text = path
+        for match in reversed(chosen):
+            text = f"{text[: match.start(1)]}{other}{text[match.end(1) :]}"
+        names.append(text)
+    return list(dict.fromkeys(names))
+
+
+def _can_be_used(path: str) -> bool:
+    from mindx_elastic.persist.format import read_header
+
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode) or not status.st_size:
+            return False
+        read_header(path)
+    except ForeignCheckpointError:
+        return True
+    except CheckpointError:
+        return not path.endswith(".safetensors") and not _looks_like_ours(path)
+    except (OSError, ValueError):  # ValueError: a null character
+        return False
+    return True
+
+
+def _looks_like_ours(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return b'"mindx.' in file.read(_SNIFFED_BYTES)
+    except OSError:
+        return True

@@ -1,0 +1,349 @@
+"""A layout in MindSpore's words (``ParallelLayouts``), and back. Pure arithmetic; `strategy_file` reads and writes it.
+
+The mesh is ``dev_matrix``, its ranks count row by row from the first rank of the pipeline stage. ``tensor_map[i] = k``:
+the tensor's dimension i is split over mesh dimension ``len(dev_matrix) - 1 - k``; -1: not split. Mesh dimensions that
+nothing names repeat the tensor. Optimizer sharding (``opt_weight_shard_step``, ``opt_weight_shard_size``) then cuts
+dimension 0 of each slice once more, over ranks that hold the same slice: the *last* cut, wherever those ranks lie in
+the mesh. So it becomes a ``_StridedShard`` where model parallelism lies to the right of it.
+
+What these fields cannot say (permuted ranks, most uneven splits) gets None from `fields_of`, never something close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, REPLICATE, Layout, Placement
+from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
+from mindx_elastic.errors import UsageError
+
+__all__ = [
+    "MAX_TENSOR_DIMS",
+    "Fields",
+    "fields_of",
+    "layout_of",
+    "shape_of",
+    "split_orders",
+    "stage_size_of",
+    "with_shapes",
+]
+
+Orders = list[list[int]]
+"""For each dimension of a tensor the mesh dimensions that split it, in the order in which they do."""
+
+
+@dataclass(frozen=True)
+class Fields:
+    """``ParallelLayouts`` without our additions."""
+
+    dev_matrix: tuple[int, ...]
+    tensor_map: tuple[tuple[int, ...], ...]
+    """One entry for the whole tensor; or several, one for each of its dimensions, for splits over several mesh
+    dimensions (then a second, empty one stands after that of a tensor of one dimension)."""
+    param_split_shape: tuple[int, ...] = ()
+    """Of a tensor cut by hand: rows of each piece."""
+    indices_offset: tuple[int, ...] = ()
+    field: int = 0
+    opt_weight_shard_step: int = 0
+    opt_weight_shard_size: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.dev_matrix)
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether ``tensor_map`` has one entry for each dimension of the tensor."""
+        return len(self.tensor_map) > 1
+
+    @property
+    def num_dims(self) -> int:
+        """Dimensions of the tensor."""
+        if not self.is_nested:
+            return len(self.tensor_map[0])
+        return 1 if len(self.tensor_map) == 2 and not self.tensor_map[1] else len(self.tensor_map)
+
+
+# --- from MindSpore ---
+
+
+def layout_of(fields: Fields, first_rank: int) -> Layout:
+    """Raises UsageError for fields that contradict each other, or that no layout of ours can follow."""
+    mesh, orders = list(fields.dev_matrix), _named_orders(fields)
+    if not mesh or min(mesh) < 1 or fields.num_ranks + first_rank > MAX_RANKS:
+        raise UsageError(f"dev_matrix {mesh} from rank {first_rank} on: not 1 to {MAX_RANKS} ranks")
+    if fields.field:
+        raise UsageError(f"field is {fields.field}: tensors sliced by fields are not supported")
+    step, size = fields.opt_weight_shard_step, fields.opt_weight_shard_size
+    if step < 0 or size < -1:
+        raise UsageError(f"opt_weight_shard_step is {step} and opt_weight_shard_size {size}")
+    if step and size:
+        mesh, orders = _with_optimizer(mesh, orders, step, size)
+    return Layout(tuple(mesh), _placements(mesh, orders), range(first_rank, first_rank + fields.num_ranks))
+
+
+def _named_orders(fields: Fields) -> Orders:
+    num_dims = len(fields.dev_matrix)
+    if num_dims > MAX_MESH_DIMS:
+        raise UsageError(f"dev_matrix has {num_dims} dimensions; {MAX_MESH_DIMS} at most")
+    maps = fields.tensor_map
+    if len(maps) == 1:
+        maps = tuple((k,) for k in maps[0])
+    elif len(maps) == 2 and not maps[1]:
+        maps = maps[:1]
+    if len(maps) > MAX_TENSOR_DIMS:
+        raise UsageError(f"tensor_map has {len(maps)} dimensions; {MAX_TENSOR_DIMS} at most")
+    orders = [[num_dims - 1 - k for k in each if k != -1] for each in maps]
+    used = [m for order in orders for m in order]
+    if len(set(used)) != len(used) or not all(0 <= m < num_dims for m in used):
+        raise UsageError(f"tensor_map {maps!r:.80} does not fit dev_matrix {list(fields.dev_matrix)!r:.80}")
+    return orders
+
+
+def _placements(mesh: Sequence[int], orders: Orders) -> tuple[Placement, ...]:
+    placements = [REPLICATE] * len(mesh)
+    for dim, order in enumerate(orders):
+        for place, m in enumerate(order):
+            if mesh[m] > 1:
+                placements[m] = Placement(dim, math.prod(mesh[other] for other in order[:place] if other > m))
+    return tuple(placements)
+
+
+def _with_optimizer(mesh: list[int], orders: Orders, step: int, size: int) -> tuple[list[int], Orders]:
+    """The mesh, finer where needed, and the orders with dimension 0 cut by `size` ranks that are `step` apart."""
+    used = {m for order in orders for m in order}
+    free = [m for m, n in enumerate(mesh) if m not in used and n > 1]
+    replicas = math.prod(mesh[m] for m in free)
+    problem = f"optimizer sharding over {size} ranks with step {step} does not fit dev_matrix {mesh}, tensor_map"
+    everybody = size == -1
+    size = replicas if everybody else size
+    if size == 1:
+        return mesh, orders
+    if not orders or size > replicas or replicas % size:
+        raise UsageError(f"{problem}: {replicas} replicas, {len(orders)} tensor dimensions")
+    if size == replicas:
+        if len(free) == 1 and not everybody and math.prod(mesh[free[0] + 1 :]) != step:
+            raise UsageError(f"{problem}: the replicas are {math.prod(mesh[free[0] + 1 :])} apart")
+        return mesh, [orders[0] + free, *orders[1:]]
+    for m in reversed(free):  # a part of one mesh dimension
+        inner, rest = divmod(step, math.prod(mesh[m + 1 :]))
+        if inner and not rest and mesh[m] % (inner * size) == 0:
+            mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // (inner * size), size, inner))
+            return mesh, [[*orders[0], middle], *orders[1:]]
+    chosen: list[int] = []
+    left = size
+    for m in reversed(free):  # whole ones from the right, and a part of the next
+        if left % mesh[m] == 0:
+            chosen, left = [m, *chosen], left // mesh[m]
+        elif mesh[m] % left == 0:
+            before = len(mesh)
+            mesh, orders, middle = _divide(mesh, orders, m, (mesh[m] // left, left, 1))
+            chosen, left = [middle, *(other + len(mesh) - before for other in chosen)], 1
+        else:
+            break
+        if left == 1:
+            return mesh, [orders[0] + chosen, *orders[1:]]
+    raise UsageError(f"{problem}: no such ranks")
+
+
+def _divide(mesh: list[int], orders: Orders, m: int, parts: tuple[int, int, int]) -> tuple[list[int], Orders, int]:
+    """Mesh dimension `m`, which splits nothing, as several; and which of them is the middle part."""
+    kept = [n for place, n in enumerate(parts) if n > 1 or place == 1]
+    more = len(kept) - 1
+    moved = [[other + more if other > m else other for other in order] for order in orders]
+    return [*mesh[:m], *kept, *mesh[m + 1 :]], moved, m + (parts[0] > 1)
+
+
+def shape_of(fields: Fields) -> tuple[int, ...]:
+    """The whole tensor's shape where ``param_split_shape`` tells it (one dimension); ``()``: not known.
+
+    Raises UsageError for a tensor cut by hand into pieces that are not those of an even or ``torch.chunk`` split: what
+    each rank holds could not be said.
+    """
+    sizes, offsets = fields.param_split_shape, fields.indices_offset
+    if not sizes:
+        return ()
+    if offsets and len(offsets) != len(sizes):
+        raise UsageError(f"{len(sizes)} entries in param_split_shape, {len(offsets)} in indices_offset")
+    orders = _named_orders(fields)
+    pieces = [math.prod(fields.dev_matrix[m] for m in order) for order in orders]
+    rows = sizes[:: max(1, math.prod(pieces[1:]))] if len(sizes) == math.prod(pieces) else ()
+    if rows and min(rows) >= 0 and _as_chunks(rows) == rows and _repeated(rows, len(sizes)) == sizes:
+        sharded = fields.opt_weight_shard_step and fields.opt_weight_shard_size
+        return (sum(rows),) if len(orders) == 1 and not sharded else ()
+    if not offsets and len(sizes) == len(orders):
+        return ()  # some writers note the shape of their own slice here
+    raise UsageError(
+        f"cut by hand into pieces of {list(sizes)!r:.80}: only pieces as torch.chunk makes them are supported"
+    )
+
+
+def _as_chunks(rows: Sequence[int]) -> tuple[int, ...]:
+    total, parts = sum(rows), len(rows)
+    size = -(-total // parts)
+    return tuple(max(0, min(size, total - part * size)) for part in range(parts))
+
+
+def _repeated(rows: Sequence[int], count: int) -> tuple[int, ...]:
+    return tuple(row for row in rows for _ in range(count // len(rows)))
+
+
+# --- to MindSpore ---
+
+
+def stage_size_of(strategy: Strategy) -> int:
+    """Ranks of a pipeline stage: the mesh size of most tensors, as long as such meshes stand side by side."""
+    sizes: Counter[int] = Counter()
+    for group in strategy.classes:
+        size = group.layout.size
+        if strategy.world_size % size == 0 and _stands_alone(group.layout, size):
+            sizes[size] += len(group.tensors)
+    return max(sizes, key=lambda size: (sizes[size], size), default=strategy.world_size)
+
+
+def fields_of(spec: TensorSpec, stage_size: int) -> Fields | None:
+    """MindSpore's fields for a tensor; None where they cannot say how it is laid out."""
+    layout = spec.layout
+    orders = split_orders(layout)
+    if orders is None or not _stands_alone(layout, stage_size):
+        return None
+    # One entry for each dimension, also for those behind the last that is split: MindSpore compares the numbers.
+    orders += [[] for _ in range((spec.num_dims or len(spec.shape)) - len(orders))]
+    found = next((fields for fields in _candidates(layout.mesh_shape, orders) if _says(fields, layout, orders)), None)
+    if found is None or not spec.shape:
+        return found
+    pieces = [math.prod(layout.mesh_shape[m] for m in order) for order in orders]
+    uneven = [dim for dim, size in enumerate(spec.shape) if size % pieces[dim]]
+    if not uneven:
+        return found
+    if uneven != [0] or found.opt_weight_shard_size or len(found.tensor_map) != 1:
+        return None
+    start, step = divmod(spec.shape[0], pieces[0])  # rows of the pieces, as torch.chunk cuts
+    step = start + (step > 0)
+    rows = [max(0, min(step, spec.shape[0] - part * step)) for part in range(pieces[0])]
+    count = math.prod(pieces)
+    starts = [min(part * step, spec.shape[0]) for part in range(pieces[0])]
+    return Fields(found.dev_matrix, found.tensor_map, _repeated(rows, count), _repeated(starts, count))
+
+
+def _stands_alone(layout: Layout, stage_size: int) -> bool:
+    """Whether the mesh is one whole pipeline stage, its ranks in order."""
+    return isinstance(layout.ranks, range) and layout.size == stage_size and layout.ranks.start % stage_size == 0
+
+
+def split_orders(layout: Layout) -> Orders | None:
+    """For each dimension of the tensor, up to the last that is split, the mesh dimensions that split it, outermost cut
+    first. None where a ``_StridedShard`` stands without the splits that it speaks of."""
+    dims = [layout.placements[m].dim or 0 for m in layout.splitting]
+    orders: Orders = [[] for _ in range(1 + max(dims, default=-1))]
+    for m in reversed(layout.splitting):
+        order, before, made = orders[layout.placements[m].dim or 0], 0, 1
+        while made < layout.placements[m].split_factor and before < len(order):
+            made *= layout.mesh_shape[order[before]]
+            before += 1
+        if made != layout.placements[m].split_factor:
+            return None
+        order.insert(before, m)
+    return orders
+
+
+def _candidates(mesh: tuple[int, ...], orders: Orders) -> Iterator[Fields]:
+    """Ways to say it, the ones that older versions understand first."""
+
+    def k(m: int) -> int:
+        return len(mesh) - 1 - m
+
+    if all(len(order) <= 1 for order in orders):
+        yield Fields(mesh, (tuple(k(order[0]) if order else -1 for order in orders),))
+        return
+    rest = tuple(k(order[0]) if order else -1 for order in orders[1:])
+    if all(len(order) <= 1 for order in orders[1:]):
+        for first, shards in (((k(orders[0][0]),), orders[0][1:]), ((-1,), orders[0])):
+            used = {m for order in orders for m in order}.difference(shards)
+            free = [m for m, n in enumerate(mesh) if n > 1 and m not in used]
+            if shards != free[-len(shards) :]:  # neighbours among the replicas: MindSpore shards over no others
+                continue
+            size = math.prod(mesh[m] for m in shards)
+            last = sum((mesh[m] - 1) * math.prod(mesh[m + 1 :]) for m in shards)
+            yield Fields(mesh, ((*first, *rest),), opt_weight_shard_step=last // (size - 1), opt_weight_shard_size=size)
+    nested = tuple(tuple(map(k, order)) or (-1,) for order in orders)
+    yield Fields(mesh, nested if len(nested) > 1 else (*nested, ()))
+
+
+def _says(fields: Fields, layout: Layout, orders: Orders) -> bool:
+    """Whether the fields, read back, mean just this layout."""
+    try:
+        found = layout_of(fields, layout.ranks[0])
+    except UsageError:
+        return False
+    while orders and not orders[-1]:
+        orders = orders[:-1]
+    return found.mesh_shape == layout.mesh_shape and split_orders(found) == orders
+
+
+# --- shapes, which MindSpore's files do not have ---
+
+
+def with_shapes(
+    strategy: Strategy, local_shapes: Mapping[str, Sequence[int] | Mapping[int, Sequence[int]]]
+) -> Strategy:
+    """`strategy` with the shapes of whole tensors, worked out from those of their shards.
+
+    local_shapes: tensor name -> the shape that each rank holds, where all hold as much; or name -> {rank: shape}, which
+    uneven tensors need. Tensors that are not named stay as they are.
+
+    Raises UsageError where shapes and layout contradict each other, or where the shapes of too few ranks are known.
+    """
+    specs = []
+    for spec in strategy.tensors:
+        local = local_shapes.get(spec.name)
+        if local is None:
+            specs.append(spec)
+            continue
+        try:
+            shape = _whole_shape(spec.layout, local)
+            if spec.shape and spec.shape != shape:
+                raise UsageError(f"its shape is {list(spec.shape)}, but the shards make {list(shape)}")
+        except UsageError as error:
+            raise UsageError(f"{spec.name}: {error}") from None
+        specs.append(replace(spec, shape=shape))
+    return Strategy(strategy.world_size, tuple(specs))
+
+
+def _whole_shape(layout: Layout, local: Sequence[int] | Mapping[int, Sequence[int]]) -> tuple[int, ...]:
+    if not isinstance(local, Mapping):
+        return layout.global_shape(local)
+    shapes: dict[int, tuple[int, ...]] = {}  # by shard
+    for rank, given in local.items():
+        if rank in layout and shapes.setdefault(layout.shard_of(rank), tuple(given)) != tuple(given):
+            raise UsageError(f"rank {rank} holds the shape {list(given)}, another rank with the same part another one")
+    if not shapes:
+        raise UsageError(f"the shape of no rank among {str(layout.ranks)[:80]} is given")
+    if len({len(shape) for shape in shapes.values()}) > 1:
+        raise UsageError("the shards have different numbers of dimensions")
+    if len(set(shapes.values())) == 1 and len(shapes) == layout.num_shards:
+        return layout.global_shape(next(iter(shapes.values())))
+    whole = tuple(_total(layout, shapes, dim) for dim in range(len(next(iter(shapes.values())))))
+    for shard, shape in shapes.items():
+        if layout.local_shape(whole, shard) != shape:
+            raise UsageError(
+                f"shard {shard} of {layout} has shape {list(shape)}, which is not its part of {list(whole)}"
+            )
+    return whole
+
+
+def _total(layout: Layout, shapes: Mapping[int, tuple[int, ...]], dim: int) -> int:
+    """Size of dimension `dim`, added up over the shards that differ in nothing else."""
+    shards = [0]
+    for m in layout.splitting:
+        parts = range(layout.mesh_shape[m]) if layout.placements[m].dim == dim else (0,)
+        shards = [shard * layout.mesh_shape[m] + part for shard in shards for part in parts]
+    missing = [shard for shard in shards if shard not in shapes]
+    if missing:
+        raise UsageError(
+            f"the shapes of all shards are needed; that on ranks {layout.holders[missing[0]]!r:.80} is not known"
+        )
+    return sum(shapes[shard][dim] for shard in shards)

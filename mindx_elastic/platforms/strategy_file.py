@@ -1,0 +1,354 @@
+"""Strategy files: a `Strategy` on disk, in MindSpore's form, so that either side reads the other's.
+
+A path that ends in ``.json`` is JSON, anything else protobuf (``strategy.proto``). What we write says everything twice:
+in MindSpore's fields, as far as they can say it, and exactly, in fields that MindSpore skips. A file of MindSpore's own
+has the layouts but not the shapes: such tensors come back with shape ``()``, and `with_shapes` fills them in from what
+the checkpoint files hold. Pipeline stages: a file of one stage has plain names, a file of several ``{stage}-{name}``.
+
+The messages are imported when a file is read or written: ``import mindx_elastic`` needs no protobuf.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.core.layout import MAX_MESH_DIMS, MAX_RANKS, Layout
+from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
+from mindx_elastic.errors import StrPath, UsageError
+from mindx_elastic.platforms.mindspore import (
+    Fields,
+    fields_of,
+    layout_of,
+    shape_of,
+    stage_size_of,
+    with_shapes,
+)
+from mindx_elastic.platforms.small_files import messages, parse_message, read_bounded, write_whole
+
+__all__ = ["Content", "load_strategy", "read_strategy", "save_strategy", "with_shapes"]
+
+_MAX_TENSORS = 1_000_000
+_MAX_CONTAINERS = 4_000_000
+_STAGED = re.compile(r"(\d{1,8})-(.+)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Content:
+    """A strategy file, and what only matters beside other files of the same job."""
+
+    strategy: Strategy
+    stage_size: int = 0
+    """Ranks of a pipeline stage; 0: the file is ours, and says which ranks each tensor lies on."""
+
+
+# --- save ---
+
+
+def save_strategy(path: StrPath, strategy: Strategy, *, stage: int | None = None) -> Path:
+    """Write `strategy` to `path`: JSON when that ends in ``.json``, else protobuf. Appears whole or not at all.
+
+    stage: write the tensors of this pipeline stage only, under plain names, as MindSpore does on each rank. None: all,
+    and where there are several stages under ``{stage}-{name}``, as `transform.merge_strategies` leaves them.
+
+    Raises UsageError for a stage that the strategy does not have, SaveError when it cannot be written. Any thread.
+    """
+    size = stage_size_of(strategy)
+    num_stages = -(-strategy.world_size // size)
+    if stage is not None:
+        if type(stage) is not int or not 0 <= stage < num_stages:
+            raise UsageError(f"stage {stage!r}: the strategy has {num_stages} of {size} ranks each")
+        own = range(stage * size, (stage + 1) * size)
+        specs = tuple(spec for spec in strategy.tensors if any(rank in spec.layout for rank in own))
+        strategy = Strategy(strategy.world_size, specs)
+    stages = range(num_stages) if stage is None else [stage]
+    items, others = [], []
+    for spec in strategy.tensors:
+        fields = fields_of(spec, size) if "-" not in spec.name else None  # that sign is MindSpore's own
+        # Scalars: MindSpore writes none, and its `get_parameter_redundancy` fails on an empty map.
+        if fields is None or not fields.num_dims or spec.layout.ranks[0] // size not in stages:
+            others.append(spec)
+        else:
+            prefix = f"{spec.layout.ranks[0] // size}-" if len(stages) > 1 else ""
+            items.append((prefix + spec.name, fields, spec))
+    if str(os.fspath(path)).endswith(".json"):
+        return write_whole(path, _to_json(strategy, items, stages))
+    return write_whole(path, _to_proto(strategy.world_size, items, others, stages))
+
+
+_Items = Sequence[tuple[str, Fields, TensorSpec]]
+
+
+def _to_json(strategy: Strategy, items: _Items, stages: Sequence[int]) -> bytes:
+    theirs = {
+        "current_stage": 1,
+        "parallel_strategy_item": {f"stage-{stage}": {"stage": stage, "parallel_strategy": []} for stage in stages},
+        "parallel_layout_item": {
+            name: {
+                "dev_matrix": fields.dev_matrix,
+                "tensor_map": fields.tensor_map[0],
+                "tensor_shape": spec.shape,
+                "field": fields.field,
+                "opt_weight_shard_step": fields.opt_weight_shard_step,
+                "opt_weight_shard_size": fields.opt_weight_shard_size,
+                **(
+                    {"param_split_shape": fields.param_split_shape, "indices_offset": fields.indices_offset}
+                    if fields.param_split_shape
+                    else {}
+                ),
+            }
+            for name, fields, spec in items
+            if not fields.is_nested  # MindSpore's reader of JSON would refuse the whole file
+        },
+    }
+    return json.dumps({**strategy.to_json(), **theirs}).encode()
+
+
+def _to_proto(world_size: int, items: _Items, others: Iterable[TensorSpec], stages: Sequence[int]) -> bytes:
+    content = messages().ParallelStrategyMap(current_stage=1, world_size=world_size)
+    for stage in stages:
+        content.parallel_strategy_item.add(node_name=f"stage-{stage}").parallel_strategys.stage = stage
+    for name, fields, spec in items:
+        layouts = content.parallel_layout_item.add(param_name=name).parallel_layouts
+        layouts.dev_matrix.add().dim.extend(fields.dev_matrix)
+        for each in fields.tensor_map:
+            layouts.tensor_map.add().dim.extend(each)
+        layouts.param_split_shape.add().dim.extend(fields.param_split_shape)
+        layouts.indices_offset.add().dim.extend(fields.indices_offset)
+        layouts.field = fields.field
+        layouts.opt_weight_shard_step = fields.opt_weight_shard_step
+        layouts.opt_weight_shard_size = fields.opt_weight_shard_size
+        _fill_exact(layouts.exact, spec)
+    for spec in others:
+        _fill_exact(content.other_tensor.add(), spec)
+    data: bytes = content.SerializeToString(deterministic=True)
+    return data
+
+
+def _fill_exact(exact: Any, spec: TensorSpec) -> None:
+    exact.name, exact.dtype, exact.parameter = spec.name, spec.dtype, spec.parameter
+    exact.shape.extend(spec.shape)
+    exact.mesh_shape.extend(spec.layout.mesh_shape)
+    exact.placement.extend(map(str, spec.layout.placements))
+    exact.mesh_dim_name.extend(spec.layout.mesh_dim_names)
+    if spec.num_dims is not None:
+        exact.num_dims = spec.num_dims
+    runs: list[int] = []
+    if isinstance(spec.layout.ranks, range):
+        runs = [spec.layout.ranks[0], spec.layout.size]
+    else:
+        for rank in spec.layout.ranks:
+            if runs and runs[-2] + runs[-1] == rank:
+                runs[-1] += 1
+            else:
+                runs += [rank, 1]
+    exact.rank_run.extend(runs)
+
+
+# --- load ---
+
+
+def load_strategy(path: StrPath) -> Strategy:
+    """The strategy in a file of ours or of MindSpore's: JSON when `path` ends in ``.json``, else protobuf.
+
+    Tensors of which the file does not tell the shape have shape ``()``; see `with_shapes`. Raises UsageError, which
+    names the file and the tensor, for everything that is wrong with it. Any thread.
+    """
+    return read_strategy(path).strategy
+
+
+def read_strategy(path: StrPath) -> Content:
+    """`load_strategy`, and what `transform.merge_strategies` compares."""
+    data = read_bounded(path, "strategy file")
+    where = f"strategy file {path}"
+    try:
+        return _from_json(data) if str(os.fspath(path)).endswith(".json") else _from_proto(data)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
+        # UnicodeDecodeError and JSONDecodeError are ValueErrors.
+        raise UsageError(f"{where}: damaged or malformed: {error!r:.200}") from None
+
+
+def _from_proto(data: bytes) -> Content:
+    content = parse_message("ParallelStrategyMap", data, "content")
+    if len(content.parallel_layout_item) + len(content.other_tensor) > _MAX_TENSORS:
+        raise UsageError(f"more than {_MAX_TENSORS} tensors")
+    nodes = content.parallel_strategy_item
+    builder = _Builder(nodes[0].parallel_strategys.stage if nodes else 0)
+    for item in content.parallel_layout_item:
+        layouts = item.parallel_layouts
+        fields = _fields_from_proto(item.param_name, layouts)
+        if layouts.HasField("exact"):
+            builder.add_exact(item.param_name, fields, layouts.exact)
+        else:
+            builder.add_foreign(item.param_name, fields, ())
+    for exact in content.other_tensor:
+        builder.add_exact("", None, exact)
+    return builder.finish(content.world_size)
+
+
+def _fields_from_proto(name: str, layouts: Any) -> Fields:
+    if len(layouts.dev_matrix) != 1 or not 1 <= len(layouts.tensor_map) <= MAX_TENSOR_DIMS:
+        raise UsageError(f"{name}: {len(layouts.dev_matrix)} dev_matrix and {len(layouts.tensor_map)} tensor_map")
+    lists = [layouts.dev_matrix[0], *layouts.tensor_map]
+    if any(len(each.dim) > MAX_TENSOR_DIMS for each in lists):
+        raise UsageError(f"{name}: more than {MAX_TENSOR_DIMS} dimensions")
+    split, offset = (each[0].dim if each else () for each in (layouts.param_split_shape, layouts.indices_offset))
+    if max(len(split), len(offset)) > MAX_RANKS:
+        raise UsageError(f"{name}: more than {MAX_RANKS} pieces")
+    return Fields(
+        tuple(layouts.dev_matrix[0].dim),
+        tuple(tuple(each.dim) for each in layouts.tensor_map),
+        tuple(split),
+        tuple(offset),
+        layouts.field,
+        layouts.opt_weight_shard_step,
+        layouts.opt_weight_shard_size,
+    )
+
+
+def _from_json(data: bytes) -> Content:
+    if data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS:  # 64 MiB hold enough empty ones for gigabytes of memory
+        raise UsageError(f"more than {_MAX_CONTAINERS} lists and objects")
+    content = json.loads(data, object_pairs_hook=_no_doubles)
+    if not isinstance(content, dict):
+        raise UsageError("not a JSON object")
+    if "tensors" in content:
+        return Content(Strategy.from_json(content))
+    nodes, items = content.get("parallel_strategy_item") or {}, content.get("parallel_layout_item")
+    if not isinstance(items, dict) or not isinstance(nodes, dict) or len(items) > _MAX_TENSORS:
+        raise UsageError('neither "tensors" nor a "parallel_layout_item" with parameters in it')
+    stage = next(iter(nodes.values()))["stage"] if nodes else 0
+    builder = _Builder(_whole(stage, "stage", 0))
+    for name, item in items.items():
+        maps = item["tensor_map"]
+        nested = any(isinstance(each, list) for each in maps)
+        fields = Fields(
+            _numbers(item["dev_matrix"], MAX_TENSOR_DIMS),
+            tuple(_numbers(each if isinstance(each, list) else [each], MAX_TENSOR_DIMS) for each in maps)
+            if nested
+            else (_numbers(maps, MAX_TENSOR_DIMS),),
+            _numbers(item.get("param_split_shape") or [], MAX_RANKS),
+            _numbers(item.get("indices_offset") or [], MAX_RANKS),
+            *(_whole(int(item.get("field", 0)), "field", 0),),
+            *(_whole(item.get(f"opt_weight_shard_{key}", 0), key, -1) for key in ("step", "size")),
+        )
+        builder.add_foreign(name, fields, _numbers(item.get("tensor_shape") or [], MAX_TENSOR_DIMS))
+    return builder.finish(0)
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise UsageError("a JSON object with one key twice")
+    return found
+
+
+def _whole(value: Any, what: str, low: int) -> int:
+    if type(value) is not int or not low <= value < 1 << 62:
+        raise UsageError(f"{what} is {value!r:.80} where a whole number from {low} on should be")
+    return value
+
+
+def _numbers(value: Any, limit: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) > limit:
+        raise UsageError(f"{value!r:.80} where a list of at most {limit} numbers should be")
+    return tuple(_whole(each, "an entry", -1) for each in value)
+
+
+class _Builder:
+    """Collects the tensors of one file."""
+
+    def __init__(self, stage: int) -> None:
+        self.stage = stage
+        """Of names without a stage."""
+        self.specs: list[TensorSpec] = []
+        self.sizes: dict[int, str] = {}
+        """Numbers of ranks of MindSpore's own layouts, each with a tensor that has it."""
+        self._layouts: dict[object, Layout] = {}  # thousands of tensors share a few layouts
+
+    def add_foreign(self, param_name: str, fields: Fields, shape: tuple[int, ...]) -> None:
+        """A tensor of MindSpore's own."""
+        staged = _STAGED.fullmatch(param_name)
+        stage, name = (int(staged[1]), staged[2]) if staged else (self.stage, param_name)
+        try:
+            key = (replace(fields, param_split_shape=(), indices_offset=()), stage)
+            if key not in self._layouts:
+                self._layouts[key] = layout_of(fields, stage * fields.num_ranks)
+            layout, told = self._layouts[key], shape_of(fields)
+            if shape:
+                layout.local_shape(shape, 0)
+                if min(shape) < 0 or (told and told != shape):
+                    raise UsageError(
+                        f"tensor_shape {list(shape)} with param_split_shape {fields.param_split_shape!r:.80}"
+                    )
+            whole = shape or told
+            spec = TensorSpec(name, whole, layout, num_dims=None if whole else fields.num_dims)
+        except UsageError as error:
+            raise UsageError(f"{param_name!r:.200}: {error}") from None
+        if not name:
+            raise UsageError("a tensor without a name")
+        self.sizes.setdefault(fields.num_ranks, param_name)
+        self.specs.append(spec)
+
+    def add_exact(self, param_name: str, fields: Fields | None, exact: Any) -> None:
+        """A tensor of ours; `fields`: what the file says of it in MindSpore's words."""
+        name = exact.name
+        try:
+            texts = (name, exact.dtype, exact.parameter, *exact.placement, *exact.mesh_dim_name)
+            if not all(isinstance(text, str) for text in texts):  # protobuf gives proto2's bad strings as bytes
+                raise UsageError("a name that is not UTF-8")
+            num_dims = exact.num_dims if exact.HasField("num_dims") else None
+            if num_dims is not None and num_dims > MAX_TENSOR_DIMS:
+                raise UsageError(f"{num_dims} dimensions")
+            layout = self._exact_layout(exact)
+            spec = TensorSpec(name, tuple(exact.shape), layout, exact.dtype, exact.parameter, num_dims=num_dims)
+            if len(spec.shape) > MAX_TENSOR_DIMS or max(spec.shape, default=0) >= 1 << 62:
+                raise UsageError(f"shape {list(spec.shape)!r:.80}")
+            if spec.shape:
+                spec.layout.local_shape(spec.shape, 0)
+            if not name:
+                raise UsageError("a tensor without a name")
+            if fields is None:
+                self.specs.append(spec)
+                return
+            if fields_of(spec, fields.num_ranks) != fields:
+                raise UsageError(f"{fields} and its exact layout {spec.layout} on {str(spec.layout.ranks)[:80]} differ")
+            if param_name not in (name, f"{spec.layout.ranks[0] // fields.num_ranks}-{name}"):
+                raise UsageError(f"is called {param_name!r:.200} too")
+        except UsageError as error:
+            raise UsageError(f"{name!r:.200}: {error}") from None
+        self.specs.append(spec)
+
+    def _exact_layout(self, exact: Any) -> Layout:
+        runs, names = tuple(exact.rank_run), tuple(exact.mesh_dim_name)
+        key = (tuple(exact.mesh_shape), tuple(exact.placement), runs, names)
+        if key not in self._layouts:
+            starts, counts = runs[::2], runs[1::2]
+            if max(len(exact.mesh_shape), len(exact.placement), len(names)) > MAX_MESH_DIMS:
+                raise UsageError(f"a mesh of more than {MAX_MESH_DIMS} dimensions")
+            if not counts or len(runs) % 2 or not min(counts) or sum(counts) > MAX_RANKS:
+                raise UsageError(f"its ranks are {runs!r:.80}")
+            ranks = [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+            # strings are taken for placements by Layout itself
+            self._layouts[key] = Layout(
+                key[0], key[1], ranks[0] if len(ranks) == 1 else tuple(chain.from_iterable(ranks)), names
+            )
+        return self._layouts[key]
+
+    def finish(self, world_size: int) -> Content:
+        """`world_size`: as the file says; 0: it does not."""
+        if len(self.sizes) > 1:
+            (size, one), (other_size, other) = list(self.sizes.items())[:2]
+            raise UsageError(f"{one!r:.200} lies on {size} ranks and {other!r:.200} on {other_size}: of one strategy?")
+        if not self.specs and not world_size:
+            raise UsageError("no tensor in it")
+        world_size = world_size or 1 + max(max(spec.layout.ranks) for spec in self.specs)
+        return Content(Strategy(world_size, tuple(self.specs)), next(iter(self.sizes), 0))

@@ -1,0 +1,330 @@
+"""The event log: whole lines from everybody, and never a reason to end training."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.core.events import EventLog, RankFilter, attach_console, lines_backwards, logger, older_generation
+from mindx_elastic.core.owners import Owners
+from tests.harness import events
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "events.jsonl"
+
+
+def test_one_line_an_event_with_all_documented_keys(path: Path) -> None:
+    log = EventLog(path, run_id="run", attempt=2, rank=3)
+    before = time.time()
+    log.emit("save", step=7, reason="SIGTERM", duration_s=0.12345678, nbytes=10, outcome="saved", path=Path("/x"))
+    log.emit("end")
+    first, second = events(path.parent)
+    assert before - 1 <= first.pop("time") <= time.time() + 1
+    assert first == {
+        "run_id": "run",
+        "attempt": 2,
+        "rank": 3,
+        "step": 7,
+        "event": "save",
+        "reason": "SIGTERM",
+        "duration_s": 0.123457,
+        "bytes": 10,
+        "outcome": "saved",
+        "path": "/x",
+    }
+    assert list(second) == [
+        "time", "run_id", "attempt", "rank", "step", "event", "reason", "duration_s", "bytes", "outcome"
+    ]  # fmt: skip
+    assert log.counters == {"save": 1, "end": 1}
+
+
+def test_several_writers_share_a_file_line_by_line(path: Path) -> None:
+    logs = [EventLog(path, rank=rank) for rank in range(4)]
+
+    def write(log: EventLog) -> None:
+        for number in range(50):
+            log.emit("step", step=number, reason="x" * 500)
+
+    threads = [threading.Thread(target=write, args=(log,)) for log in logs for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(events(path.parent)) == 400
+    assert [log.counters["step"] for log in logs] == [100] * 4
+
+
+def test_text_that_no_encoding_likes(path: Path) -> None:
+    EventLog(path).emit("alarm", reason="line\nbreak \ud800 ä")
+    (line,) = path.read_text().splitlines()
+    assert json.loads(line)["reason"] == "line\nbreak \ud800 ä"
+
+
+@pytest.mark.parametrize("make", [lambda p: p.mkdir(), lambda p: p.symlink_to(p.with_name("elsewhere"))])
+def test_a_log_that_cannot_be_written_warns_once(path: Path, make: object, caplog: pytest.LogCaptureFixture) -> None:
+    assert callable(make)
+    make(path)
+    log = EventLog(path)
+    for _ in range(3):
+        log.emit("save")
+    assert [r.getMessage() for r in caplog.records if str(path) in r.getMessage()] == [
+        r.getMessage() for r in caplog.records
+    ]
+    assert len(caplog.records) == 1 and log.counters == {"save": 3}
+    assert not path.with_name("elsewhere").exists(), "a link is not followed"
+
+
+class FullDisk:
+    """Lets every write to the log fail, or end after some bytes, while `room` says so. Counts what it has refused."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+        self.room: int | None = None
+        """Bytes; None: no limit."""
+        self.refused = 0
+        self._write, self._path = os.write, str(path.absolute())
+        monkeypatch.setattr(os, "write", self.write)
+
+    def write(self, fd: int, data: bytes) -> int:
+        if self.room is None or os.readlink(f"/proc/self/fd/{fd}") != self._path:
+            return self._write(fd, data)
+        if self.room == 0:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = self._write(fd, data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_a_failed_write_is_made_up_for(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    disk = FullDisk(monkeypatch, path)
+    log = EventLog(path, run_id="run")
+    disk.room = 0
+    log.emit("start", step=0)
+    log.emit("save", step=1)
+    assert disk.refused == 2 and not log.is_recorded and path.read_bytes() == b""
+    disk.room = None
+    log.emit("save", step=2)
+    log.emit("save", step=3)
+    assert [(e["event"], e["step"]) for e in events(path.parent)] == [("start", 0), *(("save", n) for n in (1, 2, 3))]
+    assert log.is_recorded
+    broken, mended = (record.getMessage() for record in caplog.records)
+    assert "cannot append" in broken and "No space" in broken
+    assert "can be written again: 2 earlier events are recorded now" in mended
+
+
+def test_what_waits_for_room_is_bounded_and_the_start_is_not_given_up(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = FullDisk(monkeypatch, path)
+    log = EventLog(path, run_id="run")
+    disk.room = 0
+    log.emit("start", step=0)
+    for step in range(100):
+        log.emit("save", step=step, reason="x" * 10_000)
+    disk.room = None
+    log.emit("end")
+    found = events(path.parent)
+    assert found[0]["event"] == "start" and found[-1]["event"] == "end" and found[-2]["step"] == 99
+    assert path.stat().st_size < 400_000
+    assert f"{102 - len(found)} were lost" in caplog.records[-1].getMessage()
+
+
+@pytest.mark.parametrize("room", [1, 100])
+def test_a_short_write_does_not_glue_two_lines_together(path: Path, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = EventLog(path, run_id="run")
+    log.emit("start")
+    disk = FullDisk(monkeypatch, path)
+    disk.room = room
+    log.emit("save", step=1)
+    assert disk.refused == 1
+    disk.room = None
+    EventLog(path, run_id="run", rank=1).emit("save", step=2)
+    log.emit("save", step=3)
+    whole = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            whole.append(json.loads(line))
+    assert [(e["event"], e["step"]) for e in whole] == [("start", None), ("save", 2), ("save", 1), ("save", 3)]
+
+
+def test_a_line_that_a_kill_has_cut_off_is_closed(path: Path) -> None:
+    path.write_bytes(b'{"time": 1.0, "run_id": "ru')
+    EventLog(path, run_id="run").emit("start")
+    torn, line = path.read_bytes().splitlines()
+    assert torn == b'{"time": 1.0, "run_id": "ru' and json.loads(line)["event"] == "start"
+
+
+# --- the file is bounded ---
+
+
+def test_a_full_log_is_moved_and_the_new_one_knows_the_runs(path: Path) -> None:
+    EventLog(path, run_id="older").emit("start", step=0)
+    log = EventLog(path, run_id="run", generation_bytes=20_000)
+    log.emit("start", step=0)
+    for attempt in range(3):
+        log.attempt = attempt
+        log.emit("resume", step=attempt)
+        for step in range(200):
+            log.emit("save", step=step, reason="x" * 100)
+    sizes = [path.stat().st_size, older_generation(path).stat().st_size]
+    assert max(sizes) < 25_000 and len(list(path.parent.iterdir())) == 2, sizes
+    began = [(e["run_id"], e["event"], e["attempt"]) for e in events(path.parent)][:5]
+    assert began == [
+        *(("older", "start", 0), ("run", "start", 0)),
+        *(("run", "resume", attempt) for attempt in range(3)),
+    ]
+    log.emit("end", outcome="finished")
+    for _ in range(100):
+        EventLog(path, run_id="run", attempt=2, generation_bytes=20_000).emit("save", reason="x" * 100)
+    assert '"end"' not in path.read_text() and log.has_ended(0), "it stands in the older file"
+
+
+def test_several_writers_rotate_without_losing_a_line(path: Path) -> None:
+    """Every process opens the file anew for each line; a rotation is another writer's at any moment."""
+    script = (
+        "import sys; from pathlib import Path; from mindx_elastic.core.events import EventLog\n"
+        "rank = int(sys.argv[2])\n"
+        "log = EventLog(Path(sys.argv[1]), run_id='run', rank=rank, generation_bytes=100_000)\n"
+        "log.emit('start', step=0)\n"
+        "for number in range(250): log.emit('save', step=number, reason='x' * 50)\n"
+    )
+    ranks = range(3)
+    writers = [subprocess.Popen([sys.executable, "-c", script, str(path), str(rank)]) for rank in ranks]
+    assert [writer.wait(120) for writer in writers] == [0] * len(writers)
+    older = older_generation(path)
+    assert older.exists(), "it was rotated"
+    whole = [json.loads(line) for file in (older, path) for line in file.read_text().splitlines()]
+    saves = [(e["rank"], e["step"]) for e in whole if e["event"] == "save"]
+    assert len(saves) == len(set(saves)) and {e["run_id"] for e in events(path.parent)} == {"run"}
+    newest = {rank: max(step for r, step in saves if r == rank) for rank in ranks}
+    assert newest == dict.fromkeys(ranks, 249)
+    for rank in ranks:  # of each rank an unbroken row up to the newest
+        steps = sorted(step for r, step in saves if r == rank)
+        assert steps == list(range(250 - len(steps), 250))
+
+
+def test_without_locks_rank_0_rotates(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
+    def no_locks(fd: int, operation: int) -> None:
+        refused.append(operation)
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    for rank, rotated in ((1, False), (0, True)):
+        log = EventLog(path, run_id="run", rank=rank, generation_bytes=1000)
+        for _ in range(5):
+            log.emit("save", reason="x" * 100)
+        assert refused and older_generation(path).exists() is rotated
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_535, 65_536, 65_537, 200_000])
+def test_lines_backwards_are_the_lines(path: Path, size: int) -> None:
+    content = b"".join(b"%d %s\n" % (n, b"x" * (n % 97)) for n in range(5000))[:size]
+    path.write_bytes(content)
+    assert list(lines_backwards(path, 1 << 20)) == [line for line in reversed(content.split(b"\n")) if line]
+    assert b"".join(reversed(list(lines_backwards(path, 1000)))) == content[-1000:].replace(b"\n", b"")
+
+
+def test_of_a_huge_log_only_the_end_is_read(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(path, "wb") as file:
+        file.truncate(1 << 40)  # sparse
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"run_id": "run", "attempt": 0, "rank": 0, "event": "end"}\n')
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *args: read.append(args[1]) or pread(*args))  # type: ignore[func-returns-value]
+    assert EventLog(path, run_id="run").has_ended(0) and not EventLog(path, run_id="run").has_ended(1)
+    assert 0 < sum(read) < 1 << 20
+
+
+def test_no_descriptor_stays_open(path: Path) -> None:
+    log = EventLog(path)
+    log.emit("save")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        log.emit("save")
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_the_prefix_says_who_speaks() -> None:
+    record = logging.LogRecord("mindx_elastic", logging.INFO, "", 0, "hello", (), None)
+
+    def prefix(one: RankFilter) -> str:
+        assert one.filter(record)
+        return str(record.mindx_where)  # type: ignore[attr-defined]
+
+    assert prefix(RankFilter()) == "mindx_elastic"
+    everything = RankFilter(rank=1, world_size=2, attempt=3)
+    everything.step = 7
+    assert prefix(everything) == "mindx_elastic rank 1 step 7 attempt 3"
+
+
+def test_a_console_only_where_the_program_has_none(capfd: pytest.CaptureFixture[str]) -> None:
+    assert logging.getLogger().handlers, "pytest has configured logging"
+    assert attach_console(RankFilter(), "INFO") is None
+    root = logging.getLogger()
+    saved, level, root.handlers = root.handlers, logger.level, []
+    try:
+        handler = attach_console(RankFilter(rank=1, world_size=2), "INFO")
+        assert handler is not None
+        assert attach_console(RankFilter(), "INFO") is None, "one is enough"
+        logger.info("stop %s", "training")
+        logger.removeHandler(handler)
+    finally:
+        root.handlers = saved
+        logger.setLevel(level)
+    assert capfd.readouterr().err == "[mindx_elastic rank 1] INFO stop training\n"
+
+
+def test_a_warning_without_any_handler_has_prefix_and_level_too(tmp_path: Path) -> None:
+    """Before the guard is entered, in a program that has not configured logging."""
+    program = """
+import mindx_elastic as mx
+from mindx_elastic.data import ResumableLoader
+mx.ModelCheckpoint(directory="x", config=mx.CheckpointConfig(remove_redundancy=True))
+list(ResumableLoader([1, 2, 3], rank=0, world_size=2))
+"""
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "1", "WORLD_SIZE": "2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    lines = done.stderr.splitlines()
+    assert len(lines) == 2 and all(line.startswith("[mindx_elastic rank 1] WARNING ") for line in lines), done.stderr
+
+
+def test_what_a_stranger_has_written_is_not_carried_on(tmp_path: Path) -> None:
+    """The older file of a log may be somebody else's: a rotation must not make its lines ours."""
+    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000, owners=Owners(frozenset({-1})))
+    older_generation(log.path).write_text('{"run_id": "forged", "event": "start"}\n')
+    log.emit("start")
+    for _ in range(20):
+        log.emit("save", reason="x" * 100)
+    assert older_generation(log.path).stat().st_size > 2000, "it was moved"
+    assert "forged" not in log.path.read_text()
+
+
+def test_a_log_that_cannot_be_moved_is_said_once_and_not_looked_through_each_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = EventLog(tmp_path / "events.jsonl", run_id="ours", generation_bytes=2000)
+    older_generation(log.path).mkdir()
+    for number in range(30):
+        log.emit("save", step=number, reason="x" * 100)
+    said = [r for r in caplog.records if "cannot be moved" in r.message]
+    assert 1 <= len(said) <= 4 and log.path.read_text().count("\n") == 30

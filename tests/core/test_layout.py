@@ -1,0 +1,524 @@
+"""Layouts against torch's own arithmetic, against what FSDP2 really holds, and against counting."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Partial as TorchPartial
+from torch.distributed.tensor import Replicate as TorchReplicate
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mindx_elastic.core.layout import (
+    REPLICATE,
+    Box,
+    Layout,
+    Placement,
+    Shard,
+    box_size,
+    local_places,
+    overlap,
+    parse_placement,
+)
+from mindx_elastic.errors import UsageError
+
+
+def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
+
+
+def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(itertools.product(*map(range, mesh)))
+
+
+def held_by(layout: Layout, shape: tuple[int, ...], rank: int) -> list[int]:
+    """The elements (numbered through the whole tensor) that `rank` holds, in the order of its memory."""
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    segments = layout.segments(shape, layout.shard_of(rank))
+    index = [[i for start, stop in each for i in range(start, stop)] for each in segments]
+    elements: list[int] = whole[np.ix_(*index)].ravel().tolist() if shape else whole.ravel().tolist()
+    return elements
+
+
+# --- torch's own arithmetic --------------------------------------------------------------------------------------
+
+
+def random_cases(count: int, *, seed: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], list[int | None]]]:
+    """(shape, mesh, dim that each mesh dimension splits)."""
+    draw = random.Random(seed)
+    for _ in range(count):
+        shape = tuple(draw.randint(1, 13) for _ in range(draw.randint(1, 3)))
+        mesh = tuple(draw.randint(1, 4) for _ in range(draw.randint(1, 3)))
+        yield shape, mesh, [draw.choice([None, *range(len(shape))]) for _ in mesh]
+
+
+def test_shards_and_replicas_are_where_torch_has_them() -> None:
+    for shape, mesh, dims in random_cases(400, seed=1):
+        theirs = [TorchReplicate() if dim is None else TorchShard(dim) for dim in dims]
+        layout = Layout(mesh, tuple(map(parse_placement, theirs)))
+        for rank, coordinate in enumerate(coordinates(mesh)):
+            local, offset = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), theirs)
+            shard = layout.shard_of(rank)
+            assert layout.local_shape(shape, shard) == local, (shape, mesh, dims, rank)
+            if math.prod(local):
+                (box,) = layout.boxes(shape, shard)
+                assert tuple(start for start, _ in box) == offset, (shape, mesh, dims, rank)
+                assert tuple(stop - start for start, stop in box) == local
+            else:
+                assert layout.boxes(shape, shard) == []
+
+
+@pytest.mark.parametrize("dp", [2, 3, 4])
+@pytest.mark.parametrize("tp", [2, 3])
+def test_a_strided_shard_of_an_even_dimension_is_where_torch_has_it(dp: int, tp: int) -> None:
+    mesh, theirs = (dp, tp), [_StridedShard(0, split_factor=tp), TorchShard(0)]
+    layout = Layout(mesh, tuple(map(parse_placement, theirs)))
+    for rows in (dp * tp, 2 * dp * tp, 5 * dp * tp):
+        for rank, coordinate in enumerate(coordinates(mesh)):
+            local, offset = _compute_local_shape_and_global_offset((rows, 3), mesh, list(coordinate), theirs)
+            (box,) = layout.boxes((rows, 3), layout.shard_of(rank))
+            assert (box[0][0], 0) == offset and layout.local_shape((rows, 3), layout.shard_of(rank)) == local
+
+
+def torch_agrees_with_fsdp2(rows: int, dp: int, tp: int) -> bool:
+    """Whether torch's reading of (_StridedShard, Shard) gives the sizes that FSDP2 around TP holds."""
+    theirs = [_StridedShard(0, split_factor=tp), TorchShard(0)]
+    for coordinate in coordinates((dp, tp)):
+        local, offset = _compute_local_shape_and_global_offset((rows,), (dp, tp), list(coordinate), theirs)
+        held = chunk(chunk(list(range(rows)), tp)[coordinate[1]], dp)[coordinate[0]]
+        if local[0] != len(held) or (held and offset[0] != held[0]):
+            return False
+    return True
+
+
+def test_a_strided_shard_of_an_uneven_dimension_is_where_torch_has_it_when_torch_has_it_right() -> None:
+    agreed = 0
+    for rows, dp, tp in itertools.product(range(1, 20), (2, 3, 4), (2, 3, 4)):
+        if rows % (dp * tp) == 0 or not torch_agrees_with_fsdp2(rows, dp, tp):
+            continue
+        agreed += 1
+        layout = layout_of((dp, tp), f"_S(0,{tp})", "S(0)")
+        theirs = [_StridedShard(0, split_factor=tp), TorchShard(0)]
+        for rank, coordinate in enumerate(coordinates((dp, tp))):
+            local, offset = _compute_local_shape_and_global_offset((rows,), (dp, tp), list(coordinate), theirs)
+            boxes = layout.boxes((rows,), layout.shard_of(rank))
+            assert layout.local_shape((rows,), layout.shard_of(rank)) == local, (rows, dp, tp, rank)
+            assert not boxes or boxes[0][0][0] == offset[0], (rows, dp, tp, rank)
+    assert agreed > 10
+
+
+# --- FSDP2 around tensor parallel --------------------------------------------------------------------------------
+
+
+def chunk(elements: list[int], parts: int) -> list[list[int]]:
+    """As ``torch.chunk``, filled up with empty pieces."""
+    size = -(-len(elements) // parts) if elements else 1
+    pieces = [elements[i : i + size] for i in range(0, len(elements), size)]
+    return [*pieces, *([[]] * (parts - len(pieces)))]
+
+
+def test_fsdp_around_tensor_parallel_chunks_over_tp_first_always() -> None:
+    for rows, dp, tp in itertools.product(range(26), range(1, 6), range(1, 5)):
+        layout = layout_of((dp, tp), f"_S(0,{tp})", "S(0)")
+        for rank, (dp_rank, tp_rank) in enumerate(coordinates((dp, tp))):
+            expected = chunk(chunk(list(range(rows)), tp)[tp_rank], dp)[dp_rank]
+            assert held_by(layout, (rows,), rank) == expected, (rows, dp, tp, rank)
+
+
+def test_hsdp_around_tensor_parallel_repeats_over_the_replicas() -> None:
+    layout = layout_of((2, 3, 2), "R", "_S(0,2)", "S(0)")
+    for rank, (_, dp_rank, tp_rank) in enumerate(coordinates((2, 3, 2))):
+        assert held_by(layout, (11,), rank) == chunk(chunk(list(range(11)), 2)[tp_rank], 3)[dp_rank]
+    assert layout.num_shards == 6
+    assert layout.holders[layout.shard_of(1)] == [1, 7]
+
+
+def test_a_split_factor_counts_all_splits_inside_of_it() -> None:
+    layout = layout_of((2, 2, 3), "_S(0,6)", "S(0)", "S(0)")  # FSDP around two that split the rows, one in the other
+    for rank, (dp, outer, inner) in enumerate(coordinates((2, 2, 3))):
+        expected = chunk(chunk(chunk(list(range(29)), 2)[outer], 3)[inner], 2)[dp]
+        assert held_by(layout, (29,), rank) == expected
+
+
+def test_two_plain_shards_of_one_dimension_split_from_left_to_right() -> None:
+    layout = layout_of((4, 2), "S(0)", "S(0)")
+    for rank, (outer, inner) in enumerate(coordinates((4, 2))):
+        assert held_by(layout, (9,), rank) == chunk(chunk(list(range(9)), 4)[outer], 2)[inner]
+
+
+def test_sixteen_elements_on_a_four_by_two_mesh_start_at_eight_on_rank_one() -> None:
+    layout = layout_of((4, 2), "_S(0,2)", "S(0)")
+    assert layout.boxes((16,), layout.shard_of(1)) == [((8, 10),)]
+
+
+@pytest.fixture
+def _no_process_group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_no_process_group")
+@pytest.mark.parametrize(("rows", "dp", "tp"), [(9, 4, 2), (16, 4, 2), (7, 2, 3), (5, 3, 2), (3, 2, 2), (13, 2, 4)])
+def test_what_fsdp2_really_holds_around_tensor_parallel(rows: int, dp: int, tp: int) -> None:
+    for rank in range(dp * tp):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=dp * tp)
+        mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
+        module = torch.nn.Linear(1, rows, bias=False)
+        rows_of = torch.arange(float(rows)).reshape(rows, 1)
+        module.weight = torch.nn.Parameter(
+            distribute_tensor(rows_of, mesh["tp"], [TorchShard(0)], src_data_rank=None)  # None: no communication
+        )
+        fully_shard(module, mesh=mesh["dp"])
+        weight = module.weight
+        assert isinstance(weight, DTensor)
+        layout = Layout((dp, tp), tuple(map(parse_placement, weight.placements)))
+        assert str(layout.placements[0]) == f"_S(0,{tp})"
+        assert held_by(layout, (rows, 1), rank) == weight.to_local().flatten().int().tolist()
+        dist.destroy_process_group()
+
+
+def test_nine_rows_on_dp_4_tp_2_are_held_as_fsdp2_does_and_not_as_torch_reads_the_placement() -> None:
+    assert not torch_agrees_with_fsdp2(9, 4, 2)
+    layout = layout_of((4, 2), "_S(0,2)", "S(0)")
+    held = [held_by(layout, (9,), rank) for rank in range(8)]
+    assert held == [[0, 1], [5], [2, 3], [6], [4], [7], [], [8]]
+
+
+# --- every element exactly once per replica ----------------------------------------------------------------------
+
+
+@st.composite
+def fitting_layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
+    """A shape and a layout whose split factors fit: made by choosing the order of the splits of each dimension."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dims = [draw(st.sampled_from([None, *range(len(shape))])) for _ in mesh]
+    placements = []
+    for i, dim in enumerate(dims):
+        if dim is None:
+            placements.append(REPLICATE)
+            continue
+        # What the next one, two, ... splits of the same dimension to the right have made.
+        inside = [mesh[j] for j in range(i + 1, len(mesh)) if dims[j] == dim]
+        strided = draw(st.booleans())
+        factor = math.prod(inside) if inside and strided else 1
+        placements.append(Shard(dim, factor))
+    first = draw(st.integers(0, 3))
+    ranks: list[int] = []
+    if draw(st.booleans()):
+        ranks = draw(st.permutations(range(first, first + math.prod(mesh))))
+    return shape, Layout(mesh, tuple(placements), ranks)
+
+
+def count(layout: Layout, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    counts = np.zeros(shape, dtype=np.int64)
+    for shard in range(layout.num_shards):
+        for box in layout.boxes(shape, shard):
+            counts[tuple(slice(*interval) for interval in box)] += 1
+    return counts
+
+
+@settings(max_examples=150, deadline=None)
+@given(fitting_layouts())
+def test_all_shards_together_cover_every_element_once(case: tuple[tuple[int, ...], Layout]) -> None:
+    shape, layout = case
+    assert (count(layout, shape) == 1).all()
+    per_rank = np.zeros(math.prod(shape), dtype=np.int64)
+    for rank in layout.ranks:
+        per_rank[held_by(layout, shape, rank)] += 1
+    assert (per_rank == layout.size // layout.num_shards).all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(fitting_layouts())
+def test_boxes_segments_local_shapes_and_places_agree(case: tuple[tuple[int, ...], Layout]) -> None:
+    shape, layout = case
+    for shard in range(layout.num_shards):
+        boxes = layout.boxes(shape, shard)
+        local_shape = layout.local_shape(shape, shard)
+        assert sum(map(box_size, boxes)) == math.prod(local_shape)
+        memory = np.full(local_shape, -1)
+        places = list(local_places(layout.segments(shape, shard)))
+        assert [whole for whole, _ in places if box_size(whole)] == boxes
+        whole_tensor = np.arange(math.prod(shape)).reshape(shape)
+        for whole, local in places:
+            part = whole_tensor[tuple(slice(*interval) for interval in whole)]
+            memory[tuple(slice(*interval) for interval in local)] = part
+        rank = next(r for r in layout.ranks if layout.shard_of(r) == shard)
+        assert memory.ravel().tolist() == held_by(layout, shape, rank)
+
+
+@pytest.mark.parametrize("placements", [("_S(0,3)",), ("_S(0,4)", "S(0)"), ("_S(0,2)", "S(1)"), ("S(0)", "_S(0,2)")])
+@pytest.mark.parametrize("rows", [1, 5, 9, 12])
+def test_a_strided_shard_without_the_splits_it_speaks_of_still_covers_everything_once(
+    placements: tuple[str, ...], rows: int
+) -> None:
+    layout = layout_of((2, 3)[: len(placements)], *placements)
+    assert (count(layout, (rows, 4)) == 1).all()
+
+
+def test_a_strided_shard_alone_takes_a_piece_of_each_piece() -> None:
+    layout = layout_of((2,), "_S(0,2)")  # as torch says of a mesh whose inner dimension was dropped
+    assert layout.boxes((8,), 0) == [((0, 2),), ((4, 6),)]
+    assert layout.boxes((8,), 1) == [((2, 4),), ((6, 8),)]
+
+
+def test_a_scalar_is_one_box_of_no_dimensions_on_every_rank() -> None:
+    layout = layout_of((3,), "R")
+    assert layout.boxes((), 0) == [()]
+    assert layout.local_shape((), 0) == ()
+    assert box_size(()) == 1
+
+
+def test_holders_are_the_ranks_that_hold_the_same_ascending() -> None:
+    layout = layout_of((2, 2), "R", "S(0)", ranks=(7, 3, 5, 1))
+    assert layout.holders == [[5, 7], [1, 3]]
+    assert [layout.shard_of(rank) for rank in (7, 3, 5, 1)] == [0, 1, 0, 1]
+    assert 3 in layout and 2 not in layout
+    with pytest.raises(KeyError):
+        layout.shard_of(2)
+
+
+def test_a_mesh_dimension_of_one_splits_nothing() -> None:
+    layout = layout_of((1, 3), "S(0)", "R")
+    assert layout.num_shards == 1
+    assert layout.boxes((5, 2), 0) == [((0, 5), (0, 2))]
+
+
+def test_the_whole_shape_follows_from_equal_shards() -> None:
+    assert layout_of((2, 3), "S(0)", "S(1)").global_shape((4, 5)) == (8, 15)
+    assert layout_of((2, 3), "R", "S(0)").global_shape((4, 5)) == (12, 5)
+    with pytest.raises(UsageError, match="dimension 1"):
+        layout_of((2,), "S(1)").global_shape((4,))
+
+
+def test_a_split_of_a_dimension_that_the_tensor_does_not_have_is_named() -> None:
+    with pytest.raises(UsageError, match=r"splits .*dimension.* of shape \[4\]"):
+        layout_of((2,), "S(1)").boxes((4,), 0)
+    with pytest.raises(UsageError, match="no shard 2"):
+        layout_of((2,), "S(0)").boxes((4,), 2)
+
+
+# --- boxes -------------------------------------------------------------------------------------------------------
+
+
+def test_what_two_boxes_have_in_common() -> None:
+    assert overlap(((0, 4), (2, 6)), ((3, 9), (0, 3))) == ((3, 4), (2, 3))
+    assert overlap(((0, 4),), ((4, 8),)) is None
+    assert overlap((), ()) == ()
+
+
+boxes_of_two = st.tuples(*[st.tuples(st.integers(0, 6), st.integers(0, 6)).map(lambda p: (min(p), max(p)))] * 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(boxes_of_two, boxes_of_two)
+def test_overlap_counts_as_cells_do(one: Box, other: Box) -> None:
+    def cells(box: Box) -> set[tuple[int, ...]]:
+        return set(itertools.product(*(range(*interval) for interval in box)))
+
+    common = overlap(one, other)
+    assert cells(one) & cells(other) == (cells(common) if common else set())
+
+
+# --- spelling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spelling", "expected"),
+    [
+        ("R", REPLICATE),
+        ("replicate", REPLICATE),
+        ("Replicate()", REPLICATE),
+        ("S(0)", Placement(0)),
+        ("s( 12 )", Placement(12)),
+        ("shard(1)", Placement(1)),
+        ("Shard(dim=1)", Placement(1)),
+        ("_S(0,2)", Placement(0, 2)),
+        ("_S(0, 2)", Placement(0, 2)),
+        ("_StridedShard(dim=0, sf=4)", Placement(0, 4)),
+        ("_StridedShard(dim=0, split_factor=4)", Placement(0, 4)),
+        ("strided_shard(1, 3)", Placement(1, 3)),
+        (Placement(3, 2), Placement(3, 2)),
+        (TorchReplicate(), REPLICATE),
+        (TorchShard(1), Placement(1)),
+        (_StridedShard(1, split_factor=2), Placement(1, 2)),
+    ],
+    ids=str,
+)
+def test_placements_are_understood_in_every_spelling(spelling: Any, expected: Placement) -> None:
+    assert parse_placement(spelling) == expected
+    assert parse_placement(str(expected)) == expected
+
+
+@pytest.mark.parametrize("placement", [TorchReplicate(), TorchShard(2), _StridedShard(0, split_factor=3)], ids=str)
+def test_torch_prints_placements_that_can_be_read_back(placement: Any) -> None:
+    assert parse_placement(repr(placement)) == parse_placement(placement)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("", "S", "S()", "S(-1)", "S(0", "S(0.5)", "_S(0,)", "_S(0,-2)", "Partial()", "R(0)", "S(0)S(1)"),
+        *(None, 3, b"R", ["R"], {"dim": 0}, TorchPartial(), "S(" + "9" * 5000 + ")"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_what_is_no_placement_is_refused_by_name(value: Any) -> None:
+    with pytest.raises(UsageError):
+        Layout((2,), (parse_placement(value),))
+
+
+# --- equality ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [(), range(6), tuple(range(6)), list(range(6)), range(0, 6, 1)], ids=str)
+def test_equal_layouts_compare_equal_however_their_ranks_are_given(ranks: Any) -> None:
+    layout, plain = layout_of((2, 3), "R", "S(0)", ranks=ranks), layout_of((2, 3), "R", "S(0)")
+    assert layout == plain
+    assert hash(layout) == hash(plain)
+    assert Layout.from_json(layout.to_json()) == plain
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(range(0, 8, 2), (0, 2, 4, 6)), (range(3, -1, -1), [3, 2, 1, 0]), (range(4, 8), (4, 5, 6, 7))],
+    ids=str,
+)
+def test_ranks_with_gaps_compare_equal_too(one: Any, other: Any) -> None:
+    assert layout_of((4,), "S(0)", ranks=one) == layout_of((4,), "S(0)", ranks=other)
+
+
+def test_a_single_rank_compares_equal_as_a_range_with_a_step() -> None:
+    assert layout_of((1,), "R", ranks=range(5, 6, 2)) == layout_of((1,), "R", ranks=(5,))
+
+
+def test_names_of_mesh_dimensions_do_not_tell_layouts_apart() -> None:
+    assert Layout((2,), (REPLICATE,), mesh_dim_names=("dp",)) == Layout((2,), (REPLICATE,))
+
+
+def test_another_order_of_ranks_is_another_layout() -> None:
+    assert layout_of((2,), "S(0)", ranks=(1, 0)) != layout_of((2,), "S(0)")
+
+
+# --- JSON, friendly and hostile ----------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(fitting_layouts(), st.booleans())
+def test_a_layout_survives_json(case: tuple[tuple[int, ...], Layout], named: bool) -> None:
+    _, layout = case
+    if named:
+        names = tuple(f"dim {i}" for i in range(len(layout.mesh_shape)))
+        layout = Layout(layout.mesh_shape, layout.placements, layout.ranks, names)
+    again = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert again == layout
+    assert again.mesh_dim_names == layout.mesh_dim_names
+    assert again.holders == layout.holders
+
+
+GOOD = {"mesh": [2, 2], "placements": ["R", "S(0)"], "ranks": [[0, 4]]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"mesh": [2, 3]},
+        {"mesh": []},
+        {"mesh": [2, 0]},
+        {"mesh": [-2, -2]},
+        {"mesh": [2.0, 2]},
+        {"mesh": [True, 4]},
+        {"mesh": ["2", "2"]},
+        {"mesh": None},
+        {"mesh": 4},
+        {"mesh": [1] * 17},
+        {"mesh": [1 << 40, 1 << 40], "ranks": [[0, 1 << 80]]},
+        {"placements": ["R"]},
+        {"placements": ["R", "S(0)", "R"]},
+        {"placements": ["R", "Partial()"]},
+        {"placements": ["R", "S(-1)"]},
+        {"placements": ["R", "_S(0,0)"]},
+        {"placements": ["R", None]},
+        {"placements": ["R", {"dim": 0}]},
+        {"placements": None},
+        {"placements": "RR"},
+        {"ranks": []},
+        {"ranks": [0, 1, 2]},
+        {"ranks": [0, 1, 2, 2]},
+        {"ranks": [0, 1, 2, -1]},
+        {"ranks": [0, 1, 2, 3.0]},
+        {"ranks": [0, 1, 2, "3"]},
+        {"ranks": [0, 1, 2, None]},
+        {"ranks": [[0, 3]]},
+        {"ranks": [[-1, 4]]},
+        {"ranks": [[0, 1 << 70]]},
+        {"ranks": [[0]]},
+        {"ranks": [[0, 4, 1]]},
+        {"ranks": [["0", 4]]},
+        {"ranks": [[0.0, 4]]},
+        {"ranks": "0123"},
+        {"ranks": {"0": 1}},
+        {"names": 5},
+        {"names": ["only one"]},
+        {"names": ["one", None]},
+    ],
+    ids=str,
+)
+def test_a_hostile_layout_is_refused_by_name(change: dict[str, Any]) -> None:
+    assert Layout.from_json(GOOD).size == 4
+    with pytest.raises(UsageError):
+        Layout.from_json({**GOOD, **change})
+
+
+@pytest.mark.parametrize("content", [None, 3, "layout", [], [1, 2], {}, {"mesh": [1]}], ids=str)
+def test_what_is_no_layout_at_all_is_refused_by_name(content: Any) -> None:
+    with pytest.raises(UsageError):
+        Layout.from_json(content)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 1 << 70) | st.floats(allow_nan=True) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(sorted(GOOD)), json_values)
+def test_any_json_in_place_of_a_field_gives_a_layout_or_a_named_error(field: str, value: Any) -> None:
+    content = copy.deepcopy({**GOOD, field: value})
+    try:
+        layout = Layout.from_json(content)
+    except UsageError:
+        return
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize("factor", [1 << 30, 1 << 80])
+@pytest.mark.parametrize("rows", [8, 1 << 60])
+def test_a_hostile_split_factor_does_not_keep_us_busy(factor: int, rows: int) -> None:
+    start = time.process_time()
+    with contextlib.suppress(UsageError):
+        layout_of((2,), f"_S(0,{factor})").boxes((rows,), 0)
+    assert time.process_time() - start < 2

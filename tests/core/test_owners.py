@@ -1,0 +1,426 @@
+"""Whose files count. What strangers do is done by a second user, so these tests need root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from mindx_elastic.cli.main import app
+from mindx_elastic.config import RankInfo, SharingSettings
+from mindx_elastic.core.owners import Trust, check_place, find_owners, open_trusted, user_ids
+from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UntrustedFileError, UsageError
+from mindx_elastic.guard.directories import prepare_directories
+from mindx_elastic.memory.boundary_ring import BoundaryRing
+from mindx_elastic.memory.known_runs import known_runs
+from mindx_elastic.memory.memory_files import own_states
+from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.resume import reading as reading_module
+from tests.checkpoint_files import write, write_step
+from tests.guarded import Job
+from tests.resume.finding import find, find_on, step_of
+
+STRANGER, COLLEAGUE = 65534, 65533
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A folder that other users can reach, which pytest's own is not."""
+    path = Path(tempfile.mkdtemp())
+    path.chmod(0o755)
+    yield path
+    shutil.rmtree(path)
+
+
+def run_as(user: int, *command: object, group: int | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        list(map(str, command)), user=user, group=user if group is None else group, extra_groups=[],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def copy_in(source: Path, target: Path, user: int = STRANGER, group: int | None = None) -> Path:
+    """`user` copies a file in, as anybody does who may write there."""
+    source.chmod(0o644)
+    done = run_as(user, "cp", source, target, group=group)
+    assert done.returncode == 0, done.stderr
+    assert target.stat().st_uid == user
+    return target
+
+
+@pytest.fixture
+def forged(place: Path) -> Path:
+    """A sealed checkpoint of a step that the job has never reached."""
+    return write(place / "elsewhere" / "resnet-9_9.safetensors", step=89, state={"model": {"evil": 1.0}})
+
+
+# --- directories ---
+
+
+@needs_root
+def test_a_forged_file_in_an_own_world_writable_directory_is_refused_and_left_out(
+    place: Path, forged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = place / "ckpt"
+    Job(directory, final_save=False).run(epochs=1)
+    directory.chmod(0o777)
+    target = copy_in(forged, directory / "job-9_9_breakpoint.safetensors")
+    with pytest.raises(UnsafeDirectoryError, match=r"others may write to it \(mode 777\)"):
+        Job(directory).run()
+    job = Job(directory, allow_shared_directory=True)
+    with pytest.raises(NoUsableCheckpointError, match=f"belongs to user {STRANGER}.*trusted_users"):
+        job.run()
+    named = [r.message for r in caplog.records if str(target) in r.message and "left out" in r.message]
+    assert len(named) == 1 and f"belongs to user {STRANGER}" in named[0]
+    assert target.exists() and not (directory / "quarantine").exists()
+
+
+@needs_root
+def test_a_world_writable_parent_without_the_sticky_bit_is_refused(place: Path) -> None:
+    (place / "open").mkdir()
+    (place / "open").chmod(0o777)
+    directory = place / "open" / "mine" / "ckpt"
+    with pytest.raises(UnsafeDirectoryError, match=f"others may write to {place}/open"):
+        Job(directory).run()
+    assert not directory.exists() and not directory.parent.exists()
+    (place / "open").chmod(0o1777)
+    Job(directory).run(epochs=1)
+    (place / "open").chmod(0o777)
+    Job(directory, allow_shared_directory=True).run(epochs=1)
+
+
+@needs_root
+def test_a_name_that_a_stranger_took_in_a_sticky_folder_is_refused(place: Path) -> None:
+    common = place / "tmp"
+    common.mkdir()
+    common.chmod(0o1777)
+    assert run_as(STRANGER, "mkdir", common / "ckpt").returncode == 0
+    with pytest.raises(UnsafeDirectoryError, match=f"belongs to user {STRANGER}.*anybody could have made it"):
+        check_place(common / "ckpt" / "below")
+    assert STRANGER not in find_owners(common / "ckpt").uids
+    assert run_as(STRANGER, "ln", "-s", place, common / "link").returncode == 0
+    with pytest.raises(UnsafeDirectoryError, match="anybody could have made it"):
+        check_place(common / "link" / "ckpt")
+    (common / "own").symlink_to("mine")
+    (common / "mine").mkdir()
+    check_place(common / "own")
+
+
+@needs_root
+def test_a_directory_of_another_user_is_named_and_only_its_owner_counts_too(
+    place: Path, forged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Root in a container, on a volume that has the uid of the image's user."""
+    directory = place / "ckpt"
+    write(directory / "resnet-1_1.safetensors", step=1)
+    write(directory / "resnet-1_2.safetensors", step=2)
+    os.chown(directory, COLLEAGUE, -1)
+    os.chown(directory / "resnet-1_2.safetensors", COLLEAGUE, -1)
+    shutil.copy(forged, directory)
+    os.chown(directory / forged.name, STRANGER, -1)
+    resolved, trust = prepare_directories([directory], RankInfo(), SharingSettings())
+    assert resolved[directory] == directory
+    assert f"{directory} belongs to user {COLLEAGUE}" in caplog.text
+    assert trust.of(directory).uids == {0, COLLEAGUE}
+    assert step_of(find(directory)) == 2
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["folder", "link", "loose"])
+def test_a_rank_folder_of_a_stranger_is_refused(place: Path, kind: str) -> None:
+    directory = place / "ckpt"
+    (directory / "elsewhere").mkdir(parents=True)
+    folder = directory / "rank_1"
+    if kind == "link":
+        folder.symlink_to(directory / "elsewhere")
+        os.lchown(folder, STRANGER, -1)
+    else:
+        folder.mkdir()
+        if kind == "folder":
+            os.chown(folder, STRANGER, -1)
+        else:
+            folder.chmod(0o777)
+    ranks = RankInfo(rank=1, world_size=2)
+    with pytest.raises(UnsafeDirectoryError, match=r"rank_1.*(belongs to|symbolic link of|others may write)"):
+        prepare_directories([directory], ranks, SharingSettings())
+    prepare_directories([directory], RankInfo(rank=0, world_size=2), SharingSettings())
+    if kind == "loose":
+        prepare_directories([directory], ranks, SharingSettings(allow_shared=True))
+    else:
+        prepare_directories([directory], ranks, SharingSettings(trusted_users=(STRANGER,)))
+
+
+@needs_root
+def test_an_own_link_to_another_disk_is_followed(place: Path) -> None:
+    (place / "disk2").mkdir()
+    (place / "ckpt").mkdir()
+    (place / "ckpt" / "rank_1").symlink_to(place / "disk2")
+    prepare_directories([place / "ckpt"], RankInfo(rank=1, world_size=2), SharingSettings())
+
+
+# --- files ---
+
+
+@needs_root
+def test_a_group_member_s_files_are_left_out_of_a_group_writable_directory(
+    place: Path, forged: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a Kubernetes volume: owned by root, writable by the pods' group, setgid."""
+    directory = place / "ckpt"
+    write_step(directory, 16)
+    write_step(directory, 17)
+    for folder in (directory, directory / "rank_0", directory / "rank_1"):
+        os.chown(folder, 0, 2000)
+        folder.chmod(0o2775)
+    for rank in range(2):
+        source = write(place / "elsewhere" / f"{rank}.safetensors", step=89, rank=rank, world_size=2)
+        copy_in(source, directory / f"rank_{rank}" / "resnet-9_9.safetensors", group=2000)
+    assert [step_of(found) for found in find_on(2, directory)] == [17, 17]  # type: ignore[arg-type]
+    left_out = [record.message for record in caplog.records if "is left out" in record.message]
+    assert len(left_out) == 2 and all(f"user {STRANGER}" in line for line in left_out), left_out
+    assert (directory / "rank_0" / "resnet-9_9.safetensors").exists()
+
+
+@needs_root
+def test_a_file_that_anybody_may_write_to_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "resnet-1_1.safetensors", step=1)
+    write(tmp_path / "resnet-1_2.safetensors", step=2).chmod(0o666)
+    assert step_of(find(tmp_path)) == 1
+    assert "may be written to by anybody (mode 666)" in caplog.text
+
+
+@needs_root
+def test_only_strangers_files_are_no_silent_fresh_start_and_a_named_user_s_count(tmp_path: Path) -> None:
+    """The job has run under another user before."""
+    os.chown(write(tmp_path / "resnet-1_5.safetensors", step=5), COLLEAGUE, -1)
+    with pytest.raises(NoUsableCheckpointError, match=f"belongs to user {COLLEAGUE}.*MINDX_TRUSTED_USERS"):
+        find(tmp_path)
+    _, trust = prepare_directories([tmp_path], RankInfo(), SharingSettings(trusted_users=(COLLEAGUE,)))
+    assert scan(tmp_path, owners=trust.of(tmp_path)).steps[0].step == 5
+
+
+@needs_root
+def test_a_stranger_s_own_kind_of_file_is_none_of_our_business(tmp_path: Path, place: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    save_file({"weight": torch.zeros(3)}, tmp_path / "pretrained.safetensors")
+    os.chown(tmp_path / "pretrained.safetensors", STRANGER, -1)
+    assert find(tmp_path) is None
+
+
+@needs_root
+def test_a_stranger_s_unreadable_file_is_named_and_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "resnet-1_1.safetensors", step=1)
+    path = write(tmp_path / "resnet-1_2.safetensors", step=2)
+    os.chown(path, STRANGER, -1)
+    from mindx_elastic.persist import catalog as catalog_module
+    from mindx_elastic.persist.format import read_header
+
+    def refuse(path: Path, *more: Any) -> Any:  # permission bits mean nothing to root
+        if path.name == "resnet-1_2.safetensors":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_header(path, *more)
+
+    monkeypatch.setattr(catalog_module, "read_header", refuse)
+    assert step_of(find(tmp_path)) == 1 and path.exists()
+
+
+@needs_root
+def test_a_file_that_is_exchanged_between_the_look_and_the_read_is_not_read(
+    tmp_path: Path, forged: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path / "resnet-1_1.safetensors", step=1)
+    victim = write(tmp_path / "resnet-1_2.safetensors", step=2)
+    exchanged: list[Path] = []
+
+    def exchange_first(path: Path, **options: Any) -> Any:
+        if path == victim and not exchanged:
+            os.chown(forged, STRANGER, -1)
+            os.replace(forged, victim)
+            exchanged.append(path)
+        return read_checkpoint(path, **options)
+
+    monkeypatch.setattr(reading_module, "read_checkpoint", exchange_first)
+    found = find(tmp_path)
+    assert exchanged and step_of(found) == 1 and found is not None
+    assert any(f"belongs to user {STRANGER}" in line for line in found.rejected), found.rejected
+    assert victim.exists() and not (tmp_path / "quarantine").exists()
+
+
+@needs_root
+def test_a_victim_s_file_cannot_be_linked_in(place: Path) -> None:
+    if Path("/proc/sys/fs/protected_hardlinks").read_text().strip() != "1":
+        pytest.skip("this kernel lets anybody link any file: docs/guarantees.md says what that means")
+    victim = write(place / "private" / "resnet-1_5.safetensors", step=5)
+    (place / "ckpt").mkdir()
+    os.chown(place / "ckpt", 0, 2000)
+    (place / "ckpt").chmod(0o2775)
+    done = run_as(STRANGER, "ln", victim, place / "ckpt" / "resnet-1_5.safetensors", group=2000)
+    assert done.returncode != 0 and "Operation not permitted" in done.stderr
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["stranger's", "link", "loose"])
+def test_a_stranger_s_event_log_is_neither_believed_nor_written_to(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log, target = tmp_path / "events.jsonl", tmp_path / "precious"
+    target.write_text('{"run_id": "forged"}\n')
+    if kind == "link":
+        log.symlink_to(target)
+    else:
+        shutil.copy(target, log)
+        log.chmod(0o666 if kind == "loose" else 0o644)
+        os.chown(log, STRANGER if kind == "stranger's" else 0, -1)
+    assert known_runs([tmp_path], trust=Trust()) == {}
+    Job(tmp_path).run(epochs=1)
+    (aside,) = tmp_path.glob("events.jsonl.untrusted-*")
+    assert "is moved to" in caplog.text and target.read_text() == '{"run_id": "forged"}\n'
+    assert log.is_file() and not log.is_symlink() and log.stat().st_uid == 0 and "forged" not in log.read_text()
+    assert aside.read_text() == '{"run_id": "forged"}\n'
+
+
+@needs_root
+def test_a_stranger_s_boundary_ring_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rank_0").mkdir()
+    path = tmp_path / "rank_0" / "boundaries.mindx"
+    ring = BoundaryRing(path, "run-a", 64)
+    ring.write(0, 5, [memoryview(b"x")])
+    ring.close()
+    assert list(own_states(path)) == [("run-a", 0, 5)]
+    os.chown(path, STRANGER, -1)
+    assert own_states(path) == {} and f"belongs to user {STRANGER}" in caplog.text
+
+
+@needs_root
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+def test_the_commands_name_a_stranger_s_file(tmp_path: Path, command: str) -> None:
+    write(tmp_path / "resnet-1_1.safetensors", step=1)
+    os.chown(write(tmp_path / "resnet-1_2.safetensors", step=2), STRANGER, -1)
+    done = CliRunner().invoke(app, [command, str(tmp_path)])
+    assert f"resnet-1_2.safetensors: belongs to user {STRANGER}" in done.stdout, done.output
+    assert done.exit_code == (1 if command == "verify" else 0)
+
+
+@needs_root
+@pytest.mark.parametrize("command", ["inspect", "verify", "plan"])
+def test_the_commands_believe_whom_a_start_believes(
+    tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "resnet-1_2.safetensors", step=2)
+    os.chown(path, COLLEAGUE, -1)
+    for target in (tmp_path, path) if command != "plan" else (tmp_path,):
+        monkeypatch.delenv("MINDX_TRUSTED_USERS", raising=False)
+        assert f"belongs to user {COLLEAGUE}" in CliRunner().invoke(app, [command, str(target)]).output
+        monkeypatch.setenv("MINDX_TRUSTED_USERS", f"{COLLEAGUE}")
+        more = ["--verify"] if command == "inspect" else []
+        done = CliRunner().invoke(app, [command, *more, str(target)])
+        assert done.exit_code == 0 and "belongs to user" not in done.output, done.output
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name], "nothing was made there"
+
+
+@needs_root
+def test_our_own_files_are_nobody_else_s_to_write_whatever_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0)
+    try:
+        Job(tmp_path / "ckpt").run(epochs=1)
+        job = Job(tmp_path / "ckpt", resume="never")
+        job.run(epochs=1, after=lambda job, step: job.guard.save())
+    finally:
+        os.umask(old)
+    files = list((tmp_path / "ckpt").rglob("*"))
+    assert files
+    for path in [tmp_path / "ckpt", *files]:
+        assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0, path
+
+
+# --- who we are ---
+
+
+def test_our_name_on_the_file_system_is_learnt_from_a_file_that_we_make(tmp_path: Path) -> None:
+    """Root squash: what root writes belongs to nobody."""
+    made = list(os.stat(tmp_path))
+    made[stat.ST_UID], made[stat.ST_MODE] = STRANGER, stat.S_IFREG | 0o644
+    owners = find_owners(tmp_path, created=os.stat_result(made))
+    assert STRANGER in owners.uids and owners.seen_as == STRANGER and owners.modes_count
+    (tmp_path / "other").mkdir()
+    made[stat.ST_DEV] = os.stat(tmp_path).st_dev
+    trust = Trust({tmp_path / "ckpt": find_owners(tmp_path, created=os.stat_result(made))})
+    assert STRANGER in trust.of(tmp_path / "other").uids  # the same file system
+
+
+def test_where_modes_mean_nothing_they_are_not_looked_at(tmp_path: Path) -> None:
+    made = list(os.stat(tmp_path))
+    made[stat.ST_MODE] = stat.S_IFREG | 0o777
+    owners = find_owners(tmp_path, created=os.stat_result(made))
+    path = tmp_path / "file"
+    path.touch()
+    path.chmod(0o777)
+    assert owners.problem(path.stat()) is None
+    assert find_owners(tmp_path).problem(path.stat()) is not None
+
+
+def test_users_by_number_and_name() -> None:
+    assert user_ids([5, "7", "root", " root "]) == {5, 7, 0}
+    for wrong in ("root", 5, [True], [-1], [None], ["no such user"]):
+        with pytest.raises(UsageError, match="trusted_users"):
+            user_ids(wrong)  # type: ignore[arg-type]
+
+
+def test_settings() -> None:
+    env = {"MINDX_ALLOW_SHARED_DIRECTORY": "1", "MINDX_TRUSTED_USERS": "5, root,"}
+    settings = SharingSettings.from_env(env)
+    assert settings.allow_shared and settings.trusted_users == ("5", "root")
+    assert SharingSettings.from_env({}).with_arguments(True, [7]) == SharingSettings(
+        allow_shared=True, trusted_users=(7,)
+    )
+    with pytest.raises(UsageError, match="MINDX_ALLOW_SHARED_DIRECTORY='yes'"):
+        SharingSettings.from_env({"MINDX_ALLOW_SHARED_DIRECTORY": "yes"})
+
+
+def test_only_regular_files_are_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")
+    for name in ("pipe", "link", "missing"):
+        with pytest.raises(OSError):  # noqa: PT011  # each has its own
+            open_trusted(tmp_path / name, find_owners(tmp_path))
+
+
+def test_a_file_is_judged_by_its_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    monkeypatch.setattr(os, "geteuid", lambda: 1)
+    owners = find_owners(tmp_path)
+    monkeypatch.undo()
+    object.__setattr__(owners, "uids", frozenset({1}))
+    with pytest.raises(UntrustedFileError) as caught:
+        open_trusted(path, owners)
+    assert (caught.value.path, caught.value.uid) == (path, os.geteuid())
+
+
+def test_links_on_the_way_are_all_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    check_place(tmp_path / "a" / "c")  # for whoever opens it
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    (loose / "link").symlink_to("../fine/below")
+    (tmp_path / "fine" / "below").mkdir(parents=True)
+    (tmp_path / "way").symlink_to(loose / "link")
+    check_place(tmp_path / "fine")
+    with pytest.raises(UnsafeDirectoryError, match="loose"):
+        check_place(tmp_path / "way")
+    with pytest.raises(UnsafeDirectoryError, match="loose"):
+        check_place(tmp_path / "fine" / ".." / "loose")

@@ -1,0 +1,166 @@
+"""The status page: one process writes, another reads, at any moment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.core.status_page import PAGE_BYTES, Status, StatusPage, WorkerPhase, page_path, read_page
+
+_WRITER = """
+import sys
+from pathlib import Path
+from mindx_elastic.core.status_page import StatusPage
+page = StatusPage(Path(sys.argv[1]))
+page.set_text("reason", "an alarm")
+print("WRITING", flush=True)
+step = 0
+while True:
+    step += 1
+    page.pass_boundary(step)
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return page_path(tmp_path, 3)
+
+
+def test_the_path_of_a_rank(tmp_path: Path) -> None:
+    assert page_path(tmp_path, 3) == tmp_path / "rank_3.page"
+
+
+def test_a_new_page_says_that_nothing_is_known_yet(path: Path) -> None:
+    page = StatusPage(path)
+    assert read_page(path) == Status(pid=os.getpid(), phase=WorkerPhase.STARTING)
+    assert (path.stat().st_size, path.stat().st_mode & 0o777) == (PAGE_BYTES, 0o600)
+    assert not page.started
+    page.close()
+
+
+def test_every_field_comes_through(path: Path) -> None:
+    page = StatusPage(path)
+    numbers = {
+        "pid": 1,
+        "phase": 2,
+        "step": 3,
+        "boundary_ns": 1 << 62,
+        "first_boundary_ns": 5,
+        "boundaries": 6,
+        "resumed_step": 7,
+        "saved_step": 8,
+        "saved_ns": 9,
+        "alarm_ns": 10,
+        "exit_code": 143,
+        "entered_ns": 12,
+    }
+    texts = {"reason": "SIGTERM", "resumed_path": "/a/b", "run_id": "run-a", "arena": "/dev/shm/x"}
+    page.set(**numbers)
+    for name, text in texts.items():
+        page.set_text(name, text)
+    assert read_page(path) == Status(**numbers, **texts)  # type: ignore[arg-type]
+    page.set_text("reason", "")
+    found = read_page(path)
+    assert found is not None and (found.reason, found.arena) == ("", "/dev/shm/x")
+    page.close()
+
+
+def test_an_unknown_field_is_an_error(path: Path) -> None:
+    page = StatusPage(path)
+    with pytest.raises(KeyError):
+        page.set(nonsense=1)
+    with pytest.raises(KeyError):
+        page.set_text("nonsense", "")
+    page.close()
+
+
+def test_boundaries(path: Path) -> None:
+    page = StatusPage(path)
+    before = time.monotonic_ns()
+    page.pass_boundary(41)
+    first = read_page(path)
+    page.pass_boundary(42)
+    second = read_page(path)
+    assert first is not None and second is not None and page.started
+    assert (first.step, first.boundaries, second.step, second.boundaries) == (41, 1, 42, 2)
+    assert before <= first.boundary_ns == first.first_boundary_ns <= second.boundary_ns <= time.monotonic_ns()
+    assert second.first_boundary_ns == first.first_boundary_ns
+    page.close()
+
+
+@pytest.mark.parametrize(("name", "room"), [("reason", 1023), ("resumed_path", 1023), ("run_id", 127), ("arena", 895)])
+def test_long_texts_are_cut_off_and_touch_nothing_else(path: Path, name: str, room: int) -> None:
+    page = StatusPage(path)
+    for other in ("reason", "resumed_path", "run_id", "arena"):
+        page.set_text(other, "x" * 10_000)
+    page.set_text(name, "é" * 10_000)
+    found = read_page(path)
+    assert found is not None
+    text = getattr(found, name)
+    assert text.rstrip("\ufffd") == "é" * (room // 2)
+    assert (found.pid, found.step) == (os.getpid(), -1)
+    assert {len(getattr(found, n)) for n in ("reason", "resumed_path") if n != name} <= {1023}
+    page.close()
+
+
+def test_a_path_that_is_no_text(path: Path) -> None:
+    page = StatusPage(path)
+    page.set_text("arena", os.fsdecode(b"/tmp/\xff"))
+    found = read_page(path)
+    assert found is not None and found.arena == "/tmp/?"
+    page.close()
+
+
+def test_a_page_of_an_earlier_attempt_is_replaced(path: Path) -> None:
+    old = StatusPage(path)
+    old.set(step=9)
+    new = StatusPage(path)
+    old.pass_boundary(10)
+    found = read_page(path)
+    assert found is not None and found.step == -1
+    old.close()
+    new.close()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"x", b"\0" * PAGE_BYTES, b"x" * PAGE_BYTES, b"x" * (PAGE_BYTES + 1)])
+def test_anything_else_is_no_page(path: Path, content: bytes | None) -> None:
+    if content is not None:
+        path.write_bytes(content)
+    assert read_page(path) is None
+
+
+def test_a_link_is_neither_read_nor_written_through(path: Path, tmp_path: Path) -> None:
+    StatusPage(tmp_path / "other").close()
+    before = (tmp_path / "other").read_bytes()
+    path.symlink_to(tmp_path / "other")
+    assert read_page(path) is None
+    page = StatusPage(path)
+    page.set(step=1)
+    page.close()
+    assert (tmp_path / "other").read_bytes() == before
+
+
+def test_a_reader_sees_whole_fields_that_only_grow_and_all_after_a_kill(path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(path)], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "WRITING\n"
+        last = 0
+        while last < 5000:
+            found = read_page(path)
+            assert found is not None and found.pid == process.pid and found.reason == "an alarm"
+            assert last <= max(0, found.step) < 1 << 40
+            last = max(0, found.step)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    found = read_page(path)
+    assert found is not None and found.step >= last

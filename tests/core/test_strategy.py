@@ -1,0 +1,349 @@
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+import json
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, replicated, strategy_from_record
+from mindx_elastic.errors import UsageError
+from mindx_elastic.plan.targets import bytes_by_rank
+from tests.plan import oracle
+from tests.plan.oracle import Spread
+
+
+def layout_of(mesh: tuple[int, ...], *placements: str, ranks: Any = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
+
+
+DDP = layout_of((4,), "R")
+HSDP = layout_of((2, 2), "R", "S(0)")
+FSDP_TP = layout_of((2, 2), "_S(0,2)", "S(0)")
+
+
+def spec(name: str, shape: tuple[int, ...], layout: Layout, dtype: str = "F32", parameter: str = "") -> TensorSpec:
+    return TensorSpec(name, shape, layout, dtype, parameter)
+
+
+# --- tensors ---
+
+
+@pytest.mark.parametrize(
+    ("dtype", "nbytes"),
+    [("F64", 8), ("I64", 8), ("F32", 4), ("BF16", 2), ("F16", 2), ("U8", 1), ("BOOL", 1), ("F8_E4M3", 1), ("", 4)],
+)
+def test_the_size_of_an_element_follows_from_its_type(dtype: str, nbytes: int) -> None:
+    assert spec("w", (3,), DDP, dtype).item_bytes == nbytes
+    assert spec("w", (3, 5), DDP, dtype).local_bytes(0) == 15 * nbytes
+
+
+# --- merging ---
+
+
+def test_the_same_description_from_several_files_counts_once() -> None:
+    again = layout_of((4,), "R", ranks=[0, 1, 2, 3])
+    assert merge_specs([spec("w", (8,), DDP), spec("b", (2,), HSDP), spec("w", (8,), again)]) == [
+        spec("w", (8,), DDP),
+        spec("b", (2,), HSDP),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [spec("w", (9,), DDP), spec("w", (8,), HSDP), spec("w", (8,), layout_of((2,), "R", ranks=(3, 7)))],
+    ids=["shape", "placements", "ranks that overlap"],
+)
+def test_contradictory_descriptions_are_refused_and_named(other: TensorSpec) -> None:
+    with pytest.raises(UsageError, match="contradictory descriptions of w: ") as caught:
+        Strategy(8, (spec("w", (8,), DDP), other))
+    assert str(caught.value).count("[8]") >= 1
+
+
+def test_contradictory_types_are_refused_and_named_and_an_unknown_one_is_no_contradiction() -> None:
+    with pytest.raises(UsageError, match=r"w.*(F32.*BF16|BF16.*F32)"):
+        Strategy(4, (spec("w", (8,), DDP, "F32"), spec("w", (8,), DDP, "BF16")))
+    for dtypes in (("F32", ""), ("", "F32")):
+        merged = Strategy(4, tuple(spec("w", (8,), DDP, dtype) for dtype in dtypes))
+        assert [each.dtype for each in merged.tensors] == ["F32"]
+
+
+def test_tensors_of_one_name_on_different_ranks_are_different_tensors() -> None:
+    first, second = layout_of((2,), "R", ranks=(0, 1)), layout_of((2,), "R", ranks=(2, 3))
+    strategy = Strategy(4, (spec("w", (8,), first), spec("w", (5,), second)))
+    assert [each.shape for each in strategy.by_name["w"]] == [(8,), (5,)]
+    assert len({each.key for each in strategy.tensors}) == 2
+
+
+def test_a_rank_outside_of_the_world_is_named() -> None:
+    with pytest.raises(UsageError, match="w lies on rank 3, but the strategy has 3 ranks"):
+        Strategy(3, (spec("w", (8,), DDP),))
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "4", None, 10**18], ids=str)
+def test_a_world_size_that_is_none_is_refused(world_size: Any) -> None:
+    with pytest.raises(UsageError):
+        Strategy(world_size, ())
+
+
+def test_a_layout_that_splits_a_dimension_which_the_tensor_does_not_have_is_refused_and_named() -> None:
+    with pytest.raises(UsageError, match=r"bias of shape \[8\] .* no dimension 1"):
+        Strategy(4, (spec("bias", (8,), layout_of((4,), "S(1)")),))
+
+
+def test_a_tensor_that_is_split_and_has_no_shape_is_one_whose_shape_is_not_known() -> None:
+    unknown = spec("w", (), HSDP)  # MindSpore's strategy files do not tell
+    assert not unknown.is_shape_known and unknown.local_bytes(0) == 0
+    assert not Strategy(4, (unknown,)).classes[0].is_empty(1)
+    assert spec("w", (), DDP).is_shape_known  # a scalar
+
+
+# --- what follows from it ---
+
+
+def test_tensors_of_one_layout_are_one_class() -> None:
+    strategy = Strategy(4, (spec("a", (8,), DDP), spec("b", (8,), HSDP), spec("c", (3,), DDP)))
+    assert [[each.name for each in group.tensors] for group in strategy.classes] == [["a", "c"], ["b"]]
+    assert strategy.ranks == frozenset(range(4))
+
+
+def test_a_shard_is_empty_when_no_tensor_of_its_class_has_an_element_in_it() -> None:
+    quarter = layout_of((4,), "S(0)")
+    (group,) = Strategy(4, (spec("a", (1,), quarter), spec("b", (3,), quarter))).classes
+    assert [group.is_empty(shard) for shard in range(4)] == [False, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("layouts", "groups"),
+    [
+        ([DDP], [(0, 1, 2, 3)]),
+        ([HSDP], [(0, 2), (1, 3)]),
+        ([DDP, HSDP], [(0, 2), (1, 3)]),
+        ([layout_of((2, 2), "S(0)", "R")], [(0, 1), (2, 3)]),
+        ([HSDP, layout_of((2, 2), "S(0)", "R")], [(0,), (1,), (2,), (3,)]),
+        ([FSDP_TP], [(0,), (1,), (2,), (3,)]),
+        ([DDP, layout_of((1,), "R", ranks=(2,))], [(0, 1, 3), (2,)]),  # ZeRO-1
+        ([layout_of((2,), "R", ranks=(0, 1)), layout_of((2,), "R", ranks=(2, 3))], [(0, 1), (2, 3)]),  # stages
+    ],
+)
+def test_replica_groups_are_the_ranks_that_hold_the_same_of_everything(
+    layouts: list[Layout], groups: list[tuple[int, ...]]
+) -> None:
+    strategy = Strategy(4, tuple(spec(f"t{i}", (8,), layout) for i, layout in enumerate(layouts)))
+    assert strategy.replica_groups() == groups
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 7), min_size=1, max_size=2), st.sampled_from(["RR", "RS", "SR", "SS", "_S"])),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_bytes_of_ranks_are_those_of_counted_elements(tensors: list[tuple[list[int], str]]) -> None:
+    splits: dict[str, tuple[tuple[int, int], ...]] = {
+        "RR": (),
+        "RS": ((1, 0),),
+        "SR": ((0, 0),),
+        "SS": ((0, 0), (1, 0)),
+        "_S": ((1, 0), (0, 0)),
+    }
+    placements = {
+        "RR": "RR",
+        "RS": ("R", "S(0)"),
+        "SR": ("S(0)", "R"),
+        "SS": ("S(0)", "S(0)"),
+        "_S": ("_S(0,2)", "S(0)"),
+    }
+    specs, expected = [], dict.fromkeys(range(7), 0)
+    for number, (shape, how) in enumerate(tensors):
+        specs.append(spec(f"t{number}", tuple(shape), layout_of((3, 2), *placements[how]), "BF16"))
+        spread = Spread((3, 2), tuple(range(6)), splits[how])
+        for rank in range(6):
+            expected[rank] += 2 * len(oracle.elements(tuple(shape), spread, rank))
+    strategy = Strategy(7, tuple(specs))
+    found = bytes_by_rank(strategy, strategy)
+    assert {rank: found.get(rank, 0) for rank in range(7)} == expected
+
+
+def test_replicated_is_ddp() -> None:
+    strategy = replicated(4, {"w": [2, 3], "b": []}, "F32")
+    assert strategy.tensors == (spec("w", (2, 3), DDP), spec("b", (), DDP))
+    assert strategy.replica_groups() == [(0, 1, 2, 3)]
+
+
+# --- JSON ---
+
+STRATEGY = Strategy(
+    8,
+    (
+        spec("w", (9, 4), FSDP_TP, "BF16"),
+        spec("o.w.exp_avg", (9, 4), FSDP_TP, "F32", "w"),
+        spec("scale", (), DDP, ""),
+        spec("late", (5,), layout_of((2,), "S(0)", ranks=(7, 4)), "I64"),
+    ),
+)
+
+
+def test_a_strategy_survives_json() -> None:
+    again = Strategy.from_json(json.loads(json.dumps(STRATEGY.to_json())))
+    assert again == STRATEGY
+    assert again.to_json() == STRATEGY.to_json()
+
+
+def places(content: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a JSON value."""
+    found = [path] if path else []
+    items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    return found + [place for key, value in items for place in places(value, (*path, key))]
+
+
+def changed(content: Any, path: tuple[Any, ...], value: Any) -> Any:
+    content = copy.deepcopy(content)
+    parent = content
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    return content
+
+
+hostile: st.SearchStrategy[Any] = st.sampled_from(
+    [None, True, -1, 0, 1 << 31, 1 << 62, 1 << 70, 0.5, float("nan"), "", "R", "x" * 50, [], {}, [[0, 1 << 60]], [[]]]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(places(STRATEGY.to_json())), hostile)
+def test_any_hostile_value_anywhere_gives_a_strategy_or_a_named_error(path: tuple[Any, ...], value: Any) -> None:
+    try:
+        strategy = Strategy.from_json(changed(STRATEGY.to_json(), path, value))
+    except UsageError:
+        return
+    assert Strategy.from_json(strategy.to_json()) == strategy
+    assert all(group.is_empty(0) in (True, False) for group in strategy.classes)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("world_size",), "8"),
+        (("world_size",), 4),  # `late` lies on rank 7
+        (("layouts",), []),
+        (("tensors", 0, "layout"), -1),
+        (("tensors", 0, "layout"), 99),
+        (("tensors", 0, "layout"), True),
+        (("tensors", 0, "layout"), 2),  # on two ranks of another layout; rows of another tensor
+        (("tensors", 0, "shape"), "94"),
+        (("tensors", 0, "shape"), {}),
+        (("tensors", 0, "shape"), [9, -4]),
+        (("tensors", 0, "shape"), [9.0, 4]),
+        (("tensors", 0, "shape"), [1] * 65),
+        (("tensors", 0, "name"), None),
+        (("tensors", 0, "name"), ["w"]),
+        (("tensors", 0, "dtype"), 32),
+        (("tensors", 1, "parameter"), 0),
+        (("tensors", 0), None),
+        (("tensors",), None),
+        (("tensors",), {"w": 1}),
+    ],
+    ids=str,
+)
+def test_a_hostile_strategy_is_refused_by_name(path: tuple[Any, ...], value: Any) -> None:
+    content = changed(STRATEGY.to_json(), path, value)
+    if path == ("tensors", 0, "layout") and value == 2:
+        content["tensors"].append({"name": "w", "shape": [8, 4], "layout": 2})
+    with pytest.raises(UsageError):
+        Strategy.from_json(content)
+
+
+@pytest.mark.parametrize("content", [None, 1, "", [], {}, {"world_size": 1}, [{"name": "w"}]], ids=str)
+def test_what_is_no_strategy_at_all_is_refused_by_name(content: Any) -> None:
+    with pytest.raises(UsageError):
+        Strategy.from_json(content)
+
+
+# --- what a file says of itself ---
+
+
+def record(**change: Any) -> dict[str, Any]:
+    """Rank 1 of 4: `w` of 9 rows over FSDP2 around TP, `loss` replicated, the optimizer's state by number."""
+    content = {
+        "rank": 1,
+        "world_size": 4,
+        "layouts": [DDP.to_json(), FSDP_TP.to_json()],
+        "tensors": {"model.w": [1, [9, 4]], "optimizer.state.1.exp_avg": [1, [9, 4]]},
+        "parameters": {"optimizer": ["model.b", "model.w"]},
+    }
+    return {**content, **change}
+
+
+TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "model.w": ("F32", (2, 4)),
+    "optimizer.state.1.exp_avg": ("F32", (2, 4)),
+    "rng.torch": ("U8", (5056,)),
+}
+
+
+def test_a_record_gives_the_strategy_as_the_file_knows_it() -> None:
+    # Rank 1 holds rows 5 and 6 of 9: tp takes 5 and 4 rows, dp half of these.
+    strategy = strategy_from_record(record(), TENSORS)
+    assert strategy.world_size == 4
+    assert [(s.name, s.shape, s.parameter) for s in strategy.tensors] == [
+        ("model.w", (9, 4), ""),
+        ("optimizer.state.model.w.exp_avg", (9, 4), "model.w"),
+    ]
+    assert all(each.layout == FSDP_TP and each.dtype == "F32" for each in strategy.tensors)
+
+
+def test_a_default_layout_covers_what_is_not_named() -> None:
+    strategy = strategy_from_record(record(default=0), TENSORS)
+    assert strategy.by_name["rng.torch"] == (spec("rng.torch", (5056,), DDP, "U8"),)
+
+
+def test_tensors_without_a_number_of_a_known_parameter_keep_their_names() -> None:
+    tensors = {f"optimizer.state.{key}": ("F32", (3,)) for key in ("7.exp_avg", "x.exp_avg", "1", "²2.a")}
+    found = strategy_from_record(record(default=0, tensors={}), tensors)
+    assert {each.name for each in found.tensors} == set(tensors)
+    assert not any(each.parameter for each in found.tensors)
+
+
+@pytest.mark.parametrize("local", [(3, 4), (2, 5), (2,), (9, 4), ()], ids=str)
+def test_a_tensor_that_is_not_the_part_which_the_record_promises_is_named(local: tuple[int, ...]) -> None:
+    with pytest.raises(UsageError, match=r"model\.w has shape .*, which is not rank 1's part of \[9, 4\]"):
+        strategy_from_record(record(), {**TENSORS, "model.w": ("F32", local)})
+
+
+def test_a_rank_outside_of_its_own_layout_is_refused() -> None:
+    with pytest.raises(UsageError, match="rank 5"):
+        strategy_from_record(record(rank=5, world_size=8), TENSORS)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(places(record(default=0))), hostile)
+def test_any_hostile_value_in_a_record_gives_a_strategy_or_a_named_error(path: tuple[Any, ...], value: Any) -> None:
+    with contextlib.suppress(UsageError):
+        strategy_from_record(changed(record(default=0), path, value), TENSORS)
+
+
+@pytest.mark.parametrize("content", [None, [], "record", {}, {"layouts": []}], ids=str)
+def test_what_is_no_record_at_all_is_refused_by_name(content: Any) -> None:
+    with pytest.raises(UsageError):
+        strategy_from_record(content, TENSORS)
+
+
+def test_records_of_all_ranks_merge_into_one_strategy() -> None:
+    specs: list[TensorSpec] = []
+    for rank, (dp, tp) in enumerate(itertools.product(range(2), range(2))):
+        shape = FSDP_TP.local_shape((9, 4), FSDP_TP.shard_of(rank))
+        assert shape[0] == len(oracle.chunk(oracle.chunk(np.arange(9), 2)[tp], 2)[dp])
+        found = strategy_from_record(record(rank=rank, tensors={"w": [1, [9, 4]]}), {"w": ("F32", shape)})
+        specs += found.tensors
+    assert Strategy(4, tuple(specs)).tensors == (replace(STRATEGY.tensors[0], dtype="F32"),)

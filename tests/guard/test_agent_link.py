@@ -1,0 +1,299 @@
+"""The worker's side of its agent: the page, the orders, stacks on demand."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.agent import child
+from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.config import AgentInfo, RankInfo
+from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
+from mindx_elastic.errors import ArenaError
+from mindx_elastic.guard.agent_link import AGENT_FILE, CONTROL_FILE, STACK_SIGNAL, AgentLink
+from tests.harness import wait_until
+
+ORDER = {"kind": "fault", "reason": "card 3 is broken", "grace_s": 20.0, "exit_code": 75, "seq": 1}
+
+
+class Agent:
+    """Where the agent would be."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run_dir = folder / "agent", folder / "run"
+        self.folder.mkdir()
+
+    def link(self, **more: Any) -> AgentLink:
+        info = AgentInfo(**{"folder": self.folder, "pid": 1, "run_dir": self.run_dir, "attempt": 2, **more})
+        return AgentLink(info, RankInfo(rank=1, world_size=4))
+
+    def page(self) -> Status:
+        found = read_page(page_path(self.folder, 1))
+        assert found is not None
+        return found
+
+    def order(self, content: object) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        temp = self.folder / "temp"
+        temp.write_text(text)
+        os.replace(temp, self.folder / CONTROL_FILE)
+
+
+@pytest.fixture
+def agent(tmp_path: Path) -> Iterator[Agent]:
+    before = signal.getsignal(STACK_SIGNAL)
+    yield Agent(tmp_path)
+    faulthandler.unregister(STACK_SIGNAL)
+    signal.signal(STACK_SIGNAL, before)
+
+
+# --- the page ---
+
+
+def test_the_page_follows_the_life_of_a_guard(agent: Agent) -> None:
+    link = agent.link()
+    assert agent.page() == Status(pid=os.getpid(), phase=WorkerPhase.STARTING)
+    link.announce(7, Path("/ckpt/a"))
+    assert (agent.page().resumed_step, agent.page().resumed_path) == (7, "/ckpt/a")
+    assert agent.page().phase == WorkerPhase.STARTING, "loading it may be what kills the process"
+    link.enter(7, "run-a", Path("/dev/shm/x"))
+    page = agent.page()
+    assert (page.phase, page.step, page.run_id, page.arena) == (WorkerPhase.TRAINING, 7, "run-a", "/dev/shm/x")
+    assert page.entered_ns > 0 and page.boundary_ns == 0
+    link.page.pass_boundary(8)
+    link.close()
+    page = agent.page()
+    assert (page.phase, page.step, page.finished) == (WorkerPhase.LEFT, 8, 0)
+    assert 0 < page.entered_ns < page.left_ns
+
+
+def test_the_page_tells_a_finished_training(agent: Agent) -> None:
+    link = agent.link()
+    link.enter(None, "run-a", None)
+    link.finish()
+    link.close()
+    assert (agent.page().phase, agent.page().finished) == (WorkerPhase.LEFT, 1)
+
+
+def test_a_fresh_start_without_memory(agent: Agent) -> None:
+    link = agent.link()
+    link.enter(None, "run-a", None)
+    page = agent.page()
+    assert (page.step, page.resumed_step, page.resumed_path, page.arena) == (0, -1, "", "")
+    link.close()
+
+
+def test_the_time_between_two_steps_is_no_hang(agent: Agent) -> None:
+    link = agent.link()
+    link.enter(None, "run-a", None)
+    link.between(True)
+    assert (agent.page().phase, agent.page().boundary_ns) == (WorkerPhase.BETWEEN, 0), "no step has ended yet"
+    link.between(False)
+    link.page.pass_boundary(1)
+    reached = agent.page().boundary_ns
+    link.between(True)
+    link.between(False)
+    assert agent.page().phase == WorkerPhase.TRAINING and agent.page().boundary_ns > reached
+    for phase in (WorkerPhase.STOPPING, WorkerPhase.LEFT):
+        link.page.set(phase=phase)
+        link.between(True)
+        link.between(False)
+        assert agent.page().phase == phase, "not undone"
+    link.close()
+
+
+def test_no_folder_no_link(agent: Agent) -> None:
+    with pytest.raises(ArenaError, match="the agent's folder cannot be used"):
+        agent.link(folder=agent.folder / "nothing")
+
+
+# --- orders ---
+
+
+def test_an_order_is_heard_once(agent: Agent) -> None:
+    link = agent.link()
+    assert link.orders() is None
+    agent.order(ORDER)
+    assert link.orders() == ORDER
+    assert link.orders() is None
+    agent.order({**ORDER, "seq": 2})
+    assert link.orders() == {**ORDER, "seq": 2}
+    link.close()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "{", "[]", "null", "3", '"text"', "{}", json.dumps(ORDER)[:-5]),
+        *({**ORDER, "kind": 3}, {key: value for key, value in ORDER.items() if key != "reason"}),
+        *({**ORDER, "seq": "1"}, {key: value for key, value in ORDER.items() if key != "seq"}),
+        "[" * 10_000,
+    ],
+    ids=lambda content: str(content)[:20],
+)
+def test_half_an_order_is_none(agent: Agent, content: object) -> None:
+    link = agent.link()
+    agent.order(content)
+    assert link.orders() is None
+    agent.order(ORDER)
+    assert link.orders() == ORDER
+    link.close()
+
+
+# --- stacks ---
+
+
+def dump() -> None:
+    os.kill(os.getpid(), STACK_SIGNAL)
+
+
+def test_a_stack_is_written_while_the_main_thread_hangs(agent: Agent) -> None:
+    link = agent.link()
+    path = agent.run_dir / "stacks" / "attempt_2_rank_1.txt"
+    done = threading.Event()
+
+    def stuck_in_a_collective() -> None:
+        done.wait(30)
+
+    thread = threading.Thread(target=stuck_in_a_collective)
+    thread.start()
+    dump()
+    wait_until(lambda: "stuck_in_a_collective" in path.read_text(), "the stack")
+    done.set()
+    thread.join()
+    assert "test_a_stack_is_written" in path.read_text(), "all threads"
+    link.close()
+    size = path.stat().st_size
+    dump()  # what comes after the guard may get stuck, too
+    wait_until(lambda: path.stat().st_size > size, "the stack after the guard")
+
+
+def test_a_late_request_for_a_stack_does_not_kill_an_interpreter_that_ends(agent: Agent) -> None:
+    code = (
+        "import atexit, faulthandler, os, sys\n"
+        "from pathlib import Path\n"
+        "from mindx_elastic.guard.agent_link import STACK_SIGNAL, AgentLink\n"
+        "from mindx_elastic.config import AgentInfo, RankInfo\n"
+        "info = AgentInfo(folder=Path(sys.argv[1]), pid=1, run_dir=Path(sys.argv[2]))\n"
+        "AgentLink(info, RankInfo(rank=1, world_size=4)).close()\n"
+        "faulthandler.unregister(STACK_SIGNAL)\n"  # as the interpreter's end does
+        "os.kill(os.getpid(), STACK_SIGNAL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(agent.folder), str(agent.run_dir)], check=False)
+    assert done.returncode == 0
+
+
+def test_stacks_of_two_guards_in_a_row(agent: Agent) -> None:
+    agent.link().close()
+    link = agent.link(attempt=3)
+    dump()
+    path = agent.run_dir / "stacks" / "attempt_3_rank_1.txt"
+    wait_until(lambda: "test_stacks_of_two_guards" in path.read_text(), "the stack")
+    link.close()
+
+
+@pytest.mark.parametrize("without", [None, "file"])
+def test_no_run_directory_no_stacks(
+    agent: Agent, caplog: pytest.LogCaptureFixture, without: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    registered: list[Callable[..., object]] = []
+    monkeypatch.setattr(faulthandler, "register", lambda *args, **kwargs: registered.append(args[0]))
+    if without == "file":
+        agent.run_dir.write_text("")
+    link = agent.link(run_dir=agent.run_dir if without else None)
+    assert registered == []
+    assert ("stacks of a hang cannot be written" in caplog.text) is (without is not None)
+    link.close()
+
+
+# --- the agent's death ---
+
+_AGENT = """
+import ctypes, os, subprocess, sys, threading, time
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
+command = [sys.executable, "-I", "-S", sys.argv[1], str(os.getpid()), sys.executable, "-c", sys.argv[2], sys.argv[3]]
+subprocess.Popen(command, start_new_session=True)
+sys.stdin.readline()
+ctypes.CDLL(None).syscall(int(sys.argv[4]), 0)  # ends this thread alone; the other one adopts the worker
+"""
+_WORKER = """
+import os, signal, sys
+from pathlib import Path
+from mindx_elastic.guard.agent_link import AgentLink
+from mindx_elastic.config import AgentInfo, RankInfo
+parent = os.getppid()
+link = AgentLink(AgentInfo(folder=Path(sys.argv[1]), pid=parent), RankInfo(rank=1, world_size=4))
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+print("READY", os.getpid(), link.is_orphan(), flush=True)
+signal.sigwait([signal.SIGTERM])
+print("TERM", os.getppid() == parent, link.is_orphan(), flush=True)
+"""
+_EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}
+
+
+@pytest.mark.skipif(os.uname().machine not in _EXIT_OF_A_THREAD, reason="the number of the system call is not known")
+def test_a_dying_agent_whose_other_thread_adopts_the_worker(tmp_path: Path) -> None:
+    """The kernel's SIGTERM comes while `getppid` still gives the agent: no stop that anybody asked for."""
+    number = str(_EXIT_OF_A_THREAD[os.uname().machine])
+    (tmp_path / "agent").mkdir()
+    command = [sys.executable, "-c", _AGENT, str(child.__file__), _WORKER, str(tmp_path / "agent"), number]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    agent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+    assert agent.stdout is not None and agent.stdin is not None
+    ready = agent.stdout.readline().split()
+    try:
+        assert ready[::2] == ["READY", "False"], "the agent lives"
+        agent.stdin.write("\n")
+        agent.stdin.flush()
+        assert agent.stdout.readline() == "TERM True True\n"
+    finally:
+        agent.kill()
+        agent.wait()
+        with suppress(ProcessLookupError, IndexError):
+            os.kill(int(ready[1]), signal.SIGKILL)
+        agent.stdin.close()
+        agent.stdout.close()
+
+
+def test_an_agent_that_lives(agent: Agent) -> None:
+    (agent.folder / AGENT_FILE).write_text(own_identity())
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd >= 0 and not link.is_orphan()
+    link.close()
+
+
+@pytest.mark.parametrize("change", ["reused", "gone"])
+def test_an_agent_that_died_before_the_guard_was_entered(agent: Agent, change: str) -> None:
+    pid, started = (os.getpid(), "12345") if change == "reused" else (2**22 + 1, "12345")
+    identity = {**json.loads(own_identity()), "pid": pid, "started": started}
+    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    link = agent.link(pid=pid)
+    assert link.agent_fd == -1 and link.is_orphan()
+    link.close()
+
+
+def test_an_agent_in_another_namespace_is_not_looked_for_by_its_number(agent: Agent) -> None:
+    identity = {**json.loads(own_identity()), "space": "boot/pid:[1]", "started": "12345"}
+    (agent.folder / AGENT_FILE).write_text(json.dumps(identity))
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd == -1 and not link.is_orphan()
+    link.close()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "[" * 10_000])
+def test_an_agent_file_that_says_nothing(agent: Agent, content: str) -> None:
+    (agent.folder / AGENT_FILE).write_text(content)
+    link = agent.link(pid=os.getpid())
+    assert link.agent_fd >= 0 and not link.is_orphan()
+    link.close()

@@ -1,0 +1,494 @@
+"""The guard in one process, with real signals to this very process in the middle of a step."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic import Guard
+from mindx_elastic.core.position import Position
+from mindx_elastic.data import position as position_module
+from mindx_elastic.errors import (
+    GracefulExit,
+    SaveError,
+    UsageError,
+)
+from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.persist.format import read_header
+from tests.capture.round_trip import assert_same
+from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
+from tests.harness import events
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def stop_at(number: int, signum: int = signal.SIGTERM) -> Any:
+    return lambda job, step: stop_and_wait(job, signum) if step == number else None
+
+
+def fail_at(number: int) -> Any:
+    def fail(job: Job, step: int) -> None:
+        if step == number:
+            raise ValueError("injected")
+
+    return fail
+
+
+def stopped(job: Job, **options: Any) -> GracefulExit:
+    with pytest.raises(GracefulExit) as caught:
+        job.run(**options)
+    return caught.value
+
+
+# --- stop and resume ---
+
+
+@pytest.mark.parametrize("number", [1, 4, STEPS_PER_EPOCH, STEPS_PER_EPOCH + 1, 3 * STEPS_PER_EPOCH])
+def test_a_signal_in_mid_step_stops_at_the_coming_boundary_and_resumes_bit_for_bit(tmp_path: Path, number: int) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    first = Job(tmp_path)
+    leaving = stopped(first, middle=stop_at(number))
+    assert (leaving.code, leaving.reason, leaving.step) == (143, "SIGTERM", number)
+    assert leaving.path is not None and leaving.path.parent == tmp_path
+    epoch, in_epoch = (number - 1) // STEPS_PER_EPOCH + 1, (number - 1) % STEPS_PER_EPOCH + 1
+    assert leaving.path.name == f"job-{epoch}_{in_epoch}_breakpoint.safetensors"
+    info = read_header(leaving.path).info
+    assert (info.step, info.epoch, info.step_in_epoch, info.batch_num) == (number, epoch, in_epoch, STEPS_PER_EPOCH)
+    assert (info.reason, info.kind, info.resumable) == ("SIGTERM", "breakpoint", True)
+
+    second = Job(tmp_path, seed=99)
+    assert_same(second.run(), expected)
+    assert second.guard.resumed_from_step == number and second.guard.resumed_path == leaving.path
+    assert first.steps + second.steps == list(range(1, 3 * STEPS_PER_EPOCH + 1))
+    assert second.guard.run_id == first.guard.run_id
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_other_signals_and_their_exit_codes(tmp_path: Path, signum: int, code: int) -> None:
+    leaving = stopped(Job(tmp_path), middle=stop_at(2, signum))
+    assert (leaving.code, leaving.step) == (code, 2)
+
+
+def test_a_signal_before_the_first_batch(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+
+    def wait_outside(job: Job) -> None:
+        with job.guard.outside_step():
+            stop_and_wait(job)
+
+    leaving = stopped(Job(tmp_path), begin=wait_outside)
+    assert (leaving.code, leaving.step, leaving.path) == (143, None, None), "there is nothing to save yet"
+    assert_same(Job(tmp_path).run(), expected)
+
+
+def test_three_stops_in_a_row(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    for seed, number in enumerate((2, 3, 9)):
+        stopped(Job(tmp_path, seed=seed), middle=stop_at(number))
+    assert_same(Job(tmp_path, seed=99).run(), expected)
+
+
+def test_random_numbers_drawn_before_the_first_batch_change_nothing_after_a_resume(tmp_path: Path) -> None:
+    """The program seeds and draws while it builds itself, between entering and the first batch, too."""
+
+    def draw(job: Job) -> None:
+        torch.manual_seed(1234)
+        torch.rand(5)
+
+    expected = weights_of_uninterrupted(tmp_path, begin=draw)
+    stopped(Job(tmp_path), middle=stop_at(7), begin=draw)
+    assert_same(Job(tmp_path, seed=99).run(begin=draw), expected)
+
+
+def test_random_numbers_drawn_between_epochs_are_drawn_again(tmp_path: Path) -> None:
+    """The stop comes in the evaluation after epoch 1: the resumed run does that evaluation, with the same numbers."""
+    drawn: dict[int, list[float]] = {}
+
+    def evaluate(job: Job, epoch: int) -> None:
+        drawn.setdefault(epoch, []).append(torch.rand(1).item())
+
+    expected = weights_of_uninterrupted(tmp_path, between=evaluate)
+
+    def stop_in_evaluation(job: Job, epoch: int) -> None:
+        evaluate(job, epoch)
+        with job.guard.outside_step():
+            stop_and_wait(job)
+
+    leaving = stopped(Job(tmp_path), between=stop_in_evaluation)
+    assert leaving.step == STEPS_PER_EPOCH
+    second = Job(tmp_path, seed=99)
+    assert_same(second.run(between=evaluate), expected)
+    assert drawn[1][0] == drawn[1][1] == drawn[1][2]
+    assert second.epochs == [1, 2, 3] and second.steps[0] == STEPS_PER_EPOCH + 1
+
+
+def test_poll_stops_an_evaluation(tmp_path: Path) -> None:
+    polled: list[int] = []
+
+    def evaluate(job: Job, epoch: int) -> None:
+        with job.guard.outside_step():
+            for batch in range(10):
+                if batch == 4:
+                    stop_and_wait(job)
+                job.guard.poll()
+                polled.append(batch)
+
+    assert stopped(Job(tmp_path), between=evaluate).step == STEPS_PER_EPOCH
+    assert polled == [0, 1, 2, 3]
+
+
+def test_an_accumulation_window_is_never_cut(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path, accumulate=3)
+    first = Job(tmp_path, accumulate=3)
+    leaving = stopped(first, middle=stop_at(7))
+    assert leaving.step == 9 and first.steps[-1] == 9
+    assert_same(Job(tmp_path, seed=99, accumulate=3).run(), expected)
+
+
+def test_an_exception_in_a_window_saves_its_beginning(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path, accumulate=3)
+    with pytest.raises(ValueError, match="injected"):
+        Job(tmp_path, accumulate=3).run(middle=fail_at(8))
+    second = Job(tmp_path, seed=99, accumulate=3)
+    assert_same(second.run(), expected)
+    assert second.guard.resumed_from_step == 6 and second.steps[0] == 7
+
+
+def test_a_program_that_swallows_the_exit_is_told_again(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    told: list[object] = []
+    step_end = job.guard.step_end
+
+    def swallow(**scalars: Any) -> None:
+        try:
+            step_end(**scalars)
+        except SystemExit as error:
+            told.append(error.code)
+            if len(told) == 3:
+                raise
+
+    job.guard.step_end = swallow  # type: ignore[method-assign]
+    assert stopped(job, middle=lambda job, step: stop_and_wait(job) if not told else None).step == 1
+    assert told == [143] * 3
+    assert len(list(tmp_path.glob("*.safetensors"))) == 1
+
+
+# --- other ways to end ---
+
+
+def test_request_stop_from_any_thread(tmp_path: Path) -> None:
+    def ask(job: Job, step: int) -> None:
+        if step == 3:
+            thread = threading.Thread(target=job.guard.request_stop, args=("budget is used up", 7))
+            thread.start()
+            thread.join()
+            done = threading.Event()
+            job.guard._watcher.post(done.set)
+            assert done.wait(30)
+
+    leaving = stopped(Job(tmp_path), middle=ask)
+    assert (leaving.code, leaving.reason, leaving.step) == (7, "budget is used up", 3)
+
+
+def test_the_flag_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = tmp_path / "graceful_exit.json"
+
+    def set_flag(job: Job, step: int) -> None:
+        if step == 3:
+            flag.write_text('{"GracefulExit": 1}')
+            while not job.guard._events.counters.get("agreement"):
+                threading.Event().wait(0.01)
+
+    leaving = stopped(Job(tmp_path, flag_file=flag), middle=set_flag)
+    assert (leaving.code, leaving.step) == (75, 3) and str(flag) in leaving.reason
+    monkeypatch.setenv("MS_ENABLE_GRACEFUL_EXIT", "0")
+    monkeypatch.setenv("MINDX_FLAG_POLL_S", "0.02")
+    Job(tmp_path, flag_file=flag).run(middle=lambda job, step: flag.write_text('{"GracefulExit": 1}'))
+
+
+def flags_of(path: Path | None) -> int:
+    assert path is not None
+    return len(read_header(path).info.flags)
+
+
+def test_a_flag_that_was_set_before_the_first_start_stops_at_the_first_boundary(tmp_path: Path) -> None:
+    """Once: the same command then trains on with the same file, until somebody writes it again."""
+    expected = weights_of_uninterrupted(tmp_path)
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (75, 1, 1)
+
+    def set_again(job: Job, step: int) -> None:
+        if step == 4:
+            stop_and_wait(job)
+
+    leaving = stopped(Job(tmp_path, seed=1, flag_file=flag), middle=set_again)
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (143, 4, 1), "SIGTERM; the flag is done and stays so"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, seed=2, flag_file=flag))
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (75, 5, 2)
+    again = Job(tmp_path, seed=99, flag_file=flag)
+    assert_same(again.run(), expected)
+    assert again.guard.resumed_from_step == 5
+
+
+def test_a_flag_waits_for_a_boundary_also_in_a_first_evaluation(tmp_path: Path) -> None:
+    """Between two steps a stop would leave at step 0, with nothing saved, at every start."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+
+    def evaluate(job: Job) -> None:
+        with job.guard.outside_step():
+            job.guard.poll()
+
+    assert stopped(Job(tmp_path, flag_file=flag), begin=evaluate).step == 1
+
+
+def test_a_stop_for_another_reason_answers_the_flag_too(tmp_path: Path) -> None:
+    """The platform sets the flag and sends SIGTERM: one stop, not two."""
+    flag = tmp_path / "graceful_exit.json"
+
+    def both(job: Job, step: int) -> None:
+        if step == 3:
+            stop_and_wait(job)
+            flag.write_text('{"GracefulExit": 1}')
+            while not job.guard._saver.flags.waiting:
+                threading.Event().wait(0.01)
+
+    leaving = stopped(Job(tmp_path, flag_file=flag), middle=both)
+    assert (leaving.code, leaving.step, flags_of(leaving.path)) == (143, 3, 1)
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_a_stop_whose_save_failed_has_not_answered_the_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flag = tmp_path / "graceful_exit.json"
+    leaving = stopped(Job(tmp_path), middle=stop_at(2))
+    flag.write_text('{"GracefulExit": 1}')
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "write_checkpoint", lambda *a, **k: (_ for _ in ()).throw(SaveError("injected")))
+        leaving = stopped(Job(tmp_path, flag_file=flag))
+        assert (leaving.code, leaving.step, leaving.path) == (75, None, None)
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert (leaving.code, leaving.step) == (75, 3), "asked once more, and saved"
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_an_answered_flag_stands_in_every_later_file(tmp_path: Path) -> None:
+    """The stop's own file may be gone, or older than what the next start takes."""
+    flag = tmp_path / "graceful_exit.json"
+    flag.write_text('{"GracefulExit": 1}')
+    leaving = stopped(Job(tmp_path, flag_file=flag))
+    assert leaving.path is not None
+    paths: list[Path] = []
+    again = Job(tmp_path, flag_file=flag)
+    again.run(1, after=lambda job, step: paths.append(job.guard.save()))
+    leaving.path.unlink()
+    assert [flags_of(path) for path in paths] == [1] * 4
+    assert Job(tmp_path, flag_file=flag).run()
+
+
+def test_a_flag_set_while_nothing_was_trained_since_the_resume_is_noted_in_a_new_file(tmp_path: Path) -> None:
+    flag = tmp_path / "graceful_exit.json"
+    expected = weights_of_uninterrupted(tmp_path)
+    first = stopped(Job(tmp_path), middle=stop_at(STEPS_PER_EPOCH))
+
+    def set_flag(job: Job) -> None:
+        with job.guard.outside_step():
+            flag.write_text('{"GracefulExit": 1}')
+            while not job.guard._events.counters.get("agreement"):
+                threading.Event().wait(0.01)
+
+    leaving = stopped(Job(tmp_path, flag_file=flag), begin=set_flag)
+    assert (leaving.step, flags_of(leaving.path)) == (first.step, 1), "the old file does not know the flag"
+    assert_same(Job(tmp_path, seed=99, flag_file=flag).run(), expected)
+
+
+def test_an_exception_saves_the_last_boundary_and_is_raised(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    with pytest.raises(ValueError, match="injected"):
+        Job(tmp_path).run(middle=fail_at(7))
+    (path,) = tmp_path.glob("*.safetensors")
+    info = read_header(path).info
+    assert (info.step, info.reason, info.resumable) == (6, "exception: ValueError: injected", True)
+    assert_same(Job(tmp_path, seed=99).run(), expected)
+
+
+def test_an_exception_is_not_saved_when_that_is_not_wanted(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="injected"):
+        Job(tmp_path, save_on_exception=False).run(middle=fail_at(7))
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_keyboard_interrupt_raised_by_the_program_is_an_exception(tmp_path: Path) -> None:
+    def interrupt(job: Job, step: int) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        Job(tmp_path).run(middle=interrupt)
+    assert [read_header(p).info.step for p in tmp_path.glob("*.safetensors")] == [2]
+
+
+def test_leaving_with_sys_exit_0_is_the_end_of_training(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as caught:
+        Job(tmp_path).run(after=lambda job, step: sys.exit(0) if step == 3 else None)
+    assert not isinstance(caught.value, GracefulExit)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["job-1_3_final.safetensors"]
+    assert [e["outcome"] for e in events(tmp_path, "end")] == ["finished"]
+
+
+def test_an_exception_on_the_way_to_the_stop_is_still_a_graceful_stop(tmp_path: Path) -> None:
+    """A peer left first, a loader worker was killed: the job was told to stop, and it says so."""
+
+    def stop_and_break(job: Job, step: int) -> None:
+        if step == 5:
+            stop_and_wait(job)
+            raise ConnectionError("peer is gone")
+
+    leaving = stopped(Job(tmp_path), middle=stop_and_break)
+    assert (leaving.code, leaving.step) == (143, 4)
+    assert isinstance(leaving.__cause__, ConnectionError)
+
+
+def test_a_torn_update_is_refused_and_the_error_is_raised(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def tear(job: Job, step: int) -> None:
+        if step == 3:
+            job.optimizer.register_step_pre_hook(fail)  # after the gate's own hook: the update has begun
+
+    def fail(*args: Any) -> None:
+        raise ValueError("injected")
+
+    with pytest.raises(ValueError, match="injected"):
+        job.run(middle=tear)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert [e["outcome"] for e in events(tmp_path, "save")] == ["refused: state is not at a boundary"]
+
+
+# --- saving by hand ---
+
+
+def test_save_writes_the_boundary(tmp_path: Path) -> None:
+    paths: list[Path] = []
+
+    def save(job: Job, step: int) -> None:
+        if step in (3, 6):
+            paths.append(job.guard.save("milestone", None if step == 3 else tmp_path / "kept" / "mine.safetensors"))
+
+    expected = Job(tmp_path / "a").run(after=save)
+    assert [p.name for p in paths] == ["job-1_3.safetensors", "mine.safetensors"]
+    assert [read_header(p).info.reason for p in paths] == ["milestone"] * 2
+    second = Job(tmp_path / "b", seed=99, resume=paths[1])
+    assert_same(second.run(), expected)
+    assert second.guard.resumed_from_step == 6
+
+
+def test_save_inside_an_update_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    refused: list[str] = []
+    step_end = job.guard.step_end
+
+    def save(*args: Any, **scalars: Any) -> None:
+        with pytest.raises(UsageError, match=r"right after guard\.step_end") as caught:
+            job.guard.save()
+        refused.append(str(caught.value))
+
+    def save_before_the_boundary(**scalars: Any) -> None:
+        save()
+        step_end(**scalars)
+
+    job.optimizer.register_step_post_hook(save)  # runs before the gate's global one: still updating
+    job.guard.step_end = save_before_the_boundary  # type: ignore[method-assign]
+    job.run(epochs=1)
+    assert "in progress" in refused[0] and "had stepped" in refused[1]
+
+
+# --- epochs and positions ---
+
+
+def test_epochs_of_a_finished_run_have_nothing_left(tmp_path: Path) -> None:
+    Job(tmp_path).run(after=lambda job, step: job.guard.save() if step == 3 * STEPS_PER_EPOCH else None)
+    again = Job(tmp_path)
+    again.run()
+    assert (again.epochs, again.steps) == ([3], []), "what comes after the last epoch is done once in the end"
+    longer = Job(tmp_path)
+    longer.run(epochs=4)
+    assert longer.steps == list(range(16, 21))
+
+
+def test_no_epochs_and_negative_epochs(tmp_path: Path) -> None:
+    assert Job(tmp_path).run(epochs=0)
+    with pytest.raises(UsageError, match="whole number from 0"):
+        Job(tmp_path).run(epochs=-1)
+
+
+def test_positions_count_boundaries(tmp_path: Path) -> None:
+    seen: list[Position] = []
+    Job(tmp_path).run(epochs=2, after=lambda job, step: seen.append(job.guard.position))
+    assert seen == [Position(5 * e + s, e + 1, s, STEPS_PER_EPOCH) for e in range(2) for s in range(1, 6)]
+
+
+def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
+    def run(guard: Guard, weight: nn.Parameter, stop: int) -> None:
+        optimizer = guard._targets["optimizer"]
+        with guard:
+            for step in range(guard.position.step + 1, 8):
+                weight.sum().mul(step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == stop:
+                    guard.request_stop("enough")
+                    done = threading.Event()
+                    guard._watcher.post(done.set)
+                    assert done.wait(30)
+                guard.step_end()
+
+    def make(directory: Path) -> tuple[Guard, nn.Parameter]:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        module = nn.Module()
+        module.weight = weight
+        return Guard(model=module, optimizer=optimizer, directory=directory), weight
+
+    guard, expected = make(tmp_path / "a")
+    run(guard, expected, 0)
+    guard, weight = make(tmp_path / "b")
+    with pytest.raises(GracefulExit):
+        run(guard, weight, 4)
+    guard, weight = make(tmp_path / "b")
+    run(guard, weight, 0)
+    assert guard.resumed_from_step == 4
+    assert_same(weight.detach(), expected.detach())
+
+
+def test_what_kind_of_loader_it_is_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime Protocol answers slowly, and every step wants to know the epoch."""
+    asked: list[str] = []
+    protocol = position_module.PositionedLoader
+
+    class Counted(type):
+        def __instancecheck__(cls, loader: object) -> bool:
+            asked.append(type(loader).__name__)
+            return isinstance(loader, protocol)
+
+    class Stand(metaclass=Counted):
+        pass
+
+    monkeypatch.setattr(position_module, "PositionedLoader", Stand)
+    Job(tmp_path).run()
+    assert len(asked) == 1, asked

@@ -1,0 +1,187 @@
+"""The guard and updates that are under way, unfinished, or made without an optimizer: nothing torn is ever saved."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic import Guard
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.persist.format import read_header
+from tests.capture.round_trip import assert_same
+from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.harness import events
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def outcomes(directory: Path) -> list[str]:
+    return [e["outcome"] for e in events(directory, "end")]
+
+
+def update(job: Job) -> None:
+    x, y = next(iter(job.loader))
+    nn.functional.cross_entropy(job.network(x), y).backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad()
+
+
+def test_an_update_without_a_boundary_is_not_saved_at_the_end(tmp_path: Path) -> None:
+    """`break` between `optimizer.step()` and `step_end()`, the alarm pending: the program finishes."""
+    job = Job(tmp_path)
+    with job.guard:
+        for _ in range(2):
+            update(job)
+            job.guard.step_end()
+        update(job)
+        stop_and_wait(job)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert outcomes(tmp_path) == ["finished"]
+
+
+class Interrupted(torch.optim.SGD):
+    """Runs something between two of its own parameters' updates."""
+
+    middle: Callable[[], object] = staticmethod(lambda: None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for number, p in enumerate(group["params"]):
+                p.add_(p.grad, alpha=-0.1)
+                if number == 0:
+                    self.middle()
+
+
+def test_a_handler_of_the_programs_that_exits_inside_an_update_saves_nothing_torn(tmp_path: Path) -> None:
+    def leave(signum: int, frame: object) -> None:
+        raise SystemExit(0)
+
+    network = nn.Linear(2, 2)
+    optimizer = Interrupted(network.parameters(), lr=0.1)
+    before = signal.signal(signal.SIGTERM, leave)
+    guard = Guard(model=network, optimizer=optimizer, directory=tmp_path)
+
+    def run() -> None:
+        with guard:
+            for step in range(1, 10):
+                network(torch.ones(3, 2)).sum().backward()
+                if step == 3:
+                    optimizer.middle = lambda: signal.raise_signal(signal.SIGTERM)
+                optimizer.step()
+                optimizer.zero_grad()
+                guard.step_end()
+
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (type(caught.value), caught.value.code, guard.position.step) == (SystemExit, 0, 2)
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert outcomes(tmp_path) == ["finished"]
+
+
+class EveryStep:
+    """A periodic policy."""
+
+    asynchronous = False
+    keep_max: int | None = None
+    keep_per_n_minutes: float | None = None
+    append_info: Sequence[object] = ()
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def due(self, position: Position) -> bool:
+        return False
+
+    def name(self, position: Position) -> str:
+        return f"p-{position.step}.safetensors"
+
+
+def test_a_periodic_save_inside_an_update_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    policy = EveryStep(tmp_path)
+    job = Job(tmp_path, periodic=[policy])
+    with job.guard:
+        update(job)
+        assert not job.guard.save_periodic(policy)
+        assert "step 0 is not saved: an optimizer had stepped" in caplog.text
+        job.guard.step_end()
+        assert job.guard.save_periodic(policy)
+    assert [path.name for path in tmp_path.glob("*.safetensors")] == ["p-1.safetensors"]
+
+
+def test_a_block_inside_an_evaluation_does_not_end_it(tmp_path: Path) -> None:
+    """A periodic save is such a block. The alarm after it still finds the thread between two steps."""
+
+    def stop_after_the_inner_block(job: Job) -> None:
+        with job.guard:
+            update(job)
+            job.guard.step_end()
+            with job.guard.outside_step():
+                with job.guard.outside_step():
+                    pass
+                stop_and_wait(job)
+
+    with pytest.raises(GracefulExit) as caught:
+        stop_after_the_inner_block(Job(tmp_path))
+    assert caught.value.step == 1
+    assert events(tmp_path, "agreement")[0]["offer"] == 1, "not the coming boundary"
+
+
+@pytest.mark.parametrize(
+    "call", [Guard.step_end, Guard.boundary, Guard.save, lambda guard: guard.request_stop("enough")]
+)
+def test_calls_outside_of_the_block_are_refused(tmp_path: Path, call: Callable[[Guard], object]) -> None:
+    guard = Job(tmp_path).guard
+    with pytest.raises(UsageError, match=r"outside of the block; write: with guard"):
+        call(guard)
+    with guard:
+        pass
+    with pytest.raises(UsageError, match="outside of the block"):
+        call(guard)
+    assert guard.position.step == 0
+
+
+def train_by_hand(directory: Path, *, stop: int = 0, steps: int = 8) -> tuple[Guard, nn.Linear]:
+    """No torch optimizer anywhere, ``p.data`` changed behind autograd's back, gradients left standing."""
+    torch.manual_seed(0)
+    network = nn.Linear(3, 2)
+    guard = Guard(model=network, directory=directory)
+    with guard:
+        for step in range(guard.position.step + 1, steps + 1):
+            network.zero_grad()
+            network(torch.rand(4, 3)).square().sum().backward()
+            for p in network.parameters():
+                assert p.grad is not None
+                p.data.sub_(p.grad, alpha=0.1)
+            if step == stop:
+                guard.request_stop("enough")
+                guard._watcher.post(lambda: None)
+                while not guard._events.counters.get("agreement"):
+                    pass
+            guard.step_end()
+    return guard, network
+
+
+def test_updates_by_hand_are_resumed_bit_for_bit(tmp_path: Path) -> None:
+    _, expected = train_by_hand(tmp_path / "a")
+    with pytest.raises(GracefulExit) as caught:
+        train_by_hand(tmp_path / "b", stop=4)
+    assert caught.value.path is not None and read_header(caught.value.path).info.step == caught.value.step == 4
+    guard, network = train_by_hand(tmp_path / "b")
+    assert guard.resumed_from_step == 4
+    assert_same(dict(network.state_dict()), dict(expected.state_dict()))

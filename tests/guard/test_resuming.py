@@ -1,0 +1,130 @@
+"""The start of a guard: one run id for all ranks, parts loaded in the right order, and a word about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import MismatchError
+from mindx_elastic.guard.resuming import Start, start_or_resume
+from tests.checkpoint_files import write
+from tests.harness import events
+from tests.resume.shared_store import on_all_ranks
+
+
+class Loader:
+    """The part of a loader that the start uses."""
+
+    def __init__(self) -> None:
+        self.on_iterator_ready: Any = None
+        self.batch = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        torch.rand(1)  # loading may draw, too
+        self.batch = state["batch"]
+
+
+def targets(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {"model": nn.Linear(2, 2), "loader": Loader()}
+
+
+def start(directory: Path, parts: dict[str, Any], ranks: RankInfo | None = None, exchange: Any = None) -> Start:
+    return start_or_resume(
+        [directory],
+        collector=Collector(parts),
+        targets=parts,
+        loader=parts["loader"],
+        ranks=ranks or RankInfo(),
+        exchange=exchange or LocalExchange(),
+        events=EventLog(directory / "events.jsonl"),
+        resume="auto",
+    )
+
+
+def save(directory: Path, parts: dict[str, Any], **info: Any) -> Path:
+    collector = Collector(parts)
+    collector.copy(Position(step=7, epoch=2, step_in_epoch=3, batch_num=4))
+    return write(directory / "net-2_3.safetensors", step=7, epoch=2, step_in_epoch=3, state=collector.state(), **info)
+
+
+def test_a_fresh_start_has_a_run_id_of_its_own(tmp_path: Path) -> None:
+    ids = set()
+    for number in range(2):
+        begun = start(tmp_path, targets(0), RankInfo(attempt=number))
+        assert begun.resumed is None and begun.attempt == number
+        ids.add(begun.run_id)
+    assert len(ids) == 2 and all(ids)
+    assert [(e["event"], e["outcome"]) for e in events(tmp_path)] == [("start", "fresh")] * 2
+
+
+def test_all_ranks_of_a_fresh_start_have_one_run_id(tmp_path: Path) -> None:
+    begun = on_all_ranks(
+        3, lambda rank, exchange: start(tmp_path, targets(0), RankInfo(rank=rank, world_size=3), exchange)
+    )
+    assert len({one.run_id for one in begun if isinstance(one, Start)}) == 1
+
+
+def test_the_random_streams_come_last_and_once_more_when_the_iterator_is_ready(tmp_path: Path) -> None:
+    torch.manual_seed(5)
+    saved = targets(1)
+    saved["loader"].batch = 9
+    path = save(tmp_path, saved)
+    expected = torch.rand(3)
+
+    parts = targets(2)
+    begun = start(tmp_path, parts)
+    assert begun.resumed is not None and begun.resumed.path == path
+    assert parts["loader"].batch == 9
+    assert torch.equal(torch.rand(3), expected)
+    parts["loader"].on_iterator_ready()
+    assert torch.equal(torch.rand(3), expected), "what the program drew meanwhile does not count"
+    assert parts["loader"].on_iterator_ready is None, "once: the next epoch goes on by itself"
+
+
+def test_the_run_goes_on_under_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "mindx_elastic")
+    save(tmp_path, targets(1), run_id="the run", attempt=4, reason="SIGTERM", kind="breakpoint")
+    begun = start(tmp_path, targets(2))
+    assert (begun.run_id, begun.attempt) == ("the run", 5)
+    assert "step 7 (epoch 2, step 3), saved because of SIGTERM" in caplog.text
+    (event,) = events(tmp_path)
+    assert (event["event"], event["run_id"], event["attempt"], event["step"]) == ("resume", "the run", 5, 7)
+
+
+def test_the_launchers_count_of_restarts_wins_when_it_is_higher(tmp_path: Path) -> None:
+    save(tmp_path, targets(1), attempt=1)
+    assert start(tmp_path, targets(2), RankInfo(attempt=6)).attempt == 6
+
+
+def test_parts_that_are_no_longer_used_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(tmp_path, {**targets(1), "ema": nn.Linear(1, 1)})
+    start(tmp_path, targets(2))
+    assert "the checkpoint also holds ema, which this job does not use" in caplog.text
+
+
+def test_a_new_part_is_refused(tmp_path: Path) -> None:
+    save(tmp_path, targets(1))
+    with pytest.raises(MismatchError, match="holds nothing for ema"):
+        start(tmp_path, {**targets(2), "ema": nn.Linear(1, 1)})
+
+
+def test_a_loader_without_a_hook(tmp_path: Path) -> None:
+    saved = targets(1)
+    save(tmp_path, saved)
+    parts = targets(2)
+    del parts["loader"].on_iterator_ready
+    assert start(tmp_path, parts).resumed is not None
+    assert not hasattr(parts["loader"], "on_iterator_ready")

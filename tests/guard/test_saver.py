@@ -1,0 +1,440 @@
+"""Files of a boundary: names, periodic saves beside training, failures that training survives, and retention."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.snapshot import to_host
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name, breakpoint_policy
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.persist.writer import SaveResult, write_checkpoint
+from tests import checkpoint_files
+from tests.capture.round_trip import assert_same
+from tests.guarded import Job, no_traces, plain_environment, stop_and_wait, weights_of_uninterrupted
+from tests.harness import events
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+@dataclass
+class Every:
+    """Save every so many steps."""
+
+    directory: Path
+    steps: int = 1
+    asynchronous: bool = False
+    keep_max: int | None = None
+    keep_per_n_minutes: float | None = None
+    append_info: Sequence[object] = ()
+    prefix: str = "every"
+
+    def due(self, position: Position) -> bool:
+        return position.step % self.steps == 0
+
+    def name(self, position: Position) -> str:
+        return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(read_header(path).info.step for path in directory.glob("*.safetensors"))
+
+
+# --- periodic saves ---
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_periodic_saves_do_not_change_training_and_can_be_resumed_from(tmp_path: Path, asynchronous: bool) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    every = Every(tmp_path, 2, asynchronous, append_info=[{"epoch_num": 3}])
+    assert_same(Job(tmp_path, periodic=[every]).run(), expected)
+    assert steps_in(tmp_path) == [2, 4, 6, 8, 10, 12, 14, 15], "and the end"
+    for step, name in ((2, "every-1_2"), (8, "every-2_3"), (14, "every-3_4")):
+        path = tmp_path / f"{name}.safetensors"
+        info = read_header(path).info
+        assert (info.step, info.kind, info.reason, list(info.append_info)) == (
+            step,
+            "periodic",
+            "periodic",
+            [{"epoch_num": 3}],
+        )
+        resumed = Job(tmp_path / f"from {step}", seed=99, resume=path)
+        assert_same(resumed.run(), expected)
+        assert resumed.guard.resumed_from_step == step
+
+
+def test_an_asynchronous_save_holds_the_boundary_while_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The write of step 2 does not start before step 4 has been trained; the file is step 2 all the same."""
+    write = write_checkpoint
+    go_on = threading.Event()
+    seen: dict[int, dict[str, torch.Tensor]] = {}
+
+    def late(path: Path, state: Any, info: Any, **options: Any) -> Any:
+        assert go_on.wait(30)
+        return write(path, state, info, **options)
+
+    def note(job: Job, step: int) -> None:
+        seen[step] = job.weights()
+        if step == 4:
+            go_on.set()
+
+    monkeypatch.setattr(saving_module, "write_checkpoint", late)
+    Job(tmp_path, periodic=[Every(tmp_path, 2, asynchronous=True)]).run(epochs=1, after=note)
+    for step in (2, 4):
+        assert_same(read_checkpoint(tmp_path / f"every-1_{step}.safetensors").state["model"], seen[step])
+
+
+def test_asynchronous_saves_hold_two_copies_at_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is being written, the next one waits: the third is not even begun before the first is gone."""
+    writing, go_on = threading.Event(), threading.Event()
+    copies: list[weakref.ref[torch.Tensor]] = []
+    counts: list[int] = []
+    copy = to_host
+
+    def counted(state: Any, **options: Any) -> Any:
+        counts.append(sum(one() is not None for one in copies))
+        made = copy(state, **options)
+        copies.append(weakref.ref(next(iter(made["model"].values()))))
+        return made
+
+    def slow(path: Path, state: Any, info: Any, **options: Any) -> Any:
+        writing.set()
+        assert go_on.wait(60)
+        return write_checkpoint(path, state, info, **options)
+
+    monkeypatch.setattr(saving_module, "to_host", counted)
+    monkeypatch.setattr(saving_module, "write_checkpoint", slow)
+    collector = Collector({"model": nn.Linear(4, 4)})
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
+
+    def save(step: int) -> None:
+        collector.copy(Position(step, 1, step, 10))
+        assert saver.save_periodic(Every(tmp_path, asynchronous=True))
+
+    save(1)
+    assert writing.wait(60)
+    save(2)
+    third = threading.Thread(target=save, args=(3,))
+    third.start()
+    third.join(0.3)  # it has every chance to begin
+    assert counts == [0, 1], "two copies are there; a third one was begun"
+    go_on.set()
+    third.join(60)
+    save(4)
+    assert saver.drain(60)
+    saver.close()
+    assert len(counts) == 4 and max(counts) == 1, counts
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_copy_that_fails_leaves_room_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = Collector({"model": nn.Linear(4, 4)})
+    collector.copy(Position(1, 1, 1, 10))
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id="run"))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "to_host", fail)
+        assert [saver.save_periodic(Every(tmp_path, asynchronous=True)) for _ in range(5)] == [False] * 5
+    assert saver.save_periodic(Every(tmp_path, asynchronous=True))
+    saver.close()
+    assert steps_in(tmp_path) == [1]
+
+
+def fail(*args: Any, **options: Any) -> Any:
+    raise SaveError("injected: disk full")
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_failed_periodic_save_does_not_end_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asynchronous: bool
+) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    monkeypatch.setattr(saving_module, "write_checkpoint", fail)
+    assert_same(Job(tmp_path, periodic=[Every(tmp_path, 5, asynchronous)]).run(), expected)
+    outcomes = [e["outcome"] for e in events(tmp_path, "save")]
+    assert outcomes == ["failed: injected: disk full"] * 4, "three periodic ones, and the end is tried once more"
+    assert sum("training goes on" in record.getMessage() for record in caplog.records) == 3
+
+
+def remove_directory(job: Job, step: int) -> None:
+    """Somebody deletes the directory and something else takes its place."""
+    directory = job.guard._periodic[0].directory
+    if step == 2:
+        assert job.guard._saver.drain(30)  # a save in progress would create the directory anew
+        shutil.rmtree(directory)
+        directory.write_text("in the way")
+
+
+class Turning:
+    """State that a checkpoint can hold at first, and later not."""
+
+    def __init__(self) -> None:
+        self.value: object = 1
+
+    def state_dict(self) -> dict[str, object]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_lost_directory_does_not_end_training(tmp_path: Path, asynchronous: bool) -> None:
+    every = Every(tmp_path / "lost", 1, asynchronous)
+    Job(tmp_path / "main", periodic=[every]).run(epochs=1, middle=remove_directory)
+    assert [e["outcome"][:6] for e in events(tmp_path / "main", "save")].count("failed") >= 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_state_that_becomes_unsupported_does_not_end_training(tmp_path: Path, asynchronous: bool) -> None:
+    turning = Turning()
+
+    def turn(job: Job, step: int) -> None:
+        turning.value = object() if step == 3 else 1
+
+    Job(tmp_path, periodic=[Every(tmp_path, 1, asynchronous)], stateful={"turning": turning}).run(epochs=1, middle=turn)
+    outcomes = [e["outcome"] for e in events(tmp_path, "save")]
+    assert [o[:6] for o in outcomes] == ["saved", "saved", "failed", "saved", "saved"]
+    assert "turning.value" in outcomes[2]
+
+
+def test_two_periodic_policies_of_one_step(tmp_path: Path) -> None:
+    Job(tmp_path, periodic=[Every(tmp_path, 5), Every(tmp_path / "more", 3)]).run()
+    assert (steps_in(tmp_path), steps_in(tmp_path / "more")) == ([5, 10, 15], [3, 6, 9, 12, 15])
+
+
+# --- retention ---
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_newest_files_are_kept(tmp_path: Path, asynchronous: bool) -> None:
+    Job(tmp_path, periodic=[Every(tmp_path, 1, asynchronous, keep_max=3)]).run()
+    assert steps_in(tmp_path) == [13, 14, 15]
+
+
+def test_retention_leaves_everything_else_alone(tmp_path: Path) -> None:
+    with pytest.raises(GracefulExit):
+        Job(tmp_path).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+    (tmp_path / "notes.txt").write_text("mine")
+    checkpoint_files.write(tmp_path / "other-1_5.safetensors", step=5, run_id="an older run")
+    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=2)]).run()
+    assert {p.name for p in tmp_path.iterdir() if p.is_file()} == {
+        "job-1_2_breakpoint.safetensors",
+        "other-1_5.safetensors",
+        "every-3_4.safetensors",
+        "every-3_5.safetensors",
+        "notes.txt",
+        "events.jsonl",
+        *("resume_plan.json", "resume_plan.pb", "strategy.proto"),
+    }
+
+
+def test_two_policies_of_one_directory_leave_each_others_files_alone(tmp_path: Path) -> None:
+    policies = [Every(tmp_path, 1, keep_max=2), Every(tmp_path, 4, keep_max=3, prefix="every-4")]
+    Job(tmp_path, periodic=policies).run()
+    assert sorted(p.name for p in tmp_path.glob("*.safetensors")) == [
+        "every-3_4.safetensors",
+        "every-3_5.safetensors",
+        "every-4-1_4.safetensors",
+        "every-4-2_3.safetensors",
+        "every-4-3_2.safetensors",
+    ]
+
+
+def test_files_saved_by_hand_are_never_deleted(tmp_path: Path) -> None:
+    def save(job: Job, step: int) -> None:
+        if step == 3:
+            job.guard.save("best", tmp_path / "best.safetensors")
+            job.guard.save()
+
+    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=1)]).run(epochs=1, after=save)
+    assert {p.name: read_header(p).info.kind for p in tmp_path.glob("*.safetensors")} == {
+        "best.safetensors": "manual",
+        "job-1_3.safetensors": "manual",
+        "every-1_5.safetensors": "periodic",
+    }
+
+
+def test_the_policys_older_files_of_another_attempt_are_counted(tmp_path: Path) -> None:
+    """Attempt 0 saved steps 1 to 5, attempt 1 starts from 2: what it replaces is kept beside, then goes too."""
+    Job(tmp_path, periodic=[Every(tmp_path)]).run(epochs=1)
+    Job(tmp_path, periodic=[Every(tmp_path, keep_max=2)], resume=tmp_path / "every-1_2.safetensors").run(epochs=1)
+    left = {p.name: read_header(p).info.attempt for p in tmp_path.glob("*.safetensors")}
+    assert left == {"every-1_4.safetensors": 1, "every-1_5.safetensors": 1}
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "others", "left"),
+    [
+        (False, [], [4, 5]),  # node-local disks: the other ranks' files cannot be seen
+        (True, [], [2, 3, 4, 5]),  # they may be three saves behind
+        (False, [1, 2], [2, 4, 5]),
+        (True, [1, 2], [2, 3, 4, 5]),
+        (True, [1, 2, 3], [3, 4, 5]),
+        (True, [1, 2, 3, 4, 5], [5]),
+    ],
+)
+def test_what_may_become_whole_is_kept(tmp_path: Path, asynchronous: bool, others: list[int], left: list[int]) -> None:
+    saver = make_saver(tmp_path, rank=1, world_size=2)
+    for rank, steps in ((0, others), (1, [1, 2, 3, 4, 5])):
+        for step in steps:
+            path = tmp_path / f"rank_{rank}" / f"every-1_{step}.safetensors"
+            checkpoint_files.write(path, step=step, rank=rank, world_size=2, run_id="run")
+    saver.prune(Every(tmp_path, asynchronous=asynchronous, keep_max=1))
+    assert steps_in(tmp_path / "rank_1") == left
+    assert steps_in(tmp_path / "rank_0") == others
+
+
+def test_a_failed_save_deletes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def break_disk(job: Job, step: int) -> None:
+        if step == 4:
+            monkeypatch.setattr(saving_module, "write_checkpoint", fail)
+
+    Job(tmp_path, periodic=[Every(tmp_path, 1, keep_max=2)]).run(epochs=1, after=break_disk)
+    assert steps_in(tmp_path) == [3, 4]
+
+
+# --- saves at the end ---
+
+
+def exit_policy(directory: Path, kind: str, name: Callable[[Position], str]) -> ExitPolicy:
+    return ExitPolicy(kind=kind, alarms=frozenset({"signal"}), name=name, directory=directory, signals=(15,))
+
+
+def test_two_policies_are_two_names_for_the_same_bytes(tmp_path: Path) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    policies = [
+        exit_policy(tmp_path / "a", "breakpoint", breakpoint_name("job")),
+        exit_policy(tmp_path / "b", "request_exit", lambda position: "net_train.safetensors"),
+    ]
+    with pytest.raises(GracefulExit) as caught:
+        Job(tmp_path / "a", policies=policies).run(middle=lambda job, step: stop_and_wait(job) if step == 7 else None)
+    one, two = tmp_path / "a" / "job-2_2_breakpoint.safetensors", tmp_path / "b" / "net_train.safetensors"
+    assert caught.value.path == one
+    assert one.read_bytes() == two.read_bytes()
+    one.unlink()
+    second = Job(tmp_path / "a", seed=99, policies=policies)
+    assert_same(second.run(), expected)
+    assert second.guard.resumed_path == two
+
+
+def test_a_policy_that_does_not_answer_the_alarm_writes_nothing(tmp_path: Path) -> None:
+    flag_only = ExitPolicy(
+        kind="request_exit", alarms=frozenset({"flag"}), name=lambda p: "never.safetensors", directory=tmp_path
+    )
+    policies = [flag_only, exit_policy(tmp_path, "breakpoint", breakpoint_name("job"))]
+    with pytest.raises(GracefulExit):
+        Job(tmp_path, policies=policies).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+    assert [p.name for p in tmp_path.glob("*.safetensors")] == ["job-1_2_breakpoint.safetensors"]
+
+
+def test_a_stop_without_a_file(tmp_path: Path) -> None:
+    policy = ExitPolicy(
+        kind="breakpoint",
+        alarms=frozenset({"signal"}),
+        name=breakpoint_name("job"),
+        directory=tmp_path,
+        signals=(15,),
+        save=False,
+        exit_codes={"signal": 3},
+    )
+    with pytest.raises(GracefulExit) as caught:
+        Job(tmp_path, policies=[policy]).run(middle=lambda job, step: stop_and_wait(job) if step == 2 else None)
+    assert (caught.value.code, caught.value.path) == (3, None)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+# --- the saver alone ---
+
+
+def make_saver(tmp_path: Path, **ranks: int) -> Saver:
+    collector = Collector({"model": nn.Linear(2, 2)})
+    collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
+    return Saver(collector, RankInfo(**ranks), EventLog(tmp_path / "events.jsonl", run_id="run"))
+
+
+def test_several_ranks_have_folders_of_their_own(tmp_path: Path) -> None:
+    assert make_saver(tmp_path).folder(tmp_path) == tmp_path
+    saver = make_saver(tmp_path, rank=3, world_size=4)
+    result = saver.save_to(None, tmp_path, "net", "manual")
+    assert result.path == tmp_path / "rank_3" / "net-1_5.safetensors"
+    assert (result.info.rank, result.info.world_size, result.info.kind) == (3, 4, "manual")
+
+
+def test_every_file_says_where_its_attempt_began(tmp_path: Path) -> None:
+    """And what is put together of an earlier attempt's files says where that one began."""
+    base = ("base_attempt", "base_step")
+    for _ in range(3):
+        with pytest.raises(GracefulExit):
+            Job(tmp_path).run(after=lambda job, step: stop_and_wait(job) if len(job.steps) == 2 else None)
+    infos = sorted((read_header(path).info for path in tmp_path.glob("*.safetensors")), key=lambda info: info.attempt)
+    began = [tuple(info.coordinates.get(name) for name in base) for info in infos]
+    assert began == [(None, None), (0, infos[0].step), (1, infos[1].step)]
+
+    module = nn.Linear(2, 2)
+    collector = Collector({"model": module})
+    collector.copy(Position(step=infos[1].step))
+    saver = Saver(collector, RankInfo(), EventLog(tmp_path / "events.jsonl", run_id=infos[1].run_id, attempt=2))
+    saver.began_from(infos[1])
+    assert saver.describe("snapshot").coordinates == {"base_attempt": 1, "base_step": infos[1].step}
+    policy = breakpoint_policy("one", tmp_path / "new", (), None, (), exceptions=True)
+    saver.save_restored([policy], infos[1])
+    (path,) = (tmp_path / "new").iterdir()
+    restored = read_header(path).info
+    assert (restored.attempt, restored.coordinates) == (1, infos[1].coordinates)
+
+
+def test_the_slowest_save_sets_the_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, durations = make_saver(tmp_path), iter([1.0, 4.0, 0.5])
+
+    def timed(path: Path, state: Any, info: Any, **options: Any) -> SaveResult:
+        return SaveResult(path, 1000, next(durations), info)
+
+    monkeypatch.setattr(saving_module, "write_checkpoint", timed)
+    speeds = []
+    for _ in range(3):
+        saver.save_to(None, tmp_path, "net", "manual")
+        speeds.append(saver.bytes_per_s)
+    assert speeds == [1000.0, 250.0, 250.0]
+
+
+def test_drain_tells_whether_background_saves_are_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver, go_on = make_saver(tmp_path), threading.Event()
+    write = write_checkpoint
+
+    def late(*args: Any, **options: Any) -> Any:
+        assert go_on.wait(30)
+        return write(*args, **options)
+
+    monkeypatch.setattr(saving_module, "write_checkpoint", late)
+    assert saver.drain(0.0), "nothing to wait for"
+    assert saver.save_periodic(Every(tmp_path, asynchronous=True))
+    assert not saver.drain(0.01)
+    go_on.set()
+    assert saver.drain()
+    assert steps_in(tmp_path) == [5]
+    saver.close()
+    saver.close()

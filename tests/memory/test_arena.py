@@ -1,0 +1,427 @@
+"""The arena: names, rights, the lock, the records, and that nothing of it is left."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+
+from mindx_elastic.errors import ArenaError
+from mindx_elastic.memory import arena as arena_module
+from mindx_elastic.memory.arena import (
+    ArenaFile,
+    RankArena,
+    SlotRecord,
+    SlotState,
+    job_folder,
+    make_user_folder,
+    rank_folders,
+    squatted_folder,
+    user_folder,
+)
+
+_HOLD = """
+import os, sys
+from pathlib import Path
+from mindx_elastic.memory.arena import RankArena
+arena = RankArena(Path(sys.argv[1]), Path(sys.argv[2]), 0)
+if sys.argv[3] == "fork" and os.fork() == 0:
+    print(os.getpid(), flush=True)
+    sys.stdin.read()
+    os._exit(0)
+if sys.argv[3] != "fork":
+    print(os.getpid(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    path = tmp_path / "shm"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "ckpt"
+
+
+@contextmanager
+def open_arena(base: Path, directory: Path, rank: int = 0) -> Iterator[RankArena]:
+    arena = RankArena(base, directory, rank)
+    try:
+        yield arena
+    finally:
+        arena.close()
+
+
+@contextmanager
+def holder(base: Path, directory: Path, how: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A process that has opened the arena; with "fork" a child of it that lives on. And the pid it printed."""
+    command = [sys.executable, "-c", _HOLD, str(base), str(directory), how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        yield process, int(process.stdout.readline())
+    finally:
+        process.stdin.close()  # ends the child too
+        process.stdout.close()
+        process.kill()
+        process.wait()
+
+
+# --- names and rights ---
+
+
+def test_names_are_a_function_of_user_directory_and_rank(base: Path, directory: Path) -> None:
+    with open_arena(base, directory, 3) as arena:
+        assert arena.job == job_folder(base, directory)
+        assert arena.job.parent == base / f"mindx-elastic-{os.geteuid()}"
+        assert len(arena.job.name) == 16 and int(arena.job.name, 16) >= 0
+        assert arena.folder == arena.job / "rank_3"
+        assert rank_folders(arena.job) == {3: arena.folder}
+    assert job_folder(base, directory / "other") != arena.job
+    assert rank_folders(base / "nothing") == {}
+
+
+def test_nobody_else_may_look_whatever_the_umask(base: Path, directory: Path) -> None:
+    before = os.umask(0)
+    try:
+        with open_arena(base, directory) as arena:
+            arena.slots[0].resize(100)
+            arena.describe(directory, "run-a")
+            folders = [arena.job.parent, arena.job, arena.folder]
+            files = [path for path in arena.job.rglob("*") if not path.is_dir()]
+    finally:
+        os.umask(before)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o700}
+    assert {path.name for path in files} == {"lock", "commit", "slot_0.safetensors", "owner.json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    owner = json.loads((arena.job / "owner.json").read_text())
+    assert (owner["directory"], owner["run_id"]) == (str(directory), "run-a") and owner["created"] > 1e9
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("planted", ["wide", "link", "file"])
+def test_a_place_that_others_could_read_or_plant_is_refused(
+    base: Path, directory: Path, tmp_path: Path, level: int, planted: str
+) -> None:
+    job = job_folder(base, directory)
+    path = [job.parent, job, job / "rank_0"][level]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for parent in path.relative_to(base).parents:
+        (base / parent).chmod(0o700)
+    if planted == "wide":
+        path.mkdir()
+        path.chmod(0o750)
+    elif planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "elsewhere")
+    else:
+        path.write_text("")
+    with pytest.raises(ArenaError, match=f"{path.name} is not a folder of this user's own.*MINDX_ARENA_DIR") as caught:
+        RankArena(base, directory, 0)
+    assert caught.value.path == path
+    if planted == "link":
+        assert rank_folders(job) == {}
+
+
+@pytest.mark.parametrize("planted", ["wide", "link", "file", "stranger's"])
+def test_where_somebody_else_has_the_usual_name_a_private_one_is_used_by_all(
+    base: Path, directory: Path, tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    usual = user_folder(base)
+    if planted == "link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        usual.symlink_to(tmp_path / "elsewhere")
+    elif planted == "file":
+        usual.write_text("")
+    else:
+        usual.mkdir(mode=0o755 if planted == "wide" else 0o700)
+        if planted == "stranger's":
+            if os.geteuid():
+                pytest.skip("only root can make a folder of another user")
+            os.chown(usual, 65534, -1)
+    assert squatted_folder(base) == usual
+    with open_arena(base, directory, 0) as one, open_arena(base, directory, 1) as two:
+        private = one.job.parent
+        assert one.job == two.job == job_folder(base, directory) and private == user_folder(base)
+        assert private.name.startswith(f"{usual.name}-") and stat.S_IMODE(private.stat().st_mode) == 0o700
+        one.describe(directory, "run-a")
+    assert [r.message for r in caplog.records if usual.name in r.message] == [
+        f"{usual} is not a folder of this user's own with mode 700; {private.name} is used in its place"
+    ]
+    if usual.is_dir() and not usual.is_symlink():  # whoever took it gives it back: what lies in memory is found again
+        usual.rmdir()
+        with open_arena(base, tmp_path / "other"):
+            pass
+        (usual).mkdir(mode=0o700, exist_ok=True)
+        assert user_folder(base) == usual and job_folder(base, directory) == one.job
+    with open_arena(base, directory, 0) as one, open_arena(base, directory, 1) as two:
+        one.remove()
+        two.remove()
+    assert not private.exists() or planted in ("wide", "stranger's")
+
+
+def test_all_ranks_of_a_machine_come_to_one_private_folder(base: Path) -> None:
+    user_folder(base).write_text("")
+    with ThreadPoolExecutor(8) as pool:
+        made = set(pool.map(lambda _: make_user_folder(base), range(32)))
+    assert len(made) == 1 and len(list(base.iterdir())) == 2
+
+
+def test_whoever_holds_the_lock_of_the_base_holds_nothing_up(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
+    user_folder(base).write_text("")
+    fd = os.open(base, os.O_RDONLY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert make_user_folder(base).is_dir()
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("name", ["lock", "commit", "slot_0.safetensors"])
+def test_a_link_in_place_of_a_file_is_not_followed(base: Path, directory: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    folder = job_folder(base, directory) / "rank_0"
+    with open_arena(base, directory):
+        pass
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"), open_arena(base, directory) as arena:
+        arena.slots[0].resize(10)
+    assert target.read_text() == "precious"
+
+
+def test_no_base_says_so(tmp_path: Path, directory: Path) -> None:
+    with pytest.raises(ArenaError, match="cannot be created: No such file"):
+        RankArena(tmp_path / "nothing", directory, 0)
+
+
+# --- the lock ---
+
+
+def test_a_second_process_is_kept_out_and_the_next_one_let_in(
+    base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.05)
+    with holder(base, directory, "alone") as (process, _):
+        with pytest.raises(ArenaError, match="is in use by another process: is a second job"):
+            RankArena(base, directory, 0)
+        with open_arena(base, directory, 1):  # another rank's is free
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with open_arena(base, directory):
+            pass
+
+
+def test_a_forked_child_of_a_killed_rank_holds_nobody_up(
+    base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arena_module, "_PREDECESSOR_S", 0.0)
+    with holder(base, directory, "fork") as (process, child):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        os.kill(child, 0)  # it lives, with every descriptor of the killed process
+        with open_arena(base, directory):
+            pass
+        os.kill(child, 0)
+
+
+@pytest.mark.parametrize("what", ["lock", "folder"])
+def test_a_predecessor_that_removes_it_at_this_moment(
+    base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """What was locked is no longer there: make it anew."""
+    first = RankArena(base, directory, 0)
+    lock_soon, calls = arena_module._lock_soon, []
+
+    def slow(fd: int, folder: Path, end: float) -> None:
+        calls.append(fd)
+        if len(calls) == 1 and what == "lock":
+            first.remove()
+        lock_soon(fd, folder, end)
+
+    make_private = arena_module._make_private
+
+    def make(folder: Path) -> None:
+        make_private(folder)
+        if folder == first.job and what == "folder":
+            first.remove()
+
+    monkeypatch.setattr(arena_module, "_lock_soon", slow)
+    monkeypatch.setattr(arena_module, "_make_private", make)
+    with open_arena(base, directory) as arena:
+        arena.slots[0].resize(10)
+        assert os.path.samestat(os.fstat(arena._lock), os.stat(arena.folder / "lock"))
+    assert len(calls) == (2 if what == "lock" else 1)
+
+
+def test_a_failed_opening_gives_the_lock_back(base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        with pytest.raises(ArenaError):
+            RankArena(base, directory, 0)
+    assert set(os.listdir("/proc/self/fd")) == opened
+
+
+# --- the records ---
+
+
+RECORD = SlotRecord(SlotState.SEALED, attempt=2, step=70, sequence=9, nbytes=4096, header_bytes=4096)
+
+
+def test_records_outlive_the_process(base: Path, directory: Path) -> None:
+    with open_arena(base, directory) as arena:
+        assert [arena.record(i) for i in (0, 1)] == [SlotRecord(), SlotRecord()]
+        assert (arena.oldest(), arena.newest()) == (0, SlotRecord())
+        arena.set_record(1, RECORD)
+    with open_arena(base, directory) as arena:
+        assert [arena.record(i) for i in (0, 1)] == [SlotRecord(), RECORD]
+        assert (arena.oldest(), arena.newest()) == (0, RECORD)
+
+
+def test_a_torn_record_is_none_at_every_byte() -> None:
+    data, other = RECORD.pack(), SlotRecord(SlotState.COPIED, 3, 71, 10, 8192, 4096).pack()
+    assert SlotRecord.unpack(data) == RECORD and SlotRecord.unpack(other).step == 71
+    for cut in range(len(data) + 1):
+        torn = SlotRecord.unpack(other[:cut] + data[cut:])
+        assert torn in (SlotRecord(), RECORD, SlotRecord.unpack(other))
+        assert torn == SlotRecord() or other[:cut] + data[cut:] in (data, other)
+    assert SlotRecord.unpack(b"\0" * 64) == SlotRecord()
+    assert SlotRecord.unpack(b"") == SlotRecord()
+
+
+def test_an_unknown_state_is_empty() -> None:
+    body = arena_module._RECORD.pack(7, 0, 1, 1, 1, 1)
+    assert SlotRecord.unpack(body + xxhash.xxh3_64_digest(body)) == SlotRecord()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_the_job_goes_on_from_is_overwritten_last(base: Path, directory: Path, first: int) -> None:
+    older, newer = SlotRecord(SlotState.SEALED, 0, 6, 3, 1, 1), SlotRecord(SlotState.SEALED, 0, 8, 4, 1, 1)
+    with open_arena(base, directory) as arena:
+        arena.set_record(first, older)
+        arena.set_record(1 - first, newer)
+        assert arena.oldest() == first
+        arena.keep(1, 6)  # another attempt's step 6 is another state
+        arena.keep(0, 7)
+        assert arena.oldest() == first
+        arena.keep(0, 6)
+        assert arena.oldest() == 1 - first
+        assert (arena.newest().step, arena.newest().sequence) == (6, 5)
+        arena.keep(0, 6)
+        assert (arena.oldest(), arena.newest().step) == (1 - first, 6)
+
+
+# --- room ---
+
+
+def no_room(fd: int, offset: int, length: int) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_no_room_names_the_remedy_and_leaves_the_rest(
+    base: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open_arena(base, directory) as arena:
+        arena.slots[1].resize(3)[:] = b"abc"
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", no_room)
+            with pytest.raises(ArenaError, match="no room for a snapshot of 1,234,567 bytes") as caught:
+                arena.slots[0].resize(1_234_567)
+        for remedy in ("--shm-size", "medium: Memory", "MINDX_ARENA_DIR", "--snapshot-every 0"):
+            assert remedy in str(caught.value)
+        assert arena.slots[0].path.stat().st_size == 0, "no memory is held for it"
+        assert arena.slots[1].path.read_bytes() == b"abc"
+        assert len(arena.slots[0].resize(10)) == 10, "a later one may fit"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A memory file system of 1 MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    if (
+        os.geteuid() != 0
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "x", path], check=False).returncode
+    ):
+        pytest.skip("a file system cannot be mounted here")
+    yield path
+    subprocess.run(["umount", path], check=True)
+
+
+def test_a_file_system_that_is_full_for_real(small: Path, directory: Path) -> None:
+    with open_arena(small, directory) as arena:
+        arena.slots[0].resize(500_000)[:] = b"x" * 500_000
+        with pytest.raises(ArenaError, match="no room"):
+            arena.slots[1].resize(800_000)
+        assert arena.slots[1].path.stat().st_blocks == 0
+        arena.slots[1].resize(400_000)
+        arena.remove()
+    assert not list(small.iterdir())
+
+
+def test_a_file_keeps_its_content_and_its_map_while_its_size_is_the_same(tmp_path: Path) -> None:
+    file = ArenaFile(tmp_path / "file")
+    memory = file.resize(5)
+    memory[:] = b"abcde"
+    assert file.resize(5) is memory
+    view = memoryview(memory)
+    assert file.resize(3)[:] == b"abc"
+
+    view.release()
+    file.close()
+    assert file.resize(3)[:] == b"abc"
+    file.close()
+
+
+# --- the end ---
+
+
+def test_the_last_rank_takes_everything_away(base: Path, directory: Path) -> None:
+    arenas = [RankArena(base, directory, rank) for rank in range(2)]
+    for arena in arenas:
+        arena.slots[0].resize(10)
+        arena.describe(directory, "run-a")
+    arenas[0].remove()
+    assert rank_folders(arenas[1].job) == {1: arenas[1].folder} and (arenas[1].job / "owner.json").exists()
+    arenas[1].remove()
+    assert not list(base.iterdir())
+
+
+def test_another_job_of_the_user_stays(base: Path, directory: Path) -> None:
+    with open_arena(base, directory / "other") as other:
+        RankArena(base, directory, 0).remove()
+        assert [path.name for path in other.job.parent.iterdir()] == [other.job.name]
+
+
+@pytest.mark.parametrize("surprise", ["gone", "folder"])
+def test_removing_never_raises(base: Path, directory: Path, surprise: str) -> None:
+    arena = RankArena(base, directory, 0)
+    if surprise == "gone":  # `mindx-elastic clean --all`
+        for path in arena.folder.iterdir():
+            path.unlink()
+        arena.folder.rmdir()
+    else:
+        (arena.folder / "a").mkdir()
+    arena.remove()
+    assert arena._lock == -1

@@ -1,0 +1,305 @@
+"""What a start may use of shared memory, and what it takes from there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import CorruptCheckpointError, NoUsableCheckpointError
+from mindx_elastic.memory.known_runs import known_runs
+from mindx_elastic.memory.memory_files import (
+    RING_COPY,
+    OwnState,
+    own_rings,
+    own_states,
+    snapshot_entries,
+)
+from mindx_elastic.resume.restore import Resumed, find_and_read
+from tests.checkpoint_files import flip_bit_in_data, write_step
+from tests.resume.arenas import RUN, Machine
+from tests.resume.shared_store import on_all_ranks
+
+WORLD = 3
+REPLICAS: dict[str, Any] = {"world_size": WORLD, "coordinates": {"replicas": WORLD}}
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path, WORLD)
+
+
+def find(machine: Machine, resume: str = "auto", arenas: bool = True) -> list[Resumed | None]:
+    """What every rank resumes from; raises the first rank's error."""
+    found = on_all_ranks(
+        machine.world_size,
+        lambda rank, exchange: find_and_read(
+            [machine.directory],
+            RankInfo(rank=rank, world_size=machine.world_size),
+            exchange,
+            resume=resume,
+            arenas=machine.job if arenas else None,
+        ),
+    )
+    for one in found:
+        if isinstance(one, Exception):
+            raise one
+    return [one for one in found if not isinstance(one, Exception)]
+
+
+def taken(found: list[Resumed | None]) -> list[tuple[int, int | None, int | None]]:
+    """Of each rank: the step, whose file it is if not its own, and the step of its own small state."""
+    result = []
+    for one in found:
+        assert one is not None
+        own = None if one.own is None else one.own.unpack()["rng"]["step"]
+        result.append((one.checkpoint.info.step, one.donor, own))
+    return result
+
+
+# --- which runs the directory knows ---
+
+
+def test_runs_of_the_event_logs(machine: Machine, tmp_path: Path) -> None:
+    assert known_runs([machine.directory]).keys() == set()
+    machine.know("run-a", "run-b", "run-a", "")
+    with open(machine.directory / "events.jsonl", "ab") as file:
+        file.write(json.dumps({"event": "x", "reason": 'a "run_id": "quoted" in a text'}).encode() + b"\n")
+        file.write(b'{"half a line\n\xff\xfe\n{"run_id": "run-c", "cut of')
+    assert known_runs([tmp_path / "nothing", machine.directory]).keys() == {"run-a", "run-b", "run-c"}
+
+
+def test_snapshots_of_known_runs_only(machine: Machine) -> None:
+    machine.snapshot(4)
+    machine.snapshot(5, ranks=[0, 1], run_id="other")
+    machine.snapshot(6, ranks=[2], sealed=False)
+    found = {(e.info.rank, e.info.step) for e in snapshot_entries(machine.job, {RUN}) if e.info is not None}
+    assert found == {(0, 4), (1, 4), (2, 4)}
+    assert len(snapshot_entries(machine.job, {RUN, "other"})) == 5
+    assert snapshot_entries(machine.job, set()) == [] == snapshot_entries(machine.base / "nothing", {RUN})
+
+
+def test_what_others_have_planted_is_not_looked_at(machine: Machine, tmp_path: Path) -> None:
+    machine.snapshot(4)
+    (machine.job / "rank_0").rename(tmp_path / "elsewhere")
+    (machine.job / "rank_0").symlink_to(tmp_path / "elsewhere")
+    (slot,) = machine.slots(1)
+    slot.rename(slot.with_name("moved"))
+    slot.symlink_to(slot.with_name("moved"))
+    (machine.job / "rank_x").mkdir()
+    assert [e.info.rank for e in snapshot_entries(machine.job, {RUN}) if e.info is not None] == [2]
+
+
+# --- rings ---
+
+
+def test_where_rings_lie(tmp_path: Path) -> None:
+    directories = [tmp_path / "a", tmp_path / "b"]
+    copies = [directory / "rank_2" / RING_COPY for directory in directories]
+    assert own_rings(directories, tmp_path / "shm", 2) == [tmp_path / "shm" / "rank_2" / "boundaries", *copies]
+    assert own_rings(directories, None, 2) == copies
+
+
+def test_a_boundary_goes_before_a_forecast_and_no_forecast_without_trust(machine: Machine) -> None:
+    machine.boundary(1, 6)
+    machine.boundary(1, 7, forecast=True)
+    machine.boundary(1, 7)
+    machine.boundary(1, 8, forecast=True, trusted=False)
+    found = own_states(machine.job / "rank_1" / "boundaries")
+    assert {moment: own.forecast for moment, own in found.items()} == {(RUN, 0, 6): False, (RUN, 0, 7): False}
+    machine.boundary(1, 8, forecast=True)
+    assert own_states(machine.job / "rank_1" / "boundaries")[RUN, 0, 8].forecast
+
+
+def test_no_ring_is_no_trouble_and_one_that_cannot_be_read_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert own_states(tmp_path / "nothing") == {} and not caplog.text
+    (tmp_path / "link").symlink_to("/etc/passwd")
+    assert own_states(tmp_path / "link") == {}
+    assert "link cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"x" * 50, b"\x02\0\0\0\0\0\0\0{}"])
+def test_an_own_state_that_is_none(content: bytes) -> None:
+    with pytest.raises(CorruptCheckpointError):
+        OwnState(content, forecast=False).unpack()
+
+
+# --- what is taken ---
+
+
+@pytest.mark.parametrize(("on_disk", "step"), [(None, 9), (4, 9), (9, 9), (12, 12)])
+def test_the_newest_step_of_memory_and_disk(machine: Machine, on_disk: int | None, step: int) -> None:
+    machine.know(RUN)
+    machine.snapshot(8)
+    machine.snapshot(9)
+    if on_disk is not None:
+        write_step(machine.directory, on_disk, world_size=WORLD)
+    assert taken(find(machine)) == [(step, None, None)] * WORLD
+    if on_disk is not None:
+        assert taken(find(machine, arenas=False)) == [(on_disk, None, None)] * WORLD
+
+
+def test_some_ranks_from_memory_and_some_from_disk(machine: Machine) -> None:
+    """The survivors have saved, the killed rank's snapshot is of the same step."""
+    machine.know(RUN)
+    machine.snapshot(9, ranks=[1])
+    write_step(machine.directory, 9, world_size=WORLD)
+    for path in (machine.directory / "rank_1").iterdir():
+        path.unlink()
+    found = find(machine)
+    assert taken(found) == [(9, None, None)] * WORLD
+    assert [one is not None and one.path.is_relative_to(machine.job) for one in found] == [False, True, False]
+
+
+def test_an_older_common_snapshot_where_the_newest_is_torn_on_one_rank(machine: Machine) -> None:
+    machine.know(RUN)
+    machine.snapshot(8)
+    machine.snapshot(9, ranks=[0, 2])
+    machine.snapshot(9, ranks=[1], sealed=False)  # as if it had not been adopted
+    assert taken(find(machine)) == [(8, None, None)] * WORLD
+
+
+def test_a_damaged_snapshot_is_taken_away_and_the_older_one_used(machine: Machine) -> None:
+    machine.know(RUN)
+    machine.snapshot(8)
+    machine.snapshot(9)
+    flip_bit_in_data(machine.slots(1)[1])
+    found = find(machine)
+    assert taken(found) == [(8, None, None)] * WORLD
+    assert found[0] is not None and "rank 1" in found[0].rejected[0] and "is damaged" in found[0].rejected[0]
+    assert len(machine.slots(1)) == 1 and len(machine.slots(0)) == 2
+    assert sorted(path.name for path in machine.job.iterdir()) == ["rank_0", "rank_1", "rank_2"], "no quarantine there"
+
+
+@pytest.mark.parametrize("known", [[], ["another"]])
+def test_a_run_that_the_directory_does_not_know_is_left_alone(machine: Machine, known: list[str]) -> None:
+    """Somebody has emptied the directory to begin anew."""
+    machine.know(*known)
+    machine.snapshot(9)
+    for rank in range(WORLD):
+        machine.boundary(rank, 9)
+    assert find(machine) == [None] * WORLD
+
+
+def test_never_means_never(machine: Machine) -> None:
+    machine.know(RUN)
+    machine.snapshot(9)
+    assert find(machine, resume="never") == [None] * WORLD
+
+
+def test_a_step_that_only_some_ranks_have_is_named(machine: Machine, caplog: pytest.LogCaptureFixture) -> None:
+    machine.know(RUN)
+    machine.snapshot(1, ranks=[0, 2])
+    assert find(machine) == [None] * WORLD
+    assert "the job begins anew; what it left in memory is not used" in caplog.text
+    assert "step 1 is not used: rank 1 has no file of it" in caplog.text
+
+
+def test_a_snapshot_never_hides_that_the_checkpoints_are_bad(machine: Machine) -> None:
+    machine.know(RUN)
+    machine.snapshot(1, ranks=[0])
+    write_step(machine.directory, 5, world_size=WORLD)
+    flip_bit_in_data(next((machine.directory / "rank_2").iterdir()))
+    with pytest.raises(NoUsableCheckpointError):
+        find(machine)
+
+
+def test_a_given_file_means_its_step_and_no_newer_snapshot(machine: Machine) -> None:
+    machine.know(RUN)
+    machine.snapshot(9)
+    write_step(machine.directory, 4, world_size=WORLD)
+    path = next((machine.directory / "rank_0").iterdir())
+    assert taken(find(machine, resume=str(path))) == [(4, None, None)] * WORLD
+
+
+# --- a replica's file and the rank's own small state ---
+
+
+def lose(machine: Machine, step: int, rank: int) -> None:
+    for path in (machine.directory / f"rank_{rank}").glob(f"*_{step}.safetensors"):
+        path.unlink()
+
+
+def in_memory(machine: Machine, rank: int) -> None:
+    """Nothing to do: the ring is where it was written."""
+
+
+def on_disk(machine: Machine, rank: int) -> None:
+    """The holder has brought it to disk, the machine is another one."""
+    os.rename(machine.job / f"rank_{rank}" / "boundaries", machine.directory / f"rank_{rank}" / RING_COPY)
+
+
+@pytest.mark.parametrize("place", [in_memory, on_disk])
+@pytest.mark.parametrize("forecast", [False, True])
+def test_the_own_state_goes_with_a_replicas_file(
+    machine: Machine, place: Callable[[Machine, int], None], forecast: bool
+) -> None:
+    machine.know(RUN)
+    for step in (5, 7):
+        write_step(machine.directory, step, **REPLICAS)
+    lose(machine, 7, 1)
+    machine.boundary(1, 6)
+    machine.boundary(1, 7, forecast=forecast)
+    place(machine, 1)
+    found = find(machine)
+    assert taken(found) == [(7, None, None), (7, 0, 7), (7, None, None)]
+    assert found[1] is not None and found[1].own is not None
+    assert found[1].own.forecast is forecast and found[1].own.unpack()["rng"]["of"] == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"step": 6}, (5, None, None)),  # nothing of its own of step 7: the exact step just before is better
+        ({"step": 7, "trusted": False, "forecast": True}, (5, None, None)),
+        ({"step": 7, "run": "other"}, (5, None, None)),
+        ({"step": 7, "attempt": 1}, (5, None, None)),
+        ({"step": 7}, (7, 0, 7)),
+    ],
+)
+def test_only_the_very_same_moment_is_its_own(
+    machine: Machine, record: dict[str, object], expected: tuple[int, int | None, int | None]
+) -> None:
+    machine.know(RUN)
+    for step in (5, 7):
+        write_step(machine.directory, step, **REPLICAS)
+    lose(machine, 7, 1)
+    machine.boundary(1, **record)  # type: ignore[arg-type]
+    assert taken(find(machine))[1] == expected
+
+
+@pytest.mark.parametrize(("older", "step"), [(4, 7), (5, 5), (6, 6)])
+def test_without_its_own_state_an_exact_step_up_to_two_older_is_better(machine: Machine, older: int, step: int) -> None:
+    """In memory or on disk, all the same."""
+    machine.know(RUN)
+    machine.snapshot(older, **REPLICAS)
+    write_step(machine.directory, 7, **REPLICAS)
+    lose(machine, 7, 1)
+    assert {one[0] for one in taken(find(machine))} == {step}
+
+
+def test_a_step_where_one_rank_has_a_file_and_the_others_their_own_states(machine: Machine) -> None:
+    """All but one were killed in the same instant."""
+    machine.know(RUN)
+    write_step(machine.directory, 7, **REPLICAS)
+    for rank in (0, 2):
+        lose(machine, 7, rank)
+        machine.boundary(rank, 7)
+    assert taken(find(machine)) == [(7, 1, 7), (7, None, None), (7, 1, 7)]
+
+
+def test_the_next_attempt_is_above_all_that_memory_has_seen(machine: Machine) -> None:
+    machine.know(RUN)
+    write_step(machine.directory, 7, world_size=WORLD)
+    machine.snapshot(6, attempt=0)
+    machine.boundary(2, 3, attempt=4)
+    found = find(machine)
+    assert taken(found) == [(7, None, None)] * WORLD
+    assert {one.next_attempt for one in found if one is not None} == {5}

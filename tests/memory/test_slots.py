@@ -1,0 +1,272 @@
+"""Arena slots: a copied and sealed one is a finished checkpoint file, and a start finds only such."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
+from mindx_elastic.memory import slots
+from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.slots import adopt_slots, copy_snapshot, lay_out, seal_slot
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.persist.writer import write_checkpoint
+from tests.checkpoint_files import STATE
+from tests.persist.states import assert_same, states
+
+STAGES = ["wiped", "reserved", "copying", "copied", "headed", "committed"]
+LAYOUT = {"model.weight": {"shape": [2000], "offsets": [0]}}
+
+
+class KilledError(Exception):
+    """Stands for a process that ends here; `tests/system/test_killed.py` does it for real."""
+
+
+def info(step: int, attempt: int = 0) -> CheckpointInfo:
+    return CheckpointInfo(
+        run_id="run-a",
+        world_size=1,
+        rank=0,
+        step=step,
+        epoch=1,
+        step_in_epoch=step,
+        batch_num=100,
+        reason="snapshot",
+        kind="snapshot",
+        created=1.7e9,
+        attempt=attempt,
+        torch_version="2.6.0",
+    )
+
+
+def state_of(step: int) -> dict[str, Any]:
+    return {**STATE, "step": torch.full((300,), step)}
+
+
+class Job:
+    """One process after the other with the same arena."""
+
+    def __init__(self, folder: Path) -> None:
+        self._place = folder / "shm", folder / "ckpt"
+        self._place[0].mkdir()
+        self.arena = RankArena(*self._place, 0)
+
+    def restart(self) -> list[str]:
+        """A new process adopts the arena; what it has to say."""
+        self.arena.close()
+        self.arena = RankArena(*self._place, 0)
+        return adopt_slots(self.arena)
+
+    def copy(self, step: int, *, state: object = None, die_at: str = "", **options: Any) -> int | None:
+        stages: list[str] = []
+
+        def at(stage: str) -> None:
+            stages.append(stage)
+            if stage == die_at:
+                raise KilledError(stage)
+
+        snapshot = lay_out(state_of(step) if state is None else state, info(step), options.pop("layout", None))
+        try:
+            return copy_snapshot(self.arena, snapshot, self.arena.newest().sequence + 1, at=at, **options)
+        finally:
+            assert stages == [stage for stage in STAGES if stage in stages], "in the documented order"
+
+    def take(self, step: int) -> int:
+        index = self.copy(step)
+        assert index is not None and seal_slot(self.arena, index)
+        return index
+
+    def path(self, index: int) -> Path:
+        return self.arena.slots[index].path
+
+    def steps(self) -> set[int]:
+        """Steps of the slots that are sound checkpoint files."""
+        found = set()
+        for slot in self.arena.slots:
+            if slot.path.exists():
+                checkpoint = read_checkpoint(slot.path, verify=True)
+                assert_same(checkpoint.state, state_of(checkpoint.info.step))
+                found.add(checkpoint.info.step)
+        return found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.arena.close()
+
+
+# --- the same bytes as on disk ---
+
+
+@pytest.mark.parametrize("layout", [None, LAYOUT])
+def test_a_sealed_slot_is_the_file_that_a_save_writes(job: Job, tmp_path: Path, layout: dict[str, Any] | None) -> None:
+    index = job.copy(3, layout=layout)
+    assert index == 0 and job.arena.record(0).state is SlotState.COPIED
+    with pytest.raises(CorruptCheckpointError, match="digest does not match"):
+        read_checkpoint(job.path(0))
+    assert seal_slot(job.arena, index)
+    record = job.arena.record(0)
+    assert (record.state, record.step, record.sequence) == (SlotState.SEALED, 3, 1)
+    write_checkpoint(tmp_path / "saved.safetensors", state_of(3), info(3), layout=layout)
+    assert job.path(0).read_bytes() == (tmp_path / "saved.safetensors").read_bytes()
+    assert record.nbytes == job.path(0).stat().st_size
+
+
+@given(states)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+def test_any_state_comes_back_from_a_slot(job: Job, state: Any) -> None:
+    index = job.copy(1, state={"state": state})
+    assert index is not None and seal_slot(job.arena, index)
+    assert_same(read_checkpoint(job.path(index), verify=True).state["state"], state)
+
+
+def test_a_state_without_a_form_touches_nothing(job: Job) -> None:
+    job.take(1)
+    with pytest.raises(UnsupportedStateError):
+        lay_out({"x": object()}, info(2), None)
+    assert job.restart() == [] and job.steps() == {1}
+
+
+def test_slots_take_turns(job: Job) -> None:
+    assert [job.take(step) for step in (1, 2, 3, 4)] == [0, 1, 0, 1]
+    assert job.steps() == {3, 4}
+    job.restart()
+    assert job.take(5) == 0
+    assert job.steps() == {4, 5}
+
+
+# --- killed ---
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_killed_at_every_stage_of_a_copy(job: Job, stage: str, before: int) -> None:
+    for step in range(1, before + 1):
+        job.take(step)
+    with pytest.raises(KilledError, match=stage):
+        job.copy(9, die_at=stage)
+    assert job.restart() == []
+    other = {before} - {0}
+    assert job.steps() == (other | {9} if stage == "committed" else other)
+    job.take(10)
+    job.take(11)
+    assert job.steps() == {10, 11}
+
+
+def test_killed_while_the_digests_are_written(job: Job) -> None:
+    """Any mixture of draft and sealed header is read again as the draft."""
+    index = job.copy(5)
+    assert index is not None
+    draft = job.path(index).read_bytes()
+    record = job.arena.record(index)
+    assert seal_slot(job.arena, index)
+    sealed = job.path(index).read_bytes()
+    for cut in [*range(0, record.header_bytes, 97), record.header_bytes]:
+        job.arena.set_record(index, record)
+        job.path(index).write_bytes(sealed[:cut] + draft[cut:])
+        assert job.restart() == []
+        assert job.path(index).read_bytes() == sealed
+        assert job.arena.record(index).state is SlotState.SEALED
+
+
+def test_a_seal_gives_way_and_can_be_done_later(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "_HASH_PIECE", 100)
+    index = job.copy(5)
+    assert index is not None
+    asked = iter([True] * 7 + [False])
+    assert not seal_slot(job.arena, index, go_on=lambda: next(asked))
+    assert list(asked) == [] and job.arena.record(index).state is SlotState.COPIED
+    assert job.copy(6) == 1 - index
+    job.restart()
+    assert job.steps() == {5, 6}
+
+
+def test_a_state_that_was_changed_meanwhile_is_not_committed(job: Job) -> None:
+    job.take(1)
+    job.take(2)
+    assert job.copy(3, changed=lambda: "2 parameters were changed") is None
+    assert job.restart() == [] and job.steps() == {2}
+
+
+# --- adopting ---
+
+
+def test_adopting_seals_what_was_copied(job: Job) -> None:
+    job.take(1)
+    job.copy(2)
+    assert job.restart() == []
+    assert job.steps() == {1, 2}
+    assert [job.arena.record(index).state for index in (0, 1)] == [SlotState.SEALED, SlotState.SEALED]
+
+
+def cut(path: Path, record: SlotRecord) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def remove(path: Path, record: SlotRecord) -> None:
+    path.unlink()
+
+
+def spoil_header(path: Path, record: SlotRecord) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\xff" * 50 + data[58:])
+
+
+def replace_header(path: Path, record: SlotRecord) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b'"text"'.ljust(record.header_bytes - 8) + data[record.header_bytes :])
+
+
+@pytest.mark.parametrize("damage", [cut, remove, spoil_header, replace_header])
+def test_a_damaged_slot_is_emptied_and_named(job: Job, damage: Callable[[Path, SlotRecord], None]) -> None:
+    job.take(1)
+    assert job.copy(2) == 1
+    damage(job.path(1), job.arena.record(1))
+    (note,) = job.restart()
+    assert str(job.path(1)) in note and "is not used" in note
+    assert job.arena.record(1) == SlotRecord() and not job.path(1).exists()
+    assert job.steps() == {1}
+    assert job.take(3) == 1 and job.steps() == {1, 3}
+
+
+def test_a_slot_without_a_record_is_removed_however_good_it_looks(job: Job) -> None:
+    job.take(1)
+    job.arena.set_record(0, SlotRecord())
+    assert job.restart() == [] and not job.path(0).exists()
+
+
+def test_a_flipped_bit_is_found_once_the_slot_is_sealed_and_not_before(job: Job) -> None:
+    """The digests are taken of the slot's own bytes: memory that has rotted before is taken as it is."""
+    for step, sealed in ((1, False), (2, True)):
+        index = job.copy(step)
+        assert index is not None
+        if sealed:
+            assert seal_slot(job.arena, index)
+        data = bytearray(job.path(index).read_bytes())
+        data[job.arena.record(index).header_bytes + 5] ^= 1
+        job.path(index).write_bytes(data)
+    assert job.restart() == []
+    before = read_checkpoint(job.path(0), verify=True)
+    assert before.info.step == 1
+    with pytest.raises(AssertionError):
+        assert_same(before.state, state_of(1))
+    with pytest.raises(CorruptCheckpointError, match="digest"):
+        read_checkpoint(job.path(1), verify=True)
+
+
+def test_a_file_that_was_taken_away_after_the_adoption_is_made_anew(job: Job) -> None:
+    """A reader has found damage in it; the next snapshot must not go to where it was moved."""
+    job.copy(1)
+    job.restart()
+    job.path(0).rename(job.path(0).with_name("moved"))
+    job.take(2)
+    job.take(3)
+    assert job.steps() == {2, 3}

@@ -1,0 +1,382 @@
+"""Snapshots beside the training: exact, never in its way for more than the copy, and never its end."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.memory import slots
+from mindx_elastic.memory import snapshots as snapshotting
+from mindx_elastic.memory.arena import RankArena, SlotState
+from mindx_elastic.memory.slots import adopt_slots
+from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
+from mindx_elastic.memory.snapshots import Snapshotter
+from mindx_elastic.persist.reader import read_checkpoint
+from tests.harness import events, wait_until
+from tests.persist.states import assert_same
+
+WAIT_S = 120.0
+
+
+class Worker:
+    """A rank without a guard: the test is its training thread."""
+
+    def __init__(self, stack: ExitStack, folder: Path, every: int | None, exchange: Exchange, rank: int = 0) -> None:
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, 2))
+        self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=0.01)
+        self.collector = Collector({"model": self.network, "optimizer": self.optimizer})
+        self.events = EventLog(folder / "events.jsonl", rank=rank)
+        self.events.run_id = "run-a"
+        (folder / "shm").mkdir(exist_ok=True)
+        self.arena = RankArena(folder / "shm", folder, rank)
+        stack.callback(self.arena.close)
+        self.gate = UpdateGate()
+        self.gate.watch(self.collector.parameters)
+        stack.callback(self.gate.unwatch)
+        self.folder = folder
+        saver = Saver(self.collector, RankInfo(), self.events)
+        self.snapshotter = Snapshotter(
+            self.arena,
+            self.collector,
+            self.gate,
+            SnapshotSchedule(every),
+            lambda: saver.describe("snapshot"),
+            exchange,
+            self.events,
+        )
+        stack.callback(self.snapshotter.close)
+        self.step = 0
+        self.boundaries: dict[int, Any] = {}
+
+    def forward(self) -> None:
+        self.network(torch.randn(8, 4)).sum().backward()
+
+    def update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def boundary(self) -> None:
+        self.step += 1
+        position = Position(self.step, 1, self.step, 100)
+        self.gate.pass_boundary(lambda: self.collector.copy(position))
+        self.boundaries[self.step] = copy_tree(self.collector.state())
+        self.snapshotter.at_boundary(self.step)
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.forward()
+            self.update()
+            self.boundary()
+
+    def kept(self) -> list[int]:
+        """Steps in the arena, all of them exact; as the next process finds them."""
+        self.snapshotter.drain(WAIT_S)
+        assert adopt_slots(self.arena) == []
+        steps = []
+        for slot in self.arena.slots:
+            if slot.path.exists():
+                checkpoint = read_checkpoint(slot.path, verify=True)
+                assert_same(checkpoint.state, self.boundaries[checkpoint.info.step])
+                steps.append(checkpoint.info.step)
+        return sorted(steps)
+
+    def outcomes(self) -> list[str]:
+        path = self.folder / "events.jsonl"
+        return [event["outcome"] for event in events(self.folder, "snapshot")] if path.exists() else []
+
+
+Make = Callable[..., Worker]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    with ExitStack() as stack:
+        torch.set_num_threads(1)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        yield lambda every, **more: Worker(stack, tmp_path, every, **{"exchange": LocalExchange(), **more})
+
+
+class Stop:
+    """Holds the copier at a stage until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+        self.reached, self.go, self.stage = threading.Event(), threading.Event(), stage
+        monkeypatch.setattr(snapshotting, "reach", self._reach)
+
+    def _reach(self, stage: str) -> None:
+        if stage == self.stage and not self.go.is_set():
+            self.reached.set()
+            assert self.go.wait(WAIT_S)
+
+
+# --- what is kept ---
+
+
+@pytest.mark.parametrize(("every", "kept"), [(1, [6, 7]), (2, [4, 6]), (5, [5]), (100, [])])
+def test_the_last_two_are_kept_and_exact(make: Make, every: int, kept: list[int]) -> None:
+    worker = make(every)
+    worker.train(7)
+    assert worker.kept() == kept
+    assert worker.outcomes() == [] and not worker.snapshotter.broken
+
+
+def test_at_every_step_the_copy_is_made_before_the_step_ends(make: Make) -> None:
+    worker = make(1)
+    for _ in range(3):
+        worker.train(1)
+        record = worker.arena.newest()
+        assert (record.step, record.state) == (worker.step, SlotState.COPIED)
+
+
+def test_the_copier_puts_the_digests_in(make: Make) -> None:
+    worker = make(2)
+    for _ in range(2):
+        worker.train(2)
+        worker.snapshotter.drain(WAIT_S)  # else the next copy may break the digests off
+    assert [worker.arena.record(index).state for index in (0, 1)] == [SlotState.SEALED] * 2
+
+
+def test_a_new_process_goes_on_counting(make: Make) -> None:
+    worker = make(1)
+    worker.train(3)
+    sequence = worker.arena.newest().sequence
+    again = make(1, rank=1)
+    again.arena.set_record(0, worker.arena.newest())
+    again.snapshotter._sequence = again.arena.newest().sequence
+    again.train(1)
+    assert again.arena.newest().sequence == sequence + 1
+
+
+# --- overlap ---
+
+
+@pytest.mark.parametrize("stage", ["wiped", "copying", "headed"])
+def test_forward_goes_on_and_the_update_waits(make: Make, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    worker = make(2)
+    stop = Stop(monkeypatch, stage)
+    worker.train(2)
+    assert stop.reached.wait(WAIT_S)
+    worker.forward()  # BatchNorm's buffers and the random generators go on
+    worker.forward()
+    weights = copy_tree(worker.collector.state()["model"])
+    updated = threading.Event()
+
+    def update() -> None:
+        worker.update()
+        updated.set()
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    wait_until(lambda: worker.gate._writers == 1, "the update at the gate")
+    assert not updated.wait(0.05)
+    assert_same(worker.collector.state()["model"], weights)
+    stop.go.set()
+    thread.join(WAIT_S)
+    assert updated.is_set() and worker.gate.waited_s > 0
+    worker.boundary()
+    assert worker.kept() == [2]
+
+
+def test_a_copier_that_is_still_busy_skips_one(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make(2)
+    stop = Stop(monkeypatch, "copying")
+    worker.train(2)
+    assert stop.reached.wait(WAIT_S)
+    worker.snapshotter.at_boundary(4)  # cannot happen in a training: the boundary itself waits for the copy
+    stop.go.set()
+    assert worker.kept() == [2]
+    assert worker.outcomes() == ["skipped: still busy"]
+    worker.train(4)
+    assert worker.kept() == [2, 6]
+
+
+def test_digests_in_progress_give_way_to_the_next_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skipping it would leave this rank with other steps than the others."""
+    worker = make(2)
+    seal, sealing, asked = slots.seal_slot, threading.Event(), []
+
+    def slow(arena: RankArena, index: int, *, go_on: Callable[[], bool]) -> bool:
+        sealing.set()
+        if worker.step < 4:
+            wait_until(lambda: not go_on(), "the next snapshot", WAIT_S)
+            asked.append(worker.step)
+        return seal(arena, index, go_on=go_on)
+
+    monkeypatch.setattr(snapshotting, "seal_slot", slow)
+    worker.train(2)
+    assert sealing.wait(WAIT_S)
+    worker.train(2)
+    worker.snapshotter.drain(WAIT_S)
+    assert asked == [4] or asked == [3]
+    states = {worker.arena.record(index).step: worker.arena.record(index).state for index in (0, 1)}
+    assert states == {2: SlotState.COPIED, 4: SlotState.SEALED}
+    assert worker.kept() == [2, 4] and worker.outcomes() == []
+
+
+def test_closing_breaks_the_digests_off_and_finishes_the_copy(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make(2)
+    stop = Stop(monkeypatch, "copying")
+    worker.train(2)
+    assert stop.reached.wait(WAIT_S)
+    closer = threading.Thread(target=worker.snapshotter.close)
+    closer.start()
+    wait_until(lambda: worker.snapshotter._closed, "the close")
+    stop.go.set()
+    closer.join(WAIT_S)
+    assert not closer.is_alive()
+    assert worker.arena.newest().state is SlotState.COPIED
+    assert worker.kept() == [2]
+
+
+# --- updates that no optimizer makes ---
+
+
+def test_a_change_by_hand_during_the_copy_is_never_kept(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = make(2)
+    worker.train(2)
+    worker.snapshotter.drain(WAIT_S)
+    stop = Stop(monkeypatch, "copying")
+    worker.train(2)
+    assert stop.reached.wait(WAIT_S)
+    with torch.no_grad():
+        worker.network[0].weight.mul_(0.5)  # type: ignore[operator]
+    stop.go.set()
+    worker.snapshotter.drain(WAIT_S)
+    assert worker.kept() == [2]
+    assert worker.outcomes() == [
+        "dropped: 1 parameters were changed in place since the boundary, outside any optimizer"
+    ]
+
+
+def test_a_program_that_updates_by_hand_gets_its_copies_before_the_step_ends(make: Make) -> None:
+    worker = make(2)
+
+    def update() -> None:
+        with torch.no_grad():
+            for parameter in worker.network.parameters():
+                parameter.sub_(0.1 * parameter.grad)  # type: ignore[operator]
+                parameter.grad = None
+
+    worker.update = update  # type: ignore[method-assign]
+    for step in range(1, 7):
+        worker.train(1)
+        assert worker.arena.newest().step == (step - step % 2 or -1), "there before the next step can change anything"
+    assert worker.gate.unguarded
+    assert worker.kept() == [4, 6]
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_no_room_is_said_once_and_training_goes_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    worker = make(every)
+    worker.train(2)
+    assert worker.kept() == ([1, 2] if every == 1 else [2])
+    fired = []
+
+    def no_room(*args: object) -> None:
+        fired.append(args)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", no_room)
+    worker.network.register_buffer("more", torch.zeros(100_000))
+    worker.train(5)
+    assert len(fired) == 1 and worker.snapshotter.broken
+    assert caplog.text.count("no room for a snapshot") == 1
+    assert "training goes on without snapshots" in caplog.text
+    assert [outcome[:7] for outcome in worker.outcomes()] == ["failed:"]
+    assert worker.kept() == [2], "what was there is still good"
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_error_of_the_programs_own_does_not_end_the_training(
+    make: Make, caplog: pytest.LogCaptureFixture, every: int
+) -> None:
+    worker = make(every)
+    fired = []
+
+    def fail(*args: object, **kwargs: object) -> None:
+        fired.append(args)
+        raise RuntimeError("dictionary changed size during iteration")
+
+    worker.train(2)
+    worker.snapshotter.drain(WAIT_S)
+    worker.boundaries[0] = worker.network.register_state_dict_pre_hook(fail)
+    for _ in range(4):
+        worker.forward()
+        worker.update()
+        worker.step += 1
+        position = Position(worker.step, 1, worker.step, 100)
+        worker.gate.pass_boundary(lambda position=position: worker.collector.copy(position))  # type: ignore[misc]
+        worker.snapshotter.at_boundary(worker.step)
+    worker.snapshotter.drain(WAIT_S)
+    assert len(fired) == 1 and worker.snapshotter.broken
+    assert caplog.text.count("dictionary changed size") >= 1
+
+
+# --- the interval of all ranks ---
+
+
+@pytest.fixture
+def exchanges() -> Iterator[list[StoreExchange]]:
+    server = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+    def connect() -> Any:
+        return dist.TCPStore("127.0.0.1", server.port, None, False, timedelta(seconds=30))
+
+    found = [StoreExchange(connect, rank=rank, world_size=3) for rank in range(3)]
+    yield found
+    for exchange in found:
+        exchange.close()
+
+
+def test_ranks_agree_on_the_rarest_interval(make: Make, exchanges: list[StoreExchange]) -> None:
+    workers = [make(None, exchange=exchange, rank=rank) for rank, exchange in enumerate(exchanges)]
+    for rank, worker in enumerate(workers):
+        for _ in range(8):
+            worker.snapshotter.schedule.note(1.0, extra=False)
+        for _ in range(3):
+            worker.snapshotter.schedule.note(1.0 + 0.1 * rank, extra=True)
+    threads = [threading.Thread(target=worker.train, args=(1,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [worker.snapshotter.schedule.every for worker in workers] == [32, 32, 32]
+    assert [event["outcome"] for event in events(workers[0].folder, "snapshot_every")] == ["32"] * 3
+
+
+def test_ranks_that_cannot_agree_take_no_snapshots(
+    make: Make, exchanges: list[StoreExchange], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With different intervals no step would be whole, and the older common ones would be overwritten."""
+    monkeypatch.setattr(snapshotting, "_AGREEMENT_S", 0.05)
+    worker = make(None, exchange=exchanges[0])
+    for extra in [False] * 8 + [True] * 3:
+        worker.snapshotter.schedule.note(1.0, extra=extra)
+    worker.train(1)
+    assert worker.snapshotter.schedule.every == 0
+    assert "could not agree" in caplog.text

@@ -1,0 +1,460 @@
+"""One-shot reading of faults: every documented form, nodes, and nothing but a UsageError with the path for the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.fault_report import (
+    Faults,
+    NodeMap,
+    default_fault_sources,
+    default_node_map,
+    merge,
+    parse_faults,
+    parse_rank_list,
+    read_default_faults,
+    read_faults,
+    read_node_map,
+    widen,
+)
+
+REPORT = '{"FaultRankIds":["1","3"],"CreatTime":1690000000}'
+NODES = NodeMap({"a": range(4), "10.0.0.1": range(4), "b": range(4, 8)})
+NODE_INFO = (
+    '{"FaultDevList":[{"DeviceType":"CPU","DeviceId":1,"FaultCode":["00000011"],"FaultLevel":"SeparateFault"}],'
+    '"HeartbeatTime":1710907679,"HeartbeatInterval":5,"NodeStatus":"UnHealthy"}'
+)
+# This pair of a text and its code is from the platform's manual.
+NODE_CODE = "3a2934c3cb875f2256c770c75a6fdf24594fcf64481ac6cd0d0f74b8fea88855"
+
+
+def sha(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def entry(rank: object = 1, status: object = "unrecovered", policy: object = "restart") -> dict[str, object]:
+    return {"RankId": rank, "LogicId": 1, "Status": status, "Policy": policy, "ErrorCode": [], "ErrorCodeHex": ""}
+
+
+def config_map(name: str = "fault-config-job", **data: object) -> dict[str, Any]:
+    texts = {key.replace("_", "-"): value for key, value in data.items()}
+    return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": name, "namespace": "vcjob"}, "data": texts}
+
+
+def put(folder: Path, content: object, name: str = "faults.json") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return path
+
+
+def refusal(path: Path, **options: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_faults(path, **{"world_size": 8, **options})
+    text = str(caught.value)
+    assert str(path) in text and len(text) < 700, text
+    return text
+
+
+# --- the documented forms of ranks ---
+
+
+@pytest.mark.parametrize(
+    ("content", "ranks", "created"),
+    [
+        (REPORT, {1, 3}, 1690000000),
+        ({"FaultRankIds": ["1"], "CreateTime": "1690000000"}, {1}, 1690000000),
+        ({"FaultRank": [1, 3, 1, "3"], "UpdateTime": 1690000000123}, {1, 3}, 1690000000.123),
+        ({"FaultRankIds": ["2"], "FaultRank": [5, 2]}, {2, 5}, None),
+        ({"FaultRankIds": '["1","3"]', "CreatTime": 1690000000}, {1, 3}, 1690000000),  # the first schedulers
+        ({"FaultRankIds": "null"}, set(), None),
+        ({"FaultRankIds": None}, set(), None),
+        ({"FaultRankIds": []}, set(), None),
+        (
+            {"RankList": [entry(2, policy="reset"), entry("3", policy="isolate")], "UpdateTime": 1690000000},
+            {2, 3},
+            169e7,
+        ),
+        ({"RankList": [entry(2, "failed"), entry(3, "failed", "empty")]}, {2, 3}, None),
+        ({"RankList": [entry(4, "recovered"), entry(5, policy="ignore"), entry(6, "", "empty")]}, set(), None),
+        ({"RankList": None, "GracefulExit": 1}, set(), None),
+    ],
+)
+def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], created: float | None) -> None:
+    path = put(tmp_path, content)
+    faults = read_faults(path, world_size=8)
+    assert faults == Faults(frozenset(ranks), created=created, source=str(path))
+
+
+@pytest.mark.parametrize("content", [{"status": "initializing"}, {"FaultFlushing": True, "RankList": [entry(1)]}])
+def test_a_platform_that_has_not_finished(tmp_path: Path, content: object) -> None:
+    assert read_faults(put(tmp_path, content), world_size=8).initializing
+
+
+def test_what_does_not_matter_for_the_ranks_is_a_problem_only() -> None:
+    faults = parse_faults('{"FaultRank": [1], "CreatTime": NaN, "FaultRanks": [2], "Comment": "x"}')
+    assert faults.ranks == {1} and faults.created is None
+    time, key = faults.problems
+    assert "CreatTime that is no time: nan" in time and "'FaultRanks' meant to be FaultRank?" in key
+
+
+# --- a ConfigMap, in all its shapes ---
+
+
+def test_a_config_map_object_in_json_and_yaml(tmp_path: Path) -> None:
+    whole = config_map(fault_npus=REPORT, checkCode=sha(REPORT))
+    for name, text in (
+        ("a.json", json.dumps(whole)),
+        ("b.yaml", yaml.safe_dump(whole)),
+        ("c", yaml.safe_dump(whole)),
+        ("d.yml", json.dumps(whole)),
+        (
+            "e.yaml",
+            f"apiVersion: v1\nkind: ConfigMap\ndata:\n  fault-npus: |\n    {REPORT}\n  checkCode: {sha(REPORT)}\n",
+        ),
+        ("f.json", json.dumps({"kind": "List", "items": [whole]})),
+        ("g.json", json.dumps(whole["data"])),
+        ("h.yaml", f"{{kind: ConfigMap, data: {{fault-npus: '{REPORT}'}}}}"),
+    ):
+        assert read_faults(put(tmp_path, text, name), world_size=8).ranks == {1, 3}, name
+
+
+@pytest.mark.parametrize(
+    "code", [sha(REPORT), sha(REPORT).upper() + "\n", f' "{sha(REPORT)}" ', f"'{sha(REPORT)}'", ""]
+)
+def test_a_mounted_folder(tmp_path: Path, code: str) -> None:
+    put(tmp_path, REPORT + "\n", "fault-npus")
+    put(tmp_path, code, "checkCode")
+    assert read_faults(tmp_path, world_size=8).ranks == {1, 3}
+    assert read_faults(tmp_path / "fault-npus", world_size=8).ranks == {1, 3}
+
+
+def test_a_mount_that_swaps_its_data_folder(tmp_path: Path) -> None:
+    for number, text in enumerate((REPORT, '{"FaultRank":[4]}')):
+        put(tmp_path / f"..2024_{number}", text, "fault-npus")
+        put(tmp_path / f"..2024_{number}", sha(text), "checkCode")
+        (tmp_path / "new").symlink_to(f"..2024_{number}")
+        os.rename(tmp_path / "new", tmp_path / "..data")
+        for key in ("fault-npus", "checkCode"):
+            if not (tmp_path / key).is_symlink():
+                (tmp_path / key).symlink_to(Path("..data") / key)
+        assert read_faults(tmp_path, world_size=8).ranks == ({4} if number else {1, 3})
+        assert read_faults(tmp_path / "fault-npus", world_size=8).ranks == ({4} if number else {1, 3})
+
+
+def test_the_check_code_of_a_reset_config_may_cover_all_its_keys(tmp_path: Path) -> None:
+    text = json.dumps({"RankList": [entry(2)], "Note": "<a&b>"})
+    data = {"reset.json": text, "restartType": "hotReset"}
+    encoded = json.dumps(data, separators=(",", ":")).replace("<", r"\u003c").replace(">", r"\u003e")
+    for name, content in (*data.items(), ("checkCode", sha(encoded.replace("&", r"\u0026")))):
+        put(tmp_path, content, name)
+    assert read_faults(tmp_path, world_size=8).ranks == {2}
+    put(tmp_path, "podReschedule", "restartType")
+    assert "does not fit its checkCode" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("shape", ["folder", "file", "json", "yaml"])
+def test_a_check_code_of_another_text_is_an_error(tmp_path: Path, shape: str) -> None:
+    put(tmp_path, REPORT, "fault-npus")
+    put(tmp_path, "0" * 64, "checkCode")
+    whole = config_map(fault_npus=REPORT, checkCode="0" * 64)
+    path = {
+        "folder": tmp_path,
+        "file": tmp_path / "fault-npus",
+        "json": put(tmp_path, whole, "cm.json"),
+        "yaml": put(tmp_path, yaml.safe_dump(whole), "cm.yaml"),
+    }[shape]
+    assert "does not fit its checkCode" in refusal(path)
+
+
+# --- nodes ---
+
+
+def test_a_node_that_noded_calls_unhealthy(tmp_path: Path) -> None:
+    text = f'{{"NodeInfo":{NODE_INFO},"CheckCode":"{NODE_CODE}"}}'
+    path = put(tmp_path, config_map("mindx-dl-nodeinfo-a", NodeInfo=text))
+    faults = read_faults(path, world_size=8, nodes=NODES)
+    assert faults.ranks == {0, 1, 2, 3} and faults.nodes == ("a",)
+    assert "whole nodes faulty (a)" in refusal(path)
+    assert "rank 3, but the job has ranks 0..1" in refusal(path, world_size=2, nodes=NODES)
+    put(tmp_path, config_map("mindx-dl-nodeinfo-a", NodeInfo=text.replace("UnHealthy", "Healthy")))
+    assert "does not fit its CheckCode" in refusal(path, nodes=NODES)
+    put(tmp_path, config_map("x", NodeInfo=text))
+    assert "expected the name mindx-dl-nodeinfo-<node>" in refusal(path, nodes=NODES)
+
+
+def test_the_nodes_of_a_whole_cluster(tmp_path: Path) -> None:
+    states = {"b": "UnHealthy", "other": "UnHealthy", "a": "Healthy", "c": "PreSeparate", "d": "Sleepy"}
+    text = json.dumps(
+        {f"mindx-dl-nodeinfo-{name}": {"FaultDevList": [], "NodeStatus": s} for name, s in states.items()}
+    )
+    for content in (text, config_map("cluster-info-node-cm", cluster_info_node_cm=text)):
+        faults = read_faults(put(tmp_path, content), world_size=8, nodes=NODES)
+        assert faults.ranks == {4, 5, 6, 7} and faults.nodes == ("b",)
+        assert sorted(problem.split(",")[0].split(" (")[0] for problem in faults.problems) == [
+            "has no known NodeStatus for the node d",
+            "names the faulty node other",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("node", "is_faulty"),
+    [
+        ({"NodeHealthState": "NodeUnhealthy"}, True),
+        ({"NodeHealthState": "Healthy"}, False),
+        ({"NodeHealthState": "CardUnhealthy", "UnhealthyNPU": ["Ascend910-3"]}, True),
+        ({"FaultDeviceList": [{"fault_type": "NodeUnhealthy", "fault_code": "heartbeatTimeOut"}]}, True),
+        ({"FaultDeviceList": [{"fault_type": "CardUnhealthy"}], "IsFaultNode": False, "UnhealthyNPU": ["x"]}, False),
+        ({"IsFaultNode": True}, True),
+    ],
+)
+def test_the_nodes_of_the_scheduler(tmp_path: Path, node: dict[str, object], is_faulty: bool) -> None:
+    text = json.dumps([{"NodeName": "b", "UpdateTime": 1690000000, **node}])
+    path = put(tmp_path, config_map("vcjob-fault-npu-cm", fault_node=text, remain_retry_times=""))
+    faults = read_faults(path, world_size=8, nodes=NODES)
+    assert faults.ranks == ({4, 5, 6, 7} if is_faulty else set()) and faults.created == 1690000000
+
+
+def test_ranks_of_nodes_that_a_person_names() -> None:
+    assert widen({7}, NODES, [" 10.0.0.1"]) == {0, 1, 2, 3, 7}
+    assert widen([], NODES, []) == frozenset()
+    with pytest.raises(UsageError, match=r"no node '10.0.0.2'; did you mean 10.0.0.1\? its nodes: a, 10.0.0.1, b"):
+        widen([], NODES, ["10.0.0.2"])
+
+
+# --- what is refused ---
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"FaultRankIds": ["8"]}, "names rank 8 in FaultRankIds, but the job has ranks 0..7"),
+        ({"FaultRank": [1, True]}, "names True in FaultRank, which is no rank"),
+        ({"FaultRank": [1, -1]}, "names -1"),
+        ('{"FaultRank": [1, NaN]}', "names nan"),
+        ({"FaultRankIds": "1,3"}, "no list but '1,3'"),
+        ({"FaultRankIds": {"1": 2}}, "no list but"),
+        ('{"FaultRank": [1], "FaultRank": []}', "has the key 'FaultRank' twice"),
+        ({"FaultRanksIds": ["1"]}, "is 'FaultRanksIds' meant to be FaultRankIds?"),
+        ({"status": "ready"}, "tells of no faults in a known form"),
+        ({}, "tells of no faults"),
+        ([1, 3], "where an object"),
+        ("", "not readable JSON"),
+        (REPORT[:-1], "not readable JSON"),
+        ("[" * 100_000, "not readable JSON"),
+        ("x" * (2 << 20), "larger than 1 MiB"),
+        ("hello", "neither JSON nor a ConfigMap|holds 'hello'"),
+        ({"RankList": [entry(8)]}, "names rank 8 in RankList"),
+        ({"RankList": [entry(8, "failed")]}, "names 8 in RankList"),
+        ({"RankList": [entry(1, "Unrecoverd")]}, "has the Status 'Unrecoverd' for rank 1"),
+        ({"RankList": [1]}, "has 1 in RankList"),
+        ({"RankList": [], "FaultFlushing": "perhaps"}, "FaultFlushing"),
+        ({"RankList": [], "FaultRank": []}, "at once"),
+        ({"NodeInfo": {"NodeStatus": "UnHealthy"}}, "does not say which node"),
+        ({"mindx-dl-nodeinfo-a b": {"NodeStatus": "UnHealthy"}}, "no name of a node"),
+        (config_map(fault_npus=[1]), "fault-npus that is no text"),
+        (config_map(fault_npus=REPORT, checkCode=7), "checkCode that is no text"),
+        (config_map(fault_npu=REPORT), "is 'fault-npu' meant to be fault-npus?"),
+        (config_map(fault_npus="{"), "has a key fault-npus that is not readable JSON"),
+        ({"kind": "Secret", "data": {"fault-npus": REPORT}}, "of the kind 'Secret'"),
+        ({"kind": "ConfigMap"}, "data section that is no object"),
+        ({"kind": "List", "items": [config_map(), config_map()]}, "holds 2 objects"),
+        (config_map("vcjob-fault-npu-cm", fault_node='{"a": 1}'), "is no list of nodes"),
+        ("kind: ConfigMap\ndata: {fault-npus: '{}', fault-npus: '{}'}", "has the key 'fault-npus' twice"),
+        ("kind: ConfigMap\na: &x [1]\nb: [*x, *x]", "anchors or tags"),
+        ("kind: !!python/name:os.system x", "anchors or tags"),
+        ("kind: ConfigMap\n" + "a: [" * 50, "too deeply nested"),
+        ("kind: ConfigMap\nb: [" + "1," * 50_000 + "]", "too many"),
+        ("kind: ConfigMap\n---\nkind: ConfigMap", "readable YAML"),
+        ("kind: ConfigMap\nx: 2024-99-99", "month"),
+        ("kind: ConfigMap\n\tx: [", "readable YAML"),
+    ],
+)
+def test_what_is_no_report(tmp_path: Path, content: object, said: str) -> None:
+    path = put(tmp_path, content, "faults.txt")
+    text = refusal(path, nodes=NODES)
+    assert any(part in text for part in said.split("|")), text
+
+
+def test_files_that_are_none(tmp_path: Path) -> None:
+    assert "no such file" in refusal(tmp_path / "missing.json")
+    assert "no such file" in refusal(tmp_path / "fault-npus")
+    assert "none of the files fault-npus, reset.json" in refusal(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    assert "no regular file" in refusal(tmp_path / "pipe")
+    (tmp_path / "loop").symlink_to("loop")
+    assert "cannot be read" in refusal(tmp_path / "loop")
+    (tmp_path / "bytes").write_bytes(b'{"FaultRank": ["\xff"]}')
+    assert "no UTF-8 text" in refusal(tmp_path / "bytes")
+
+
+# --- rank lists, merging, defaults ---
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks"),
+    [("1,3", {1, 3}), ("0-7", set(range(8))), (" 0-2, 2 ,6", {0, 1, 2, 6}), ("", set()), ("5-5", {5})],
+)
+def test_rank_lists(text: str, ranks: set[int]) -> None:
+    assert parse_rank_list(text, world_size=8) == ranks
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        *(
+            ("1,,3", "is no rank"),
+            ("-1", "is no rank"),
+            ("1-2-3", "is no rank"),
+            ("one", "'o' does not belong there"),
+            ("²", "'²' does not belong there"),
+            ("1,3\x1c", r"'\\x1c' does not belong there"),
+            ("1\n,3", r"'\\n' does not belong there"),
+        ),
+        *(
+            ("7-0", "counts down"),
+            ("8", "ranks 0..7"),
+            ("0-8", "ranks 0..7"),
+            ("1 3", "is no rank"),
+            ("1.0", "does not belong there"),
+        ),
+    ],
+)
+def test_what_is_no_rank_list(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parse_rank_list(text, world_size=8)
+
+
+def test_a_rank_list_has_a_bound() -> None:
+    with pytest.raises(UsageError, match="more than 1048576 ranks"):
+        parse_rank_list(",".join(["0-999999"] * 1000))
+
+
+def test_merging() -> None:
+    one = Faults(frozenset({1}), ("a",), 5.0, False, "x", ("p",))
+    other = Faults(frozenset({2}), ("a", "b"), 7.0, True, "y", ("p", "q"))
+    assert merge(one, other) == Faults(frozenset({1, 2}), ("a", "b"), 7.0, True, "x, y", ("p", "q"))
+    assert merge(one, Faults.none()) == merge(Faults.none(), one) == one
+
+
+def test_the_mounted_files_by_default(tmp_path: Path) -> None:
+    env = {"MINDX_FAULT_DIR": str(tmp_path / "fault"), "MINDX_RESET_DIR": str(tmp_path / "reset")}
+    assert read_default_faults(env, world_size=8) == Faults.none()
+    assert default_fault_sources(FaultPaths.from_env(env)) == ()
+    first = put(tmp_path / "fault", REPORT, "fault-npus")
+    second = put(tmp_path / "reset", {"RankList": [entry(6)]}, "reset.json")
+    assert default_fault_sources(FaultPaths.from_env(env)) == (first, second)
+    faults = read_default_faults(env, world_size=8)
+    assert faults.ranks == {1, 3, 6} and faults.source == f"{first}, {second}"
+    put(tmp_path / "reset", "{}", "reset.json")
+    assert read_default_faults(env, world_size=8).ranks == {1, 3}
+    put(tmp_path / "reset", "{", "reset.json")
+    with pytest.raises(UsageError, match=r"reset\.json"):
+        read_default_faults(env, world_size=8)
+
+
+def test_the_node_map_by_default(tmp_path: Path) -> None:
+    assert default_node_map({}) is None
+    torchrun = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1"}
+    nodes = default_node_map(torchrun)
+    assert nodes is not None and set(nodes.find("1") or ()) == {2, 3}
+    table = {"status": "completed", "server_list": [{"server_id": "s", "device": [{"rank_id": "0"}]}]}
+    env = {**torchrun, "MINDX_RANK_TABLE": str(put(tmp_path, table, "hccl.json"))}
+    nodes = default_node_map(env)
+    assert nodes is not None and set(nodes.find("s") or ()) == {0} and nodes.find("1") is None
+    put(tmp_path, {**table, "status": "initializing"}, "hccl.json")
+    for path in (tmp_path / "hccl.json", tmp_path / "none.json"):
+        with pytest.raises(UsageError, match=f"rank table {path}"):
+            read_node_map(path)
+
+
+# --- anything at all ---
+
+
+T = TypeVar("T")
+
+
+def outcome(call: Callable[[], T]) -> tuple[T | None, str]:
+    """What it gives, or what its UsageError says; any other exception fails the test."""
+    try:
+        return call(), ""
+    except UsageError as error:
+        return None, str(error)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+keys = st.sampled_from(
+    [
+        *(
+            "FaultRankIds",
+            "FaultRank",
+            "CreatTime",
+            "UpdateTime",
+            "status",
+            "RankList",
+            "FaultFlushing",
+            "GracefulExit",
+        ),
+        *("kind", "data", "items", "metadata", "fault-npus", "reset.json", "checkCode", "NodeInfo", "fault-node"),
+        *("cluster-info-node-cm", "mindx-dl-nodeinfo-a"),
+    ]
+)
+entries = st.fixed_dictionaries({"RankId": json_values, "Status": json_values, "Policy": json_values})
+values = json_values | st.just("ConfigMap") | st.lists(entries | json_values, max_size=2) | json_values.map(json.dumps)
+objects = st.dictionaries(keys | st.text(max_size=5), values | st.dictionaries(keys, values, max_size=3), max_size=5)
+words = st.sampled_from(
+    ["kind", ":", " ", "ConfigMap", "\n", "data", "- ", "{", "}", "[", "]", '"', "'", "|", "&a", "*a", "!!"]
+)
+texts = objects.map(json.dumps) | objects.map(yaml.safe_dump) | st.text(max_size=40) | st.lists(words).map("".join)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts, cut=st.integers(0, 60), world_size=st.none() | st.integers(1, 8))
+@example(text='{"fault-npus": "\\ud800", "checkCode": "0"}', cut=0, world_size=None)
+@example(
+    text='{"kind": "ConfigMap", "data": {"fault-npus": "{\\"FaultRank\\":[\\"\\ud800\\"]}"}}', cut=0, world_size=None
+)
+@example(text="? [a]\n: b", cut=0, world_size=1)
+@example(text="a: !!int ''", cut=0, world_size=1)
+def test_any_text_is_a_report_or_a_usage_error(text: str, cut: int, world_size: int | None) -> None:
+    for part in (text, text[: max(len(text) - cut, 0)]):
+        faults, said = outcome(partial(parse_faults, part, "the/path", world_size=world_size))
+        if faults is None:
+            assert "the/path" in said
+            said.encode()  # can be printed
+            continue
+        assert all(type(rank) is int and rank >= 0 for rank in faults.ranks)
+        assert world_size is None or max(faults.ranks, default=0) < world_size
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.binary(max_size=64))
+def test_any_bytes_are_a_report_or_a_usage_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.json"
+    path.write_bytes(data)
+    with pytest.raises(UsageError, match=r"any\.json"):
+        read_faults(path, world_size=4)
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text("0123456789,- ", max_size=12) | st.text(max_size=8))
+def test_any_rank_list_is_one_or_a_usage_error(text: str) -> None:
+    ranks, said = outcome(lambda: parse_rank_list(text, world_size=100))
+    assert said.startswith("rank list ") if ranks is None else all(0 <= rank < 100 for rank in ranks)

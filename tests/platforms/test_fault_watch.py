@@ -1,0 +1,484 @@
+"""Fault reports and reset.json: what is an alarm, what is old, and files of every quality."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.config import FaultPaths
+from mindx_elastic.platforms import files as platform_files
+from mindx_elastic.platforms.fault_watch import (
+    FaultEvent,
+    FaultWatch,
+    parse_fault_report,
+    parse_reset_info,
+    watch_fault_info,
+)
+from mindx_elastic.platforms.rank_table import parse_rank_table
+from tests.harness import wait_until
+
+LONG_AGO = 1_600_000_000.0
+
+
+class Mount:
+    """Both folders, plain ones, and a watch that believes to have been started at `started_at`."""
+
+    def __init__(self, root: Path) -> None:
+        self.paths = FaultPaths(fault_dir=root / "fault", reset_dir=root / "reset")
+        self.paths.fault_dir.mkdir()
+        self.paths.reset_dir.mkdir()
+
+    def watch(self, **options: Any) -> FaultWatch:
+        return FaultWatch(self.paths, **{"started_at": time.time() - 1, **options})
+
+    def fault(self, content: object, *, code: str | None = None, mtime: float | None = None) -> None:
+        text = content if isinstance(content, str) else json.dumps(content)
+        (self.paths.fault_dir / "fault-npus").write_text(text)
+        if code is not None:
+            (self.paths.fault_dir / "checkCode").write_text(code)
+        if mtime is not None:
+            os.utime(self.paths.fault_dir / "fault-npus", (mtime, mtime))
+
+    def reset(self, content: object, *, mtime: float | None = None) -> None:
+        path = self.paths.reset_dir / "reset.json"
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        if mtime is not None:
+            os.utime(path, (mtime, mtime))
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Mount:
+    return Mount(tmp_path)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def ranks(event: FaultEvent | None) -> list[int] | None:
+    return None if event is None else sorted(event.ranks)
+
+
+# --- the documented forms ---
+
+
+@pytest.mark.parametrize(
+    ("content", "expected", "created"),
+    [
+        ({"FaultRankIds": ["1", "3"], "CreatTime": 1690000000}, {1, 3}, 1690000000),
+        ({"FaultRankIds": ["1"], "CreateTime": "1690000000"}, {1}, 1690000000),
+        ({"FaultRank": [1, 3], "UpdateTime": 1690000000123}, {1, 3}, 1690000000.123),
+        ({"FaultRankIds": ["2"], "FaultRank": [5, 2]}, {2, 5}, None),
+        ({"FaultRankIds": [], "CreatTime": 1690000000}, set(), 1690000000),
+        ({"FaultRankIds": None}, set(), None),
+        ({"status": "initializing"}, set(), None),
+    ],
+)
+def test_the_documented_reports(content: object, expected: set[int], created: float | None) -> None:
+    report = parse_fault_report(json.dumps(content), Path("x"))
+    assert report.ranks == expected and report.created == created and not report.problems
+
+
+def test_a_new_report_is_one_event(mount: Mount) -> None:
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.fault({"FaultRankIds": ["3", "1"], "CreatTime": 1690000000})
+    event = watch.poll()
+    assert event is not None
+    assert event.kind == "fault" and event.ranks == {1, 3}
+    assert event.reason == f"fault report {mount.paths.fault_dir / 'fault-npus'}: ranks 1, 3"
+    assert watch.poll() is None
+
+
+def test_folders_that_are_not_there_are_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    watch = FaultWatch(FaultPaths(fault_dir=tmp_path / "a", reset_dir=tmp_path / "b"))
+    assert watch.poll() is None and not watch.flushing()
+    assert not warnings(caplog)
+
+
+# --- what is old ---
+
+
+def test_a_report_from_before_the_start_is_done_until_it_changes(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "mindx_elastic")
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000000}, mtime=LONG_AGO)
+    watch = mount.watch()
+    assert watch.poll() is None and watch.poll() is None
+    assert sum("before this start" in record.getMessage() for record in caplog.records) == 1
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000000})  # another key of the ConfigMap has changed
+    assert watch.poll() is None
+    mount.fault({"FaultRankIds": ["1", "2"], "CreatTime": 1690000000})
+    assert ranks(watch.poll()) == [1, 2]
+
+
+def test_the_same_ranks_with_a_newer_time_stamp_are_an_alarm(mount: Mount) -> None:
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000000}, mtime=LONG_AGO)
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.fault({"FaultRankIds": ["1"], "CreatTime": 1690000009}, mtime=LONG_AGO)
+    assert ranks(watch.poll()) == [1]
+
+
+@pytest.mark.parametrize(("created", "mtime"), [(1690000000, None), (None, None), ("now", LONG_AGO)])
+def test_a_report_written_between_the_start_and_the_first_look_is_an_alarm(
+    mount: Mount, created: object, mtime: float | None
+) -> None:
+    content = {"FaultRankIds": ["1"], "CreatTime": time.time() if created == "now" else created}
+    mount.fault(content, mtime=mtime)
+    assert ranks(mount.watch(started_at=time.time() - 60).poll()) == [1]
+
+
+def test_repaired_ranks_are_no_alarm_and_a_second_fault_is(mount: Mount) -> None:
+    mount.fault({"FaultRank": [1, 3], "UpdateTime": 1690000000}, mtime=LONG_AGO)
+    watch = mount.watch()
+    assert watch.poll() is None
+    for time_stamp, left in ((1690000005, [1]), (1690000009, [])):
+        mount.fault({"FaultRank": left, "UpdateTime": time_stamp})
+        assert watch.poll() is None
+    mount.fault({"FaultRank": [3], "UpdateTime": 1690000009})
+    assert ranks(watch.poll()) == [3]
+
+
+def test_initializing_says_nothing(mount: Mount) -> None:
+    mount.fault({"FaultRank": [1], "UpdateTime": 1690000000}, mtime=LONG_AGO)
+    watch = mount.watch()
+    for content in ({"status": "initializing"}, {"FaultRank": [1], "UpdateTime": 1690000000}):
+        assert watch.poll() is None
+        mount.fault(content)
+    assert watch.poll() is None
+
+
+def test_a_report_that_is_deleted_and_written_again_is_no_alarm(mount: Mount) -> None:
+    mount.fault({"FaultRank": [1]}, mtime=LONG_AGO)
+    watch = mount.watch()
+    assert watch.poll() is None
+    (mount.paths.fault_dir / "fault-npus").unlink()
+    assert watch.poll() is None
+    mount.fault({"FaultRank": [1]})
+    assert watch.poll() is None
+
+
+# --- mounts and half-written files ---
+
+
+def publish(folder: Path, name: str, files: dict[str, str]) -> None:
+    """What the kubelet does for an update: a new dated folder, ``..data`` is renamed over, the old folder goes."""
+    old = os.readlink(folder / "..data") if (folder / "..data").is_symlink() else None
+    (folder / name).mkdir(parents=True)
+    for key, text in files.items():
+        (folder / name / key).write_text(text)
+        if not (folder / key).is_symlink():
+            (folder / key).symlink_to(Path("..data") / key)
+    (folder / "..data_tmp").symlink_to(name)
+    os.rename(folder / "..data_tmp", folder / "..data")
+    if old is not None:
+        shutil.rmtree(folder / old)
+
+
+def report(*faulty: int, created: int = 1690000000) -> dict[str, str]:
+    text = json.dumps({"FaultRankIds": [str(rank) for rank in faulty], "CreatTime": created})
+    return {"fault-npus": text, "checkCode": hashlib.sha256(text.encode()).hexdigest()}
+
+
+def test_a_config_map_that_swaps_its_data_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = FaultPaths(fault_dir=tmp_path / "fault", reset_dir=tmp_path / "reset")
+    publish(paths.fault_dir, "..2024_01", report())
+    publish(paths.reset_dir, "..2024_01", {"reset.json": '{"FaultFlushing": true}'})
+    watch = FaultWatch(paths, started_at=time.time() - 1)
+    assert watch.poll() is None and watch.flushing()
+    publish(paths.fault_dir, "..2024_02", report(2, created=1690000100))
+    publish(paths.reset_dir, "..2024_02", {"reset.json": '{"FaultFlushing": false}'})
+    assert ranks(watch.poll()) == [2]
+    assert not watch.flushing()
+    publish(paths.fault_dir, "..2024_03", report(2, created=1690000100))
+    assert watch.poll() is None
+    assert not warnings(caplog)
+
+
+def test_two_keys_are_read_from_the_same_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The mount is swapped after the report was read and before its check code is."""
+    folder = tmp_path / "fault"
+    publish(folder, "..2024_01", report(1))
+    read = platform_files.read_small_file
+    swapped: list[Path] = []
+
+    def swap_after_first(path: Path) -> tuple[str, float]:
+        result = read(path)
+        if not swapped:
+            swapped.append(path)
+            publish(folder, "..2024_02", report(4))
+        return result
+
+    monkeypatch.setattr(platform_files, "read_small_file", swap_after_first)
+    watch = FaultWatch(FaultPaths(fault_dir=folder, reset_dir=tmp_path), started_at=time.time() - 1)
+    assert ranks(watch.poll()) == [4]
+    assert swapped and not warnings(caplog)
+
+
+def test_a_check_code_of_another_text_is_waited_for(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    watch = mount.watch()
+    right = report(1)
+    mount.fault(right["fault-npus"], code="0" * 64)
+    for _ in range(3):
+        assert watch.poll() is None
+    (line,) = warnings(caplog)
+    assert "does not fit its checkCode" in line and "will be read again" in line
+    mount.fault(right["fault-npus"] + "\n", code=right["checkCode"].upper() + "\n")
+    assert ranks(watch.poll()) == [1]
+
+
+def test_a_half_written_report_is_read_again(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    watch = mount.watch()
+    whole = report(1)["fault-npus"]
+    for length in range(len(whole)):
+        mount.fault(whole[:length])
+        assert watch.poll() is None
+    mount.fault(whole)
+    assert ranks(watch.poll()) == [1]
+    assert all("will be read again" in line for line in warnings(caplog))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"FaultRanksIds": ["1"]}, "is 'FaultRanksIds' meant to be FaultRankIds?"),
+        ({"FaultRankIds": "1,3"}, "no list but '1,3'"),
+        ({"FaultRankIds": {"1": 2}}, "no list"),
+        ({"status": "ready"}, "none of the keys"),
+        ({}, "none of the keys"),
+        ([1, 3], "where an object"),
+        ("", "not readable JSON yet"),
+        ("[" * 100_000, "not readable JSON yet"),
+        ('{"FaultRank": [' + "9" * 5000 + "]}", "not readable JSON yet"),
+        ("x" * (2 << 20), "larger than 1 MiB"),
+    ],
+)
+def test_what_is_no_report_is_one_warning(
+    mount: Mount, content: object, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = mount.watch()
+    mount.fault(content)
+    for _ in range(3):
+        assert watch.poll() is None
+    (line,) = warnings(caplog)
+    assert said in line and len(line) < 400
+    mount.fault({"FaultRank": [0]})
+    assert ranks(watch.poll()) == [0]
+
+
+def test_ranks_that_are_none_are_left_out(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    watch = mount.watch(world_size=4)
+    mount.fault({"FaultRank": [1, "2", -1, 4, True, 1.5, None, "x", "²", [0]]})
+    assert ranks(watch.poll()) == [1, 2]
+    assert watch.poll() is None
+    (line,) = warnings(caplog)
+    assert "rank 4" in line and "-1" in line and "the rest of it counts" in line
+
+
+def test_a_report_of_other_ranks_only_is_no_alarm(mount: Mount) -> None:
+    watch = mount.watch(world_size=2)
+    mount.fault({"FaultRankIds": ["7"]})
+    assert watch.poll() is None
+
+
+def test_bytes_that_are_no_text_and_files_that_are_none(mount: Mount, caplog: pytest.LogCaptureFixture) -> None:
+    watch = mount.watch()
+    path = mount.paths.fault_dir / "fault-npus"
+    path.write_bytes(b'{"FaultRank": ["\xff\xfe"]}')
+    assert watch.poll() is None
+    path.unlink()
+    os.mkfifo(path)
+    assert watch.poll() is None  # does not block
+    path.unlink()
+    path.mkdir()
+    assert watch.poll() is None
+    path.rmdir()
+    path.symlink_to(path)
+    assert watch.poll() is None
+    assert len(warnings(caplog)) == 3  # a pipe and a folder are told in the same words
+
+
+# --- reset.json ---
+
+
+def entry(rank: object = 1, status: object = "unrecovered", policy: object = "restart") -> dict[str, object]:
+    return {"RankId": rank, "LogicId": 1, "Status": status, "Policy": policy, "ErrorCode": [], "ErrorCodeHex": ""}
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "expected"),
+    [
+        ({"GracefulExit": 1}, "request", []),
+        ({"GracefulExit": "1", "RankList": None}, "request", []),
+        ({"RankList": [entry(2, policy="reset")], "FaultFlushing": False}, "fault", [2]),
+        ({"RankList": [entry("3", policy="isolate"), entry(4, policy="ignore")]}, "fault", [3]),
+        ({"RankList": [{"RankId": 1, "Status": "unrecovered", "InitialPolicy": "restart_request"}]}, "fault", [1]),
+        ({"RankList": [entry(policy="empty")]}, None, []),
+        ({"RankList": [entry(policy="")]}, None, []),
+        ({"RankList": [entry(status="recovered")], "GracefulExit": 0}, None, []),
+        ({"RankList": [entry(status="failed")]}, None, []),
+        ({"FaultFlushing": True}, None, []),
+        ({}, None, []),
+    ],
+)
+def test_what_reset_json_asks_for(mount: Mount, content: object, kind: str | None, expected: list[int]) -> None:
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.reset(content)
+    event = watch.poll()
+    if kind is None:
+        assert event is None
+    else:
+        assert event is not None and (event.kind, sorted(event.ranks)) == (kind, expected)
+        assert str(mount.paths.reset_dir / "reset.json") in event.reason
+    assert watch.poll() is None
+
+
+def test_reset_json_from_before_the_start_is_done_until_it_changes(mount: Mount) -> None:
+    mount.reset({"GracefulExit": 1, "RankList": [entry(1)]}, mtime=LONG_AGO)
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.reset({"GracefulExit": 1, "RankList": [entry(1)], "UpdateTime": 1690000000})
+    assert watch.poll() is None
+    mount.reset({"GracefulExit": 0, "RankList": [entry(1, status="recovered")]})
+    assert watch.poll() is None
+    mount.reset({"GracefulExit": 1, "RankList": [entry(1, status="recovered")]})
+    event = watch.poll()
+    assert event is not None and event.kind == "request"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"GracefulExits": 1}, "is 'GracefulExits' meant to be GracefulExit?"),
+        ({"RankList": {"RankId": 1}}, "RankList that is no list"),
+        ({"GracefulExit": 7}, '"GracefulExit": 7'),
+        ({"FaultFlushing": []}, '"FaultFlushing": []'),
+        ({"RankList": [entry("one")]}, "names 'one' in RankList"),
+        ({"RankList": ["one"]}, "names 'one' in RankList"),
+    ],
+)
+def test_a_bad_reset_json_is_one_warning(
+    mount: Mount, content: object, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = mount.watch()
+    mount.reset(content)
+    assert watch.poll() is None and watch.poll() is None
+    (line,) = warnings(caplog)
+    assert said in line
+
+
+def test_flushing_keeps_its_last_state_while_the_file_is_half_written(
+    mount: Mount, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = mount.watch()
+    mount.reset({"FaultFlushing": True})
+    assert watch.flushing()
+    mount.reset('{"FaultFl')
+    assert watch.flushing() and watch.flushing()
+    assert len(warnings(caplog)) == 1
+    (mount.paths.reset_dir / "reset.json").unlink()
+    assert not watch.flushing()
+
+
+def test_two_events_come_one_after_the_other(mount: Mount) -> None:
+    watch = mount.watch()
+    assert watch.poll() is None
+    mount.fault({"FaultRank": [1]})
+    mount.reset({"GracefulExit": 1})
+    assert [event.kind for event in (watch.poll(), watch.poll()) if event] == ["fault", "request"]
+
+
+# --- anything at all ---
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+keys = st.sampled_from(
+    ["FaultRankIds", "FaultRank", "CreatTime", "UpdateTime", "status", "RankList", "FaultFlushing", "GracefulExit"]
+)
+contents = st.dictionaries(keys | st.text(max_size=5), json_values, max_size=5).map(json.dumps) | st.text(max_size=40)
+
+
+@given(text=contents, world_size=st.none() | st.integers(1, 8))
+def test_no_text_crashes_a_parser(text: str, world_size: int | None) -> None:
+    readers: list[Callable[[], frozenset[int]]] = [
+        lambda: parse_fault_report(text, Path("x"), world_size=world_size).ranks,
+        lambda: parse_reset_info(text, world_size=world_size).faulty,
+        lambda: parse_rank_table(text).ranks,
+    ]
+    for number, read in enumerate(readers):
+        limit = world_size if world_size is not None and number < 2 else 1 << 24
+        try:
+            found, problem = read(), None
+        except ValueError as error:
+            found, problem = frozenset(), str(error)
+        assert all(0 <= rank < limit for rank in found)
+        assert problem is None or 0 < len(problem) < 600
+
+
+@settings(max_examples=40)
+@given(contents=st.lists(st.binary(max_size=60) | contents.map(lambda t: t.encode(errors="replace")), max_size=5))
+def test_no_file_crashes_the_watch(tmp_path_factory: pytest.TempPathFactory, contents: list[bytes]) -> None:
+    mount = Mount(tmp_path_factory.mktemp("mount"))
+    watch = mount.watch()
+    for content in contents:
+        for path in (mount.paths.fault_dir / "fault-npus", mount.paths.reset_dir / "reset.json"):
+            path.write_bytes(content)
+        watch.poll()
+        assert watch.flushing() in (True, False)
+    (mount.paths.fault_dir / "fault-npus").write_text('{"FaultRank": [12345]}')
+    assert ranks(watch.poll()) == [12345]
+
+
+# --- in a watcher's thread ---
+
+
+def test_the_watcher_hears_a_fault_and_goes_on(mount: Mount) -> None:
+    heard: list[FaultEvent] = []
+
+    def hear(event: FaultEvent) -> None:
+        heard.append(event)
+        if len(heard) == 1:
+            raise RuntimeError("the first listener fails")
+
+    watcher = Watcher(lambda signum: None)
+    watcher.start()
+    try:
+        watch_fault_info(watcher, mount.watch(), 0.01, hear)
+        for rank in (1, 2):
+            mount.fault({"FaultRank": list(range(rank + 1))})
+            wait_until(lambda rank=rank: len(heard) == rank, "the alarm")
+    finally:
+        watcher.stop()
+    assert [sorted(event.ranks) for event in heard] == [[0, 1], [0, 1, 2]]
+
+
+# --- where they are ---
+
+
+def test_the_documented_places_and_their_variables() -> None:
+    assert FaultPaths.from_env({}) == FaultPaths()
+    assert FaultPaths() == FaultPaths(
+        fault_dir=Path("/user/restore/fault/config"), reset_dir=Path("/user/restore/reset/config"), rank_table=None
+    )
+    env = {"MINDX_FAULT_DIR": "/a", "MINDX_RESET_DIR": "/b", "MINDX_RANK_TABLE": "/c", "RANK_TABLE_FILE": "/d"}
+    assert FaultPaths.from_env(env) == FaultPaths(fault_dir=Path("/a"), reset_dir=Path("/b"), rank_table=Path("/c"))
+    assert FaultPaths.from_env({"RANK_TABLE_FILE": "/d", "MINDX_RANK_TABLE": " "}).rank_table == Path("/d")

@@ -1,0 +1,308 @@
+"""The flag file: seen when it changes, patient with everything that is not a flag."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile, process_started_at
+
+LONG_AGO = 1_000_000_000.0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "graceful_exit.json"
+
+
+def watch(path: Path) -> FlagFile:
+    return FlagFile(path, started_at=LONG_AGO)
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.parametrize("text", ['{"GracefulExit": 1}', '{"GracefulExit": true}', '{"GracefulExit": "1", "x": []}'])
+def test_a_set_flag_is_reported_once(path: Path, text: str) -> None:
+    flag = watch(path)
+    assert not flag.poll()
+    path.write_text(text)
+    assert flag.poll()
+    assert not flag.poll()
+
+
+@pytest.mark.parametrize("text", ['{"GracefulExit": 0}', '{"GracefulExit": false}', '{"GracefulExit": "0"}'])
+def test_a_flag_that_is_not_set_is_quiet(path: Path, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text(text)
+    assert not watch(path).poll()
+    assert not warnings(caplog)
+
+
+def test_a_change_within_one_time_stamp_is_seen(path: Path) -> None:
+    """File systems stamp in steps of milliseconds to seconds: the two contents look the same to stat."""
+    flag = watch(path)
+    path.write_text('{"GracefulExit": 0}')
+    stamp = path.stat().st_mtime_ns
+    assert not flag.poll()
+    path.write_text('{"GracefulExit": 1}')
+    os.utime(path, ns=(stamp, stamp))
+    assert flag.poll()
+
+
+def test_an_unchanged_file_is_not_opened_again(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text('{"GracefulExit": 0}')
+    os.utime(path, (LONG_AGO + 5, LONG_AGO + 5))
+    flag = watch(path)
+    assert not flag.poll()
+    monkeypatch.setattr(FlagFile, "_read", lambda self: pytest.fail("the file was opened"))
+    assert not flag.poll()
+
+
+def test_deleted_and_set_again(path: Path) -> None:
+    flag = watch(path)
+    path.write_text('{"GracefulExit": 1}')
+    assert flag.poll()
+    path.unlink()
+    assert not flag.poll()
+    path.write_text('{"GracefulExit": 1}')
+    assert flag.poll()
+
+
+BAD = {
+    "empty": b"",
+    "half-written": b'{"GracefulEx',
+    "not UTF-8": b"\xff\xfe\x00",
+    "no object": b"[1]",
+    "no key": b'{"gracefulexit": 1}',
+    "two": b'{"GracefulExit": 2}',
+    "null": b'{"GracefulExit": null}',
+    "list": b'{"GracefulExit": [1]}',
+    "object": b'{"GracefulExit": {"GracefulExit": 1}}',
+    "word": b'{"GracefulExit": "yes"}',
+    "not a number": b'{"GracefulExit": NaN}',
+    "too deep": b"[" * 200_000,
+    "too long a number": b'{"GracefulExit": ' + b"1" * 10_000 + b"}",
+    "huge": b" " * (2 << 20) + b'{"GracefulExit": 1}',
+}
+
+
+@pytest.mark.parametrize("content", BAD.values(), ids=BAD.keys())
+def test_a_bad_file_is_one_warning_and_then_a_retry(
+    path: Path, content: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = watch(path)
+    path.write_bytes(content)
+    for _ in range(3):
+        assert not flag.poll()
+    (line,) = warnings(caplog)
+    assert str(path) in line
+    assert len(line) < 500, "a log line, not the file"
+    path.write_text('{"GracefulExit": 1}')
+    assert flag.poll()
+
+
+def replace_by_folder(path: Path) -> None:
+    path.mkdir()
+
+
+def replace_by_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [replace_by_folder, replace_by_pipe])
+def test_what_is_no_file_is_named_once_and_never_opened(
+    path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    flag = watch(path)
+    make(path)
+    for _ in range(3):
+        assert not flag.poll()
+    (line,) = warnings(caplog)
+    assert "no regular file" in line
+    path.rename(path.with_name("moved"))
+    path.write_text('{"GracefulExit": 1}')
+    assert flag.poll()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    path.chmod(0)
+    flag = watch(path)
+    assert not flag.poll()
+    path.chmod(0o600)
+    assert flag.poll()
+    assert len(warnings(caplog)) == 1
+
+
+def test_an_unreachable_path_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    flag = watch(tmp_path / "file" / "graceful_exit.json")
+    assert not flag.poll() and not flag.poll()
+    (line,) = warnings(caplog)
+    assert "Not a directory" in line
+
+
+def test_a_loop_of_links_is_a_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path.symlink_to(path)
+    assert not watch(path).poll()
+    assert len(warnings(caplog)) == 1
+
+
+def publish_config_map(folder: Path, name: str, value: int) -> None:
+    (folder / name).mkdir()
+    (folder / name / "graceful_exit.json").write_text(f'{{"GracefulExit": {value}}}')
+    (folder / "..data_tmp").symlink_to(name)
+    os.rename(folder / "..data_tmp", folder / "..data")
+
+
+def answered_by(path: Path, before: AnsweredFlags | None = None) -> AnsweredFlags:
+    """As the header of the checkpoint hands it on, once the flag at `path` has stopped the job."""
+    flags = AnsweredFlags()
+    if before is not None:
+        flags.take_over(before.identities)
+    assert FlagFile(path, answered=flags).poll()
+    assert flags.waiting
+    flags.answer()
+    assert not flags.waiting
+    resumed = AnsweredFlags()
+    resumed.take_over(flags.identities)
+    return resumed
+
+
+def test_a_flag_that_nobody_has_answered_counts_also_when_it_is_old(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    os.utime(path, (LONG_AGO, LONG_AGO))
+    assert FlagFile(path, answered=AnsweredFlags()).poll()
+
+
+def test_a_flag_that_has_stopped_this_run_is_named_once_and_counts_again_when_it_is_set_again(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = answered_by(path)
+    flag = FlagFile(path, answered=flags)
+    assert not flag.poll() and not flag.poll()
+    (line,) = warnings(caplog)
+    assert "has stopped this run before" in line and str(path) in line
+    os.utime(path, (LONG_AGO, LONG_AGO))  # written again, within one stamp of the clock for all we know
+    assert flag.poll()
+    flags.answer()
+    assert len(flags.identities) == 2
+    assert not FlagFile(path, answered=flags).poll()
+
+
+def test_a_copy_that_keeps_its_time_is_the_same_flag(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = answered_by(path)
+    shutil.copy2(path, path.with_name("copy"))
+    os.replace(path.with_name("copy"), path)
+    assert not FlagFile(path, answered=flags).poll()
+
+
+def test_a_flag_that_is_taken_back_is_not_answered(path: Path) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flags = AnsweredFlags()
+    flag = FlagFile(path, answered=flags)
+    assert flag.poll() and flags.is_set(path)
+    path.write_text('{"GracefulExit": 0 }')
+    assert not flag.poll() and not flags.is_set(path)
+    flags.answer()
+    assert flags.identities == ()
+
+
+def test_a_config_map_in_a_new_pod_is_the_same_flag_until_its_content_changes(tmp_path: Path) -> None:
+    """Every pod has the files made anew, with other times and inodes."""
+
+    def pod(name: str) -> Path:
+        mount = tmp_path / "mount"
+        if mount.exists():
+            mount.rename(tmp_path / f"gone before {name}")
+        mount.mkdir()
+        publish_config_map(mount, f"..2026_{name}", 1)
+        (mount / "graceful_exit.json").symlink_to("..data/graceful_exit.json")
+        later = LONG_AGO + 1000 * len(name)
+        os.utime(mount / f"..2026_{name}" / "graceful_exit.json", (later, later))
+        return mount
+
+    flags = answered_by(pod("a") / "graceful_exit.json")
+    mount = pod("bb")
+    flag = FlagFile(mount / "graceful_exit.json", answered=flags)
+    assert not flag.poll()
+    publish_config_map(mount, "..2026_off", 0)
+    assert not flag.poll()
+    (mount / "..2026_set").mkdir()
+    (mount / "..2026_set" / "graceful_exit.json").write_text('{"GracefulExit": 1, "request": 2}')
+    (mount / "..data_tmp").symlink_to("..2026_set")
+    os.rename(mount / "..data_tmp", mount / "..data")
+    assert flag.poll()
+
+
+def test_only_the_newest_answers_are_kept() -> None:
+    flags = AnsweredFlags()
+    for number in range(40):
+        flags.note(Path("flag"), str(number))
+        flags.answer()
+    assert flags.identities == tuple(map(str, range(8, 40)))
+
+
+def test_a_config_map_that_swaps_its_data_folder_is_seen(tmp_path: Path) -> None:
+    """Kubernetes: the file links to ..data/file, ..data links to a dated folder and is renamed over."""
+
+    publish_config_map(tmp_path, "..2024_01", 0)
+    path = tmp_path / "graceful_exit.json"
+    path.symlink_to("..data/graceful_exit.json")
+    flag = watch(path)
+    assert not flag.poll()
+    publish_config_map(tmp_path, "..2024_02", 1)
+    assert flag.poll()
+    assert not flag.poll()
+
+
+def test_a_flag_of_the_run_before_is_named_once_and_ignored_until_it_changes(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path.write_text('{"GracefulExit": 1}')
+    flag = FlagFile(path, started_at=time.time() + 3600)
+    assert not flag.poll() and not flag.poll()
+    (line,) = warnings(caplog)
+    assert "was set before this start" in line
+    later = time.time() + 7200
+    os.utime(path, (later, later))
+    assert flag.poll()
+
+
+def test_the_start_is_that_of_the_process_not_of_the_call() -> None:
+    script = (
+        "import time; from mindx_elastic.platforms import flag_file as f; "
+        "time.sleep(0.3); print(f.process_started_at())"
+    )
+    before = time.time()
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    after = time.time()
+    assert before - 0.1 <= float(result.stdout) <= after - 0.3 + 0.1
+
+
+def test_the_start_is_never_in_the_future(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a container shows its own uptime beside the host's start times every flag would look stale."""
+    real = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda path, *a, **k: "1.00 1.00\n" if str(path) == "/proc/uptime" else real(path, *a, **k)
+    )
+    assert process_started_at() <= time.time()
+
+
+def test_without_proc_the_start_is_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(path: Path, *args: object, **options: object) -> str:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Path, "read_text", missing)
+    assert process_started_at() == pytest.approx(time.time(), abs=5)

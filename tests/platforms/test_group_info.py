@@ -1,0 +1,206 @@
+"""Group info files, and the stand-in for a checkpoint that is missing."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.core.layout import MAX_RANKS, Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.platforms.group_info import (
+    GroupInfo,
+    get_ckpt_path_with_strategy,
+    group_info_of,
+    load_group_info,
+    restore_group_info_list,
+    save_group_info,
+    write_group_info_file,
+)
+from mindx_elastic.platforms.strategy_file import save_strategy
+from tests import checkpoint_files
+from tests.platforms.wire import bytes_field, group_info, layout_item, number_field, strategy_map, varint
+
+
+def dp_tp(dp: int, tp: int) -> Strategy:
+    layout = Layout((dp, tp), ("R", "S(0)"), (), ("dp", "tp"))  # type: ignore[arg-type]
+    return Strategy(dp * tp, (TensorSpec("w", (16, 4), layout), TensorSpec("b", (16,), layout)))
+
+
+# --- the file ---
+
+
+def test_the_bytes_of_mindspore(tmp_path: Path) -> None:
+    path = tmp_path / "group_info.pb"
+    text = (
+        "0a 0a 0a 02 6470 12 04 08 00 08 04"  # group "dp": ranks 0 and 4
+        "0a 0a 0a 02 7470 12 04 08 00 08 01"  # group "tp": ranks 0 and 1
+        "12 05 08 00 08 ac 02"  # restore ranks 0 and 300
+    )
+    path.write_bytes(bytes.fromhex(text.replace(" ", "")))
+    assert load_group_info(path) == GroupInfo({"dp": (0, 4), "tp": (0, 1)}, (0, 300))
+    assert restore_group_info_list(str(path)) == [0, 300]
+    assert save_group_info(tmp_path / "ours.pb", {"dp": [0, 4], "tp": [0, 1]}, [0, 300]) == tmp_path / "ours.pb"
+    assert (tmp_path / "ours.pb").read_bytes() == path.read_bytes()
+    assert path.read_bytes() == group_info({"dp": (0, 4), "tp": (0, 1)}, (0, 300))
+
+
+def test_what_a_rank_writes_at_its_start(tmp_path: Path) -> None:
+    path = write_group_info_file(dp_tp(2, 4), 5, tmp_path / "new" / "group_info.pb")
+    assert load_group_info(path) == GroupInfo({"dp-1-5": (1, 5), "tp-4-7": (4, 5, 6, 7)}, (1, 5))
+    sharded = Strategy(8, (*dp_tp(2, 4).tensors, TensorSpec("m", (8,), Layout((8,), ("S(0)",)))))  # type: ignore[arg-type]
+    assert group_info_of(sharded, 5).restore_ranks == (5,)  # nobody has its part of the optimizer's state
+    assert group_info_of(sharded, 5).groups["8-0-7"] == tuple(range(8))
+    with pytest.raises(UsageError, match="rank 8 holds nothing"):
+        write_group_info_file(sharded, 8, path)
+    with pytest.raises(SaveError, match=r"group_info\.pb/x"):
+        write_group_info_file(sharded, 0, path / "x")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    groups=st.dictionaries(
+        st.text(max_size=5), st.lists(st.integers(0, MAX_RANKS - 1), min_size=1, max_size=5, unique=True)
+    ),
+    ranks=st.lists(st.integers(0, MAX_RANKS - 1), min_size=1, max_size=9, unique=True),
+)
+def test_any_groups_come_back(
+    tmp_path_factory: pytest.TempPathFactory, groups: dict[str, list[int]], ranks: list[int]
+) -> None:
+    path = save_group_info(tmp_path_factory.getbasetemp() / "groups.pb", groups, ranks)
+    assert load_group_info(path) == GroupInfo({name: tuple(each) for name, each in groups.items()}, tuple(ranks))
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "is empty"),
+        (group_info({}, None) + number_field(99, 1), "neither groups nor restore ranks"),
+        (group_info({"dp": (0, 1)}, None), "has no restore rank list"),  # as older versions wrote it
+        (group_info({"dp": (0, 1)}, ()), "the restore ranks: 0 ranks"),
+        (group_info({"dp": (0, 0)}, (0,)), "different ranks from 0"),
+        (group_info({"dp": (0, 1 << 30)}, (0,)), "different ranks from 0"),
+        (group_info({"dp": (0, 1)}, (0,)) + group_info({"dp": (0, 2)}, None), "group 'dp' twice"),
+        (bytes_field(1, bytes_field(1, "dp")), "parallel_group_ranks is missing"),
+        (strategy_map(layout_item("w", (2,), (0,))), "is a strategy file"),
+        (varint(2 << 3 | 2) + varint(1 << 50), "damaged"),
+        (bytes_field(2, bytes_field(1, b"\xff" * 40)), "damaged"),
+        (bytes_field(1, bytes_field(1, b"\xff\xfe") + bytes_field(2, number_field(1, 0))), ""),
+    ],
+)
+def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "group_info.pb"
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match=r"group info file .*group_info\.pb") as caught:
+        restore_group_info_list(path)
+    assert isinstance(caught.value, UsageError) and problem in str(caught.value)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=80))
+def test_random_bytes_are_an_error_or_a_list(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "random.pb"
+    path.write_bytes(data)
+    problem, ranks = "", []
+    try:
+        ranks = restore_group_info_list(path)
+    except UsageError as error:
+        problem = str(error)
+    assert ranks or str(path) in problem
+
+
+def test_arguments_are_checked_as_documented(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="group_info_file_name is 3"):
+        restore_group_info_list(3)  # type: ignore[arg-type]
+    for arguments in [(3, "x"), ("x", None)]:
+        with pytest.raises(TypeError, match="give a path"):
+            get_ckpt_path_with_strategy(*arguments)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="No such file"):
+        restore_group_info_list(tmp_path / "none")
+    for ranks in ([], [0, 0], [-1], [True], [1 << 40]):
+        with pytest.raises(UsageError, match="the restore ranks"):
+            save_group_info(tmp_path / "x", {}, ranks)
+    assert not os.listdir(tmp_path)
+
+
+# --- a stand-in ---
+
+
+def write(root: Path, *ranks: int) -> None:
+    for rank in ranks:
+        path = root / f"rank_{rank}" / "resnet-2_7_breakpoint.safetensors"
+        checkpoint_files.write(path, rank=rank, world_size=8)
+
+
+@pytest.fixture(params=["group info", "group info of another rank", "strategy", "json"])
+def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """What says that ranks 1 and 5 hold the same."""
+    if "group" in request.param:
+        return write_group_info_file(dp_tp(2, 4), 1 if "another" in request.param else 5, tmp_path / "group_info.pb")
+    return save_strategy(tmp_path / ("s.json" if request.param == "json" else "s.ckpt"), dp_tp(2, 4))
+
+
+def test_a_replica_stands_in(source: Path, tmp_path: Path) -> None:
+    wanted = tmp_path / "ckpt" / "rank_5" / "resnet-2_7_breakpoint.safetensors"
+    other = str(wanted).replace("rank_5", "rank_1")
+    write(tmp_path / "ckpt", 0, 1, 4, 5)
+    assert get_ckpt_path_with_strategy(str(wanted), str(source)) == str(wanted)
+    wanted.unlink()
+    assert get_ckpt_path_with_strategy(wanted, source) == other
+    checkpoint_files.flip_bit_in_header(Path(other))
+    assert get_ckpt_path_with_strategy(wanted, source) is None
+
+
+@pytest.mark.parametrize("damage", ["flip_bit_in_header", "truncate", "empty"])
+def test_a_damaged_checkpoint_is_replaced(damage: str, tmp_path: Path) -> None:
+    source = write_group_info_file(dp_tp(4, 2), 2, tmp_path / "group_info.pb")
+    write(tmp_path, 2, 4, 6)
+    path = tmp_path / "rank_2" / "resnet-2_7_breakpoint.safetensors"
+    if damage == "flip_bit_in_header":
+        checkpoint_files.flip_bit_in_header(path)
+    else:
+        os.truncate(path, path.stat().st_size - 1 if damage == "truncate" else 0)
+    found = get_ckpt_path_with_strategy(path, source)
+    assert found == str(path).replace("rank_2", "rank_4")  # rank 0, the lowest, has none
+
+
+def test_files_of_other_programs_count_when_they_are_there(tmp_path: Path) -> None:
+    source = tmp_path / "s.ckpt"
+    items = [
+        layout_item("w", (2, 4), (0, -1)),
+        layout_item("accu_grads.w", (2, 4), (0, 1)),
+        layout_item("x", (8,), (-1,)),
+    ]
+    source.write_bytes(strategy_map(*items))
+    for rank in (1, 2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        (tmp_path / f"rank_{rank}" / "net_rank_1-3_4.ckpt").write_bytes(b"\x0a\x03abc")
+    path = tmp_path / "rank_5" / "net_rank_5-3_4.ckpt"  # the number stands in the file's name too
+    assert get_ckpt_path_with_strategy(path, source) == str(tmp_path / "rank_1" / "net_rank_1-3_4.ckpt")
+    (tmp_path / "rank_1" / "net_rank_1-3_4.ckpt").write_bytes(b"")
+    assert get_ckpt_path_with_strategy(path, source) is None
+
+
+def test_a_job_may_be_called_like_a_rank(tmp_path: Path) -> None:
+    source = write_group_info_file(dp_tp(2, 1), 0, tmp_path / "group_info.pb")
+    root = tmp_path / "rank_0_test"
+    write(root, 1)
+    wanted = root / "rank_0" / "resnet-2_7_breakpoint.safetensors"
+    assert get_ckpt_path_with_strategy(wanted, source) == str(wanted).replace("/rank_0/", "/rank_1/")
+
+
+def test_without_a_rank_in_its_path_it_is_the_file_itself_or_nothing(tmp_path: Path) -> None:
+    path = checkpoint_files.write(tmp_path / "model.safetensors")
+    assert get_ckpt_path_with_strategy(path, "never opened") == str(path)
+    assert get_ckpt_path_with_strategy(tmp_path / "none.safetensors", "never opened") is None
+
+
+def test_the_file_of_another_rank_or_job_is_an_error(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="says nothing of rank 9"):
+        get_ckpt_path_with_strategy(tmp_path / "rank_9" / "x.safetensors", source)
+    with pytest.raises(UsageError, match="No such file"):
+        get_ckpt_path_with_strategy(tmp_path / "rank_1" / "x.safetensors", tmp_path / "none.pb")

@@ -1,0 +1,271 @@
+"""MindSpore's layout fields against a brute-force reading of them, and what they cannot say."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.core.layout import Box, Layout, parse_placement
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.mindspore import (
+    Fields,
+    fields_of,
+    layout_of,
+    shape_of,
+    split_orders,
+    stage_size_of,
+    with_shapes,
+)
+
+
+def laid(mesh: tuple[int, ...], *placements: str, ranks: Sequence[int] = ()) -> Layout:
+    return Layout(mesh, tuple(map(parse_placement, placements)), ranks)
+
+
+def coordinates(mesh: tuple[int, ...]) -> list[tuple[int, ...]]:
+    return list(product(*(range(n) for n in mesh)))
+
+
+def read_by_hand(fields: Fields, shape: tuple[int, ...]) -> list[Box]:
+    """The box of every rank, straight from what the fields mean; for even splits."""
+    mesh = fields.dev_matrix
+    maps = fields.tensor_map if len(fields.tensor_map) > 1 else tuple((k,) for k in fields.tensor_map[0])
+    slices = []
+    for rank in coordinates(mesh):
+        box = []
+        for size, names in zip(shape, maps, strict=False):
+            start, length = 0, size
+            for k in names:
+                if k >= 0:
+                    length //= mesh[len(mesh) - 1 - k]
+                    start += length * rank[len(mesh) - 1 - k]
+            box.append((start, start + length))
+        slices.append(tuple(box))
+    if not fields.opt_weight_shard_step or not fields.opt_weight_shard_size:
+        return slices
+    boxes: list[Box] = []
+    for number, mine in enumerate(slices):
+        same = [other for other, its in enumerate(slices) if its == mine]
+        shards = len(same) if fields.opt_weight_shard_size == -1 else fields.opt_weight_shard_size
+        part = same.index(number) % shards  # groups of neighbours among those that hold the same
+        (start, stop), *rest = mine
+        rows = (stop - start) // shards
+        boxes.append(((start + part * rows, start + part * rows + rows), *rest))
+    return boxes
+
+
+def boxes_of(layout: Layout, shape: tuple[int, ...]) -> list[Box]:
+    found = []
+    for rank in layout.ranks:
+        (box,) = layout.boxes(shape, layout.shard_of(rank))
+        found.append(box)
+    return found
+
+
+@st.composite
+def some_fields(draw: st.DrawFn) -> Fields:
+    mesh = tuple(draw(st.lists(st.sampled_from([1, 2, 3, 4]), min_size=1, max_size=4)))
+    free = list(draw(st.permutations(range(len(mesh)))))
+    maps: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 3))):
+        count = draw(st.integers(0, min(2, len(free))))
+        maps.append(tuple(free.pop() for _ in range(count)) or (-1,))
+    used = {len(mesh) - 1 - k for each in maps for k in each if k >= 0}
+    replicas = [n for m, n in enumerate(mesh) if m not in used]
+    nested = any(len(each) > 1 for each in maps)
+    tensor_map = (*maps, ()) if nested and len(maps) == 1 else tuple(maps) if nested else (tuple(k for (k,) in maps),)
+    step = size = 0
+    if draw(st.booleans()) and math.prod(replicas) > 1:
+        size = draw(st.sampled_from([-1, math.prod(replicas)]))
+        strides = [math.prod(mesh[m + 1 :]) * (mesh[m] - 1) for m in range(len(mesh)) if m not in used]
+        step = sum(strides) // (math.prod(replicas) - 1)
+    return Fields(mesh, tensor_map, opt_weight_shard_step=step, opt_weight_shard_size=size)
+
+
+@settings(max_examples=200, deadline=None)
+@given(some_fields(), st.integers(0, 3))
+def test_a_layout_means_what_the_fields_mean_and_goes_back_to_them(fields: Fields, stage: int) -> None:
+    num_dims = len([each for each in fields.tensor_map if each]) if len(fields.tensor_map) > 1 else 0
+    shape = (fields.num_ranks**2,) * (num_dims or len(fields.tensor_map[0]))
+    layout = layout_of(fields, stage * fields.num_ranks)
+    assert boxes_of(layout, shape) == read_by_hand(fields, shape)
+    again = fields_of(TensorSpec("w", shape, layout), fields.num_ranks)
+    assert again is not None
+    assert read_by_hand(again, shape) == read_by_hand(fields, shape)
+    assert boxes_of(layout_of(again, 0), shape) == boxes_of(layout, shape)
+
+
+def test_optimizer_sharding_lies_inside_the_model_parallel_slice() -> None:
+    fields = Fields((4, 2), ((0,),), opt_weight_shard_step=2, opt_weight_shard_size=4)
+    layout = layout_of(fields, 0)
+    starts = [box[0][0] for box in boxes_of(layout, (16,))]
+    assert starts == [0, 8, 2, 10, 4, 12, 6, 14]  # rank 1 starts at 8, not at 2
+    assert [str(p) for p in layout.placements] == ["_S(0,2)", "S(0)"]
+    assert fields_of(TensorSpec("w", (16,), layout), 8) == fields
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tensor_map", "step", "size", "starts"),
+    [
+        ((8,), (-1,), 1, 8, [0, 1, 2, 3, 4, 5, 6, 7]),
+        ((8,), (-1,), 1, 4, [0, 2, 4, 6, 0, 2, 4, 6]),  # two groups of four neighbours
+        ((8,), (-1,), 2, 4, [0, 0, 2, 2, 4, 4, 6, 6]),  # every second rank
+        ((8,), (-1,), 2, 2, [0, 0, 4, 4, 0, 0, 4, 4]),
+        ((2, 4), (-1,), 1, 2, [0, 4, 0, 4, 0, 4, 0, 4]),
+        ((2, 4), (-1,), 4, 2, [0, 0, 0, 0, 4, 4, 4, 4]),
+        ((4, 2), (0,), 2, 2, [0, 4, 2, 6, 0, 4, 2, 6]),
+        ((4, 2), (0,), 2, 1, [0, 4, 0, 4, 0, 4, 0, 4]),  # a group of one
+        ((4, 2), (0,), 0, -1, [0, 4, 0, 4, 0, 4, 0, 4]),  # step 0: none, whatever the size
+        ((2, 2, 2), (1,), 2, -1, [0, 1, 4, 5, 2, 3, 6, 7]),  # replicas on both sides of the split
+        ((8,), (0,), 1, -1, [0, 1, 2, 3, 4, 5, 6, 7]),  # over all replicas, of which there is one
+    ],
+)
+def test_optimizer_sharding_over_some_of_the_replicas(
+    mesh: tuple[int, ...], tensor_map: tuple[int, ...], step: int, size: int, starts: list[int]
+) -> None:
+    layout = layout_of(Fields(mesh, (tensor_map,), opt_weight_shard_step=step, opt_weight_shard_size=size), 8)
+    assert layout.ranks == range(8, 16)
+    assert [box[0][0] for box in boxes_of(layout, (8,))] == starts
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        (Fields((2, 0), ((0,),)), "dev_matrix [2, 0]"),
+        (Fields((), ((-1,),)), "dev_matrix []"),
+        (Fields((1 << 13, 1 << 13), ((0,),)), "dev_matrix"),
+        (Fields((2,) * 17, ((0,),)), "17 dimensions"),
+        (Fields((2, 2), ((2,),)), "does not fit dev_matrix"),
+        (Fields((2, 2), ((-2,),)), "does not fit dev_matrix"),
+        (Fields((2, 2), ((1, 1),)), "does not fit dev_matrix"),
+        (Fields((2, 2), ((1,), (0, 1))), "does not fit dev_matrix"),
+        (Fields((2,), ((0,) + (-1,) * 64,)), "65 dimensions"),
+        (Fields((2,), ((0,),), field=3), "field is 3"),
+        (Fields((2,), ((0,),), opt_weight_shard_step=1, opt_weight_shard_size=2), "1 replicas"),
+        (Fields((4, 2), ((0,),), opt_weight_shard_step=1, opt_weight_shard_size=4), "2 apart"),
+        (Fields((4, 2), ((0,),), opt_weight_shard_step=2, opt_weight_shard_size=3), "4 replicas"),
+        (Fields((4, 2), ((0,),), opt_weight_shard_step=-2, opt_weight_shard_size=4), "opt_weight_shard_step is -2"),
+        (Fields((4, 2), ((0,),), opt_weight_shard_step=2, opt_weight_shard_size=-2), "opt_weight_shard_size -2"),
+        (Fields((4,), ((),), opt_weight_shard_step=1, opt_weight_shard_size=4), "0 tensor dimensions"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: Fields, problem: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(problem)):
+        layout_of(fields, 0)
+
+
+@pytest.mark.parametrize(
+    ("spec", "why"),
+    [
+        (TensorSpec("w", (8,), laid((4,), "S(0)", ranks=(0, 2, 1, 3))), "permuted ranks"),
+        (TensorSpec("w", (8,), laid((4,), "S(0)", ranks=range(2, 6))), "not a stage"),
+        (TensorSpec("w", (8,), laid((2,), "S(0)")), "another number of ranks"),
+        (TensorSpec("w", (8,), laid((4,), "_S(0,2)")), "a strided shard by itself"),
+        (TensorSpec("w", (8, 5), laid((4,), "S(1)")), "uneven, and not rows"),
+        (TensorSpec("w", (7,), laid((2, 2), "_S(0,2)", "S(0)")), "uneven, over two mesh dimensions"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_the_fields_cannot_say_is_not_said(spec: TensorSpec, why: str) -> None:
+    assert fields_of(spec, 4) is None
+
+
+def test_uneven_rows_are_pieces_cut_by_hand() -> None:
+    spec = TensorSpec("b", (10, 6), laid((2, 4), "S(1)", "S(0)"))
+    fields = fields_of(spec, 8)
+    assert fields == Fields((2, 4), ((0, 1),), (3, 3, 3, 3, 3, 3, 1, 1), (0, 0, 3, 3, 6, 6, 9, 9))
+    assert shape_of(fields) == ()  # the rows alone are no shape
+    one = fields_of(TensorSpec("b", (10,), laid((4,), "S(0)")), 4)
+    assert one == Fields((4,), ((0,),), (3, 3, 3, 1), (0, 3, 6, 9))
+    assert shape_of(one) == (10,)
+
+
+def test_pieces_that_no_layout_can_follow_are_refused() -> None:
+    with pytest.raises(UsageError, match="cut by hand into pieces"):
+        shape_of(Fields((3,), ((0, -1),), (2, 5, 3), (0, 2, 7)))
+    with pytest.raises(UsageError, match="2 entries in param_split_shape, 1 in"):
+        shape_of(Fields((2,), ((0, -1),), (2, 5), (0,)))
+    assert shape_of(Fields((2,), ((0, -1),), (4096, 11), ())) == ()  # some writers note their slice's shape
+
+
+def test_the_stage_is_the_mesh_of_most_tensors() -> None:
+    stages = [laid((4,), "S(0)", ranks=range(4 * s, 4 * s + 4)) for s in range(2)]
+    specs = [TensorSpec(f"w{s}", (8,), layout) for s, layout in enumerate(stages)]
+    assert stage_size_of(Strategy(8, tuple(specs))) == 4
+    everywhere = TensorSpec("step", (), laid((8,), "R"))
+    assert stage_size_of(Strategy(8, (*specs, everywhere))) == 4
+    assert stage_size_of(Strategy(8, (everywhere,))) == 8
+    assert stage_size_of(Strategy(3, ())) == 3
+
+
+def test_the_common_ways_to_train_can_be_said() -> None:
+    for layout, tensor_map, step, size in [
+        (laid((8,), "R"), (-1, -1), 0, 0),  # data parallel
+        (laid((8,), "S(0)"), (0, -1), 0, 0),  # FSDP
+        (laid((2, 4), "R", "S(0)"), (0, -1), 0, 0),  # HSDP, or data parallel around rows of tensor parallel
+        (laid((2, 4), "S(0)", "S(1)"), (1, 0), 0, 0),  # FSDP around columns
+        (laid((2, 4), "_S(0,4)", "S(0)"), (0, -1), 4, 2),  # FSDP around rows
+        (laid((2, 2, 2), "R", "_S(0,2)", "S(0)"), (0, -1), 2, 2),  # HSDP around rows
+        (laid((2, 4), "S(0)", "S(0)"), (1, -1), 1, 4),  # from left to right
+        (laid((2, 2, 2), "S(0)", "R", "S(1)"), (2, 0), 0, 0),  # experts
+    ]:
+        fields = fields_of(TensorSpec("w", (64, 64), layout), 8)
+        assert fields == Fields(layout.mesh_shape, (tensor_map,), (), (), 0, step, size)
+    inner = fields_of(TensorSpec("w", (64,), laid((2, 2, 2), "S(0)", "S(0)", "R")), 8)
+    assert inner == Fields((2, 2, 2), ((2, 1), ()))  # no optimizer sharding passes over nearer replicas
+
+
+def test_orders_of_a_strided_shard() -> None:
+    assert split_orders(laid((2, 2), "_S(0,2)", "S(0)")) == [[1, 0]]
+    assert split_orders(laid((2, 2), "S(0)", "S(0)")) == [[0, 1]]
+    assert split_orders(laid((2, 1, 2), "S(2)", "S(0)", "R")) == [[], [], [0]]
+    assert split_orders(laid((2, 2), "_S(0,3)", "S(0)")) is None
+
+
+@st.composite
+def some_spec(draw: st.DrawFn) -> TensorSpec:
+    mesh = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=3)))
+    dims = st.one_of(st.none(), st.integers(0, len(shape) - 1))
+    placements = []
+    for m in range(len(mesh)):
+        dim = draw(dims)
+        factor = draw(st.sampled_from([1, math.prod(mesh[m + 1 :])])) if dim is not None else 1
+        placements.append("R" if dim is None else f"_S({dim},{factor})")
+    return TensorSpec("w", shape, laid(mesh, *placements))
+
+
+@settings(max_examples=150, deadline=None)
+@given(some_spec())
+def test_shapes_come_back_from_what_the_ranks_hold(spec: TensorSpec) -> None:
+    layout = spec.layout
+    local = {rank: layout.local_shape(spec.shape, layout.shard_of(rank)) for rank in layout.ranks}
+    unknown = Strategy(layout.size, (TensorSpec("w", (), layout),))
+    assert with_shapes(unknown, {"w": local}).tensors[0].shape == spec.shape
+    if len(set(local.values())) == 1:
+        assert with_shapes(unknown, {"w": local[0], "other": (3,)}).tensors[0].shape == spec.shape
+
+
+def test_shapes_that_contradict_the_layout_are_refused() -> None:
+    strategy = Strategy(4, (TensorSpec("w", (), laid((4,), "S(0)")),))
+    for shapes, problem in [
+        ({"w": ()}, "splits dimension 0"),
+        ({"w": {0: (3,), 1: (3,), 2: (1,), 3: (3,)}}, "not its part"),
+        ({"w": {0: (3,), 1: (3,)}}, "all shards are needed"),
+        ({"w": {9: (3,)}}, "of no rank"),
+        ({"w": {0: (3,), 1: (3, 1)}}, "different numbers of dimensions"),
+    ]:
+        with pytest.raises(UsageError, match=f"w: .*{problem}"):
+            with_shapes(strategy, shapes)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="its shape is"):
+        with_shapes(with_shapes(strategy, {"w": (3,)}), {"w": (4,)})
+    same = Strategy(2, (TensorSpec("w", (), laid((2,), "R")),))
+    with pytest.raises(UsageError, match="another one"):
+        with_shapes(same, {"w": {0: (3,), 1: (4,)}})

@@ -1,0 +1,499 @@
+"""Strategy files: round trips, files of MindSpore's made by hand, and hostile ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.errors import SaveError, UsageError
+from mindx_elastic.plan import small_files, strategy_file
+from mindx_elastic.platforms.small_files import messages
+from mindx_elastic.platforms.strategy_file import load_strategy, read_strategy, save_strategy, with_shapes
+from mindx_elastic.platforms.transform import merge_strategies
+from tests.platforms.wire import bytes_field, group_info, layout_item, number_field, strategy_item, strategy_map, varint
+
+both_forms = pytest.mark.parametrize("name", ["s.pb", "s.ckpt", "s.json"])
+
+
+def stage_layout(stage: int, placements: tuple[str, ...] = ("R", "S(0)")) -> Layout:
+    return Layout((2, 2), placements, range(4 * stage, 4 * stage + 4), ("dp", "tp"))  # type: ignore[arg-type]
+
+
+def pipeline() -> Strategy:
+    """Two stages of four ranks, and what MindSpore's fields cannot say."""
+    specs = [
+        TensorSpec("embed", (12, 4), stage_layout(0), "F32"),
+        TensorSpec("optimizer.state.embed.exp_avg", (12, 4), stage_layout(0, ("_S(0,2)", "S(0)")), "F32", "embed"),
+        TensorSpec("head", (8, 6), stage_layout(1, ("S(0)", "S(1)")), "BF16"),
+        TensorSpec("uneven", (7,), stage_layout(1)),
+        TensorSpec("scale", (), stage_layout(1, ("R", "R"))),
+        TensorSpec("weight-norm", (4,), stage_layout(1)),
+        TensorSpec("permuted", (9,), Layout((4,), ("S(0)",), (3, 1, 0, 2))),  # type: ignore[arg-type]
+        TensorSpec("everywhere", (3,), Layout((8,), ("R",))),  # type: ignore[arg-type]
+    ]
+    return Strategy(8, tuple(specs))
+
+
+def facts(strategy: Strategy) -> dict[tuple[str, int], Any]:
+    """What a strategy says, mesh names included (equality of layouts leaves them out)."""
+    return {spec.key: (spec, spec.layout.mesh_dim_names) for spec in strategy.tensors}
+
+
+# --- ours ---
+
+
+@both_forms
+def test_what_is_saved_comes_back(name: str, tmp_path: Path) -> None:
+    path = save_strategy(tmp_path / "new" / name, pipeline())
+    found = load_strategy(str(path))
+    assert found.world_size == 8
+    assert facts(found) == facts(pipeline())
+    assert os.listdir(path.parent) == [name]
+    assert path.read_bytes() == save_strategy(tmp_path / f"again-{name}", pipeline()).read_bytes()
+
+
+@both_forms
+def test_one_stage_can_be_saved_by_itself(name: str, tmp_path: Path) -> None:
+    path = save_strategy(tmp_path / name, pipeline(), stage=1)
+    found = load_strategy(path)
+    assert sorted(found.by_name) == ["everywhere", "head", "scale", "uneven", "weight-norm"]
+    assert found.world_size == 8
+    assert found.by_name["head"] == pipeline().by_name["head"]
+    for wrong in (2, -1, True, "0"):
+        with pytest.raises(UsageError, match="the strategy has 2 of 4 ranks each"):
+            save_strategy(path, pipeline(), stage=wrong)  # type: ignore[arg-type]
+
+
+def test_mindspore_finds_its_own_fields_in_ours(tmp_path: Path) -> None:
+    content = messages().ParallelStrategyMap()
+    content.ParseFromString(save_strategy(tmp_path / "s.ckpt", pipeline()).read_bytes())
+    assert [item.parallel_strategys.stage for item in content.parallel_strategy_item] == [0, 1]
+    found = {item.param_name: item.parallel_layouts for item in content.parallel_layout_item}
+    # Others lie on ranks, or in parts, that its fields cannot say; a name with its separator would stop its parser, and
+    # a scalar its search for redundant parameters.
+    assert sorted(found) == ["0-embed", "0-optimizer.state.embed.exp_avg", "1-head", "1-uneven"]
+    head = found["1-head"]
+    assert (list(head.dev_matrix[0].dim), list(head.tensor_map[0].dim)) == ([2, 2], [1, 0])
+    average = found["0-optimizer.state.embed.exp_avg"]
+    assert sorted(spec.name for spec in content.other_tensor) == ["everywhere", "permuted", "scale", "weight-norm"]
+    assert list(average.tensor_map[0].dim) == [0, -1]
+    assert (average.opt_weight_shard_step, average.opt_weight_shard_size) == (2, 2)
+    assert list(found["1-uneven"].param_split_shape[0].dim) == [4, 3]
+    assert list(found["1-uneven"].indices_offset[0].dim) == [0, 4]
+
+
+def test_our_json_is_mindspores_json_too(tmp_path: Path) -> None:
+    content = json.loads(save_strategy(tmp_path / "s.json", pipeline(), stage=0).read_bytes())
+    assert content["parallel_layout_item"]["embed"] == {
+        "dev_matrix": [2, 2],
+        "tensor_map": [0, -1],
+        "tensor_shape": [12, 4],
+        "field": 0,
+        "opt_weight_shard_step": 0,
+        "opt_weight_shard_size": 0,
+    }
+    for key in ("version", "world_size", "layouts", "tensors"):
+        del content[key]
+    (tmp_path / "theirs.json").write_text(json.dumps(content))
+    found = load_strategy(tmp_path / "theirs.json")
+    assert found.by_name["embed"][0].shape == (12, 4)
+    assert found.by_name["embed"][0].layout == stage_layout(0)
+
+
+def mindspores(path: Path, *items: tuple[str, list[int]], stage: int = 0) -> Path:
+    """A strategy file as MindSpore writes it: parameters with their tensor maps on a mesh of 2 x 2."""
+    path.write_bytes(strategy_map(*(layout_item(name, [2, 2], tensor_map) for name, tensor_map in items), stage=stage))
+    return path
+
+
+@both_forms
+def test_foreign_tensor_maps_keep_an_entry_for_each_dimension(name: str, tmp_path: Path) -> None:
+    given: dict[str, list[int]] = {"w": [1, -1], "v": [-1, -1, -1], "b": [-1], "k": [-1, 0, -1]}
+    path = mindspores(tmp_path / "theirs.ckpt", *given.items())
+    for turn in range(2):  # ours from theirs, and ours from ours
+        path = save_strategy(tmp_path / f"{turn}-{name}", load_strategy(path))
+        if name.endswith(".json"):
+            found = {
+                key: item["tensor_map"] for key, item in json.loads(path.read_bytes())["parallel_layout_item"].items()
+            }
+        else:
+            content = messages().ParallelStrategyMap.FromString(path.read_bytes())
+            found = {i.param_name: list(i.parallel_layouts.tensor_map[0].dim) for i in content.parallel_layout_item}
+        assert found == given
+
+
+def test_merged_stages_keep_an_entry_for_each_dimension(tmp_path: Path) -> None:
+    for stage in range(2):
+        mindspores(tmp_path / f"rank_{stage}.ckpt", (f"layer{stage}.w", [1, -1]), stage=stage)
+    merge_strategies(tmp_path, tmp_path / "merged" / "all.ckpt")
+    content = messages().ParallelStrategyMap.FromString((tmp_path / "merged" / "all.ckpt").read_bytes())
+    maps = {item.param_name: list(item.parallel_layouts.tensor_map[0].dim) for item in content.parallel_layout_item}
+    assert maps == {"0-layer0.w": [1, -1], "1-layer1.w": [1, -1]}
+
+
+def test_shapes_that_contradict_a_foreign_tensor_map_are_refused(tmp_path: Path) -> None:
+    theirs = load_strategy(mindspores(tmp_path / "theirs.ckpt", ("w", [1, -1])))
+    assert not theirs.tensors[0].is_shape_known
+    assert with_shapes(theirs, {"w": (2, 6)}).tensors[0].shape == (4, 6)
+    with pytest.raises(UsageError, match="w has 2 dimensions, but the shape \\[4\\]"):
+        with_shapes(theirs, {"w": (2,)})
+
+
+def test_json_leaves_out_what_mindspores_reader_refuses(tmp_path: Path) -> None:
+    nested = TensorSpec("nested", (8, 4), Layout((2, 2), ("S(0)", "S(0)"), range(4)))  # type: ignore[arg-type]
+    two = TensorSpec("two", (8, 4), Layout((2, 2), ("_S(0,2)", "S(0)"), range(4)))  # type: ignore[arg-type]
+    both = TensorSpec("both", (8, 4), Layout((2, 2, 2), ("S(0)", "S(0)", "S(1)"), range(8)))  # type: ignore[arg-type]
+    scalar = TensorSpec("scalar", (), Layout((2, 2), ("R", "R"), range(4)))  # type: ignore[arg-type]
+    for world, specs in ((4, (nested, two, scalar)), (8, (both,))):
+        strategy = Strategy(world, specs)
+        path = save_strategy(tmp_path / f"{world}.json", strategy)
+        items = json.loads(path.read_bytes())["parallel_layout_item"]
+        assert all(item["tensor_map"] and isinstance(item["tensor_map"][0], int) for item in items.values())
+        assert "scalar" not in items
+        assert facts(load_strategy(path)) == facts(strategy)
+
+
+@pytest.mark.parametrize("field", ["name", "dtype", "parameter"])
+def test_texts_that_are_no_utf8_are_refused(field: str, tmp_path: Path) -> None:
+    spec = TensorSpec("NAME", (3,), Layout((2,), ("R",)), "DTYP", "PARA")  # type: ignore[arg-type]
+    layout = Layout((2,), ("S(0)",), (1, 0))  # type: ignore[arg-type]  # such ranks only our own fields can say
+    for each in (spec, TensorSpec("NAME", (3,), layout, "DTYP", "PARA")):
+        path = save_strategy(tmp_path / "s.pb", Strategy(2, (each,)))
+        data = path.read_bytes()
+        assert field[:4].upper().encode() in data
+        path.write_bytes(data.replace(field[:4].upper().encode(), b"\xff\xfe\x80\xc0"))
+        with pytest.raises(UsageError, match=r"s\.pb"):
+            load_strategy(path)
+
+
+@st.composite
+def some_strategy(draw: st.DrawFn) -> Strategy:
+    specs = []
+    world_size = draw(st.integers(1, 12))
+    for number in range(draw(st.integers(0, 4))):
+        mesh = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(1, 3)))]
+        while math.prod(mesh) > world_size:
+            mesh.pop()
+        mesh = mesh or [1]
+        ranks = list(range(world_size))
+        if draw(st.booleans()):
+            ranks = draw(st.permutations(ranks))
+        shape = tuple(draw(st.lists(st.integers(0, 9), max_size=3)))
+        placements = []
+        for _ in mesh:
+            dim = draw(st.sampled_from([None, *range(len(shape))]))
+            factor = draw(st.integers(1, 4))
+            placements.append("R" if dim is None else f"_S({dim},{factor})")
+        layout = Layout(tuple(mesh), tuple(placements), ranks[: math.prod(mesh)])  # type: ignore[arg-type]
+        specs.append(TensorSpec(draw(st.sampled_from(["w", "a-b", "3-c", "ä\n"])) + str(number), shape, layout, "F16"))
+    return Strategy(world_size, tuple(specs))
+
+
+@settings(max_examples=120, deadline=None)
+@given(strategy=some_strategy())
+@pytest.mark.parametrize("name", ["random.pb", "random.json"])
+def test_any_strategy_comes_back(tmp_path_factory: pytest.TempPathFactory, name: str, strategy: Strategy) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    found = load_strategy(save_strategy(path, strategy))
+    assert (found.world_size, facts(found)) == (strategy.world_size, facts(strategy))
+    for old, new in zip(strategy.tensors, found.tensors, strict=False):
+        assert set(found.by_name) == set(strategy.by_name)
+        for rank in old.layout.ranks:
+            match = next(spec for spec in found.by_name[old.name] if rank in spec.layout)
+            shard, other = old.layout.shard_of(rank), match.layout.shard_of(rank)
+            assert old.layout.boxes(old.shape, shard) == match.layout.boxes(match.shape, other)
+        assert new.dtype == "F16"
+
+
+@settings(max_examples=120, deadline=None)
+@given(strategy=some_strategy())
+def test_mindspores_fields_alone_give_the_same_boxes(
+    tmp_path_factory: pytest.TempPathFactory, strategy: Strategy
+) -> None:
+    """What we write for MindSpore is right or absent: read back without our own fields."""
+    path = tmp_path_factory.getbasetemp() / "stripped.ckpt"
+    content = messages().ParallelStrategyMap()
+    content.ParseFromString(save_strategy(path, strategy).read_bytes())
+    content.ClearField("world_size")
+    content.ClearField("other_tensor")
+    shapes = {}
+    for item in content.parallel_layout_item:
+        shapes[item.parallel_layouts.exact.name] = tuple(item.parallel_layouts.exact.shape)
+        item.parallel_layouts.ClearField("exact")
+    if not shapes:
+        return
+    path.write_bytes(content.SerializeToString())
+    for spec in load_strategy(path).tensors:
+        (old,) = (each for each in strategy.by_name[spec.name] if each.layout.ranks[0] == spec.layout.ranks[0])
+        assert not spec.shape or spec.shape == old.shape
+        for rank in old.layout.ranks:
+            shard, other = old.layout.shard_of(rank), spec.layout.shard_of(rank)
+            assert old.layout.boxes(old.shape, shard) == spec.layout.boxes(old.shape, other)
+
+
+# --- MindSpore's own, made by hand ---
+
+
+def test_golden_bytes_of_mindspore(tmp_path: Path) -> None:
+    path = tmp_path / "src_strategy_0.ckpt"
+    path.write_bytes(
+        strategy_map(
+            strategy_item("op", 0, (2, 4), (4, 1)),
+            layout_item("dense.weight", (2, 4), (0, -1)),
+            layout_item("dense.bias", (4, 2), (0,), step=2, size=4),
+            layout_item("moments.dense.weight", (2, 2, 2), ((1, 0), (-1,))),
+            layout_item("accu_grads.dense.weight", (2, 4), (0, -1), size=-1),
+            layout_item("table", (2, 4), (0,), split=(3, 3, 3, 1), offsets=(0, 3, 6, 9)),
+        )
+    )
+    found = load_strategy(path)
+    assert found.world_size == 8
+    texts = {spec.name: (spec.shape, str(spec.layout), spec.layout.ranks) for spec in found.tensors}
+    assert texts == {
+        "dense.weight": ((), "[m0=2:R, m1=4:S(0)]", range(8)),
+        "dense.bias": ((), "[m0=4:_S(0,2), m1=2:S(0)]", range(8)),
+        "moments.dense.weight": ((), "[m0=2:R, m1=2:S(0), m2=2:S(0)]", range(8)),
+        "accu_grads.dense.weight": ((), "[m0=2:R, m1=4:S(0)]", range(8)),
+        "table": ((10,), "[m0=2:R, m1=4:S(0)]", range(8)),
+    }
+    (bias,) = found.by_name["dense.bias"]
+    assert bias.layout.boxes((16,), bias.layout.shard_of(1)) == [((8, 10),)]
+    whole = strategy_file.with_shapes(found, {"dense.weight": (4, 7), "dense.bias": (2,)})
+    assert (whole.by_name["dense.weight"][0].shape, whole.by_name["dense.bias"][0].shape) == ((16, 7), (16,))
+    again = load_strategy(save_strategy(tmp_path / "again.ckpt", found))
+    assert facts(again) == facts(found)
+
+
+def test_the_bytes_themselves(tmp_path: Path) -> None:
+    """Field numbers, written out: nothing but the format's documentation stands behind them."""
+    path = tmp_path / "s.ckpt"
+    text = (
+        "08 01"  # current_stage = 1
+        "12 0f 0a 02 6f70 12 09 08 00 12 05 08 02 08 80 01"  # item: node_name "op", stage 0, strategy (2, 128)
+        "1a 24 0a 01 77"  # layout item of 36 bytes: param_name "w"
+        "12 1f"  # its layouts
+        "0a 04 08 02 08 04"  # dev_matrix (2, 4)
+        "12 0d 08 00 08 ff ff ff ff ff ff ff ff ff 01"  # tensor_map (0, -1)
+        "1a 00 22 00"  # no split shape, no offsets
+        "28 00 30 00 38 00"  # field, step, size
+    )
+    data = bytes.fromhex(text.replace(" ", ""))
+    path.write_bytes(data)
+    (spec,) = load_strategy(path).tensors
+    assert (spec.name, str(spec.layout), spec.layout.ranks) == ("w", "[m0=2:R, m1=4:S(0)]", range(8))
+    assert data == strategy_map(strategy_item("op", 0, (2, 128)), layout_item("w", (2, 4), (0, -1)), stage=None)
+
+
+def test_stages_of_mindspore(tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(strategy_map(layout_item("w", (2, 2), (0,)), stage=3))
+    content = read_strategy(path)
+    assert content.stage_size == 4
+    assert content.strategy.tensors[0].layout.ranks == range(12, 16)
+    items = [layout_item("0-w", (2, 2), (0,)), layout_item("1-w", (2, 2), (1,)), layout_item("1-head", (4,), (0,))]
+    path.write_bytes(strategy_map(*items))
+    found = load_strategy(path)
+    assert {(spec.name, spec.layout.ranks) for spec in found.tensors} == {
+        ("w", range(4)),
+        ("w", range(4, 8)),
+        ("head", range(4, 8)),
+    }
+    packed = bytes_field(1, bytes_field(1, varint(2) + varint(2))) + bytes_field(2, bytes_field(1, varint(0)))
+    zeros = number_field(5, 0) + number_field(6, 0) + number_field(7, 0)
+    item = bytes_field(3, bytes_field(1, "p") + bytes_field(2, packed + zeros))
+    path.write_bytes(strategy_map(item))  # a writer may pack
+    assert load_strategy(path).tensors[0].layout.mesh_shape == (2, 2)
+
+
+def test_json_of_mindspore(tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    item = {"field": 0, "opt_weight_shard_step": 2, "opt_weight_shard_size": 4}
+    content = {
+        "current_stage": 1,
+        "parallel_strategy_item": {"op": {"stage": 1, "parallel_strategy": [[2, 4], [4, 1]]}},
+        "parallel_layout_item": {
+            "w": {"dev_matrix": [4, 2], "tensor_map": [0, -1], "tensor_shape": [16, 3], **item},
+            "unshaped": {"dev_matrix": [4, 2], "tensor_map": [[1, 0], -1]},
+        },
+    }
+    path.write_text(json.dumps(content))
+    w, unshaped = load_strategy(path).tensors
+    assert (w.shape, str(w.layout), w.layout.ranks) == ((16, 3), "[m0=4:_S(0,2), m1=2:S(0)]", range(8, 16))
+    assert (unshaped.shape, str(unshaped.layout)) == ((), "[m0=4:S(0), m1=2:S(0)]")
+
+
+# --- bad input ---
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        load_strategy(path)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def error_or_strategy(path: Path) -> None:
+    problem = None
+    try:
+        load_strategy(path)
+    except UsageError as error:
+        problem = str(error)
+    assert problem is None or str(path) in problem
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "is empty"),
+        (b"\x08\x01", "no tensor in it"),
+        (strategy_map(), "no tensor in it"),
+        (layout_item("w", (2,), (0,)), "current_stage is missing"),
+        (strategy_map(bytes_field(3, bytes_field(1, "w"))), "parallel_layouts is missing"),
+        (strategy_map(bytes_field(3, bytes_field(1, "w") + bytes_field(2, b""))), "field is missing"),
+        (strategy_map(layout_item("w", (2,), (0,)), layout_item("w", (2,), (-1,))), "contradictory descriptions of w"),
+        (strategy_map(layout_item("w", (2,), (0,)), layout_item("v", (4,), (0,))), "on 2 ranks and 'v' on 4"),
+        (strategy_map(layout_item("w", (2,), (5,))), "'w': tensor_map"),
+        (strategy_map(layout_item("w", (2,) * 20, (0,))), "'w': dev_matrix has 20"),
+        (strategy_map(layout_item("w", (2,) * 70, (0,))), "w: more than 64"),
+        (strategy_map(layout_item("", (2,), (0,))), "without a name"),
+        (strategy_map(layout_item("9999999-w", (64,), (0,))), "from rank 639999936 on"),
+        (strategy_map(layout_item("w", (1 << 31, 1 << 31), (0,))), "'w': dev_matrix"),
+        (strategy_map(bytes_field(3, bytes_field(1, b"\xff\xfe") + bytes_field(2, b""))), ""),
+        (strategy_map(bytes_field(1001, b"")), "its ranks are"),
+        (strategy_map(bytes_field(1001, bytes_field(7, varint(0) + varint(1 << 30)))), "its ranks are"),
+        (strategy_map(number_field(1000, 1 << 31)), "2147483648 ranks"),
+        (group_info({"dp": (0, 1)}, (0, 1)), "is missing"),
+        (b"\x08\x01" + varint(3 << 3 | 2) + varint(1 << 60), "damaged"),
+        (b"\x08\x01" + b"\x0b" * 5000, "damaged"),
+        (b"\x08\x01" + b"\x1a\x00" * 1_000_001, "more than 1000000 entries"),
+        (b"\x08\x01" + b"\x0b\x0c" * 1_000_001, "more than 1000000 entries"),
+    ],
+)
+def test_bad_files_are_named(data: bytes, problem: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.ckpt"
+    path.write_bytes(data)
+    assert problem in refused(path)
+
+
+def test_a_file_that_contradicts_itself_is_refused(tmp_path: Path) -> None:
+    path = save_strategy(tmp_path / "s.ckpt", pipeline())
+    content = messages().ParallelStrategyMap()
+    content.ParseFromString(path.read_bytes())
+    for change in ("dev_matrix", "ranks", "name", "size"):
+        copy = messages().ParallelStrategyMap()
+        copy.CopyFrom(content)
+        item = copy.parallel_layout_item[0]
+        if change == "dev_matrix":
+            item.parallel_layouts.dev_matrix[0].dim[:] = [4, 1]
+        elif change == "ranks":
+            item.parallel_layouts.exact.rank_run[:] = [4, 4]
+        elif change == "name":
+            item.param_name = "0-other"
+        else:
+            item.parallel_layouts.opt_weight_shard_size = 2
+        path.write_bytes(copy.SerializeToString())
+        refused(path)
+
+
+JSON_BOMBS = {
+    "no json": "{",
+    "a list": "[]",
+    "a number": "1e999",
+    "deep": "[" * 100_000,
+    "deep objects": '{"a":' * 100_000,
+    "a long number": '{"tensors": [], "layouts": [], "world_size": ' + "9" * 10_000 + "}",
+    "many ranks": '{"tensors": [], "layouts": [], "world_size": 999999999}',
+    "no text": "\udcff",
+    "many lists": "[" + "[]," * 4_000_000 + "[]]",
+    "twice": '{"parallel_layout_item": {}, "parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0]}}}',
+    "no parameters": '{"parallel_layout_item": []}',
+    "no stage": '{"parallel_strategy_item": {"a": {}}, "parallel_layout_item": {"w": {}}}',
+    "bad stage": '{"parallel_strategy_item": {"a": {"stage": -1}}, "parallel_layout_item": {"w": {}}}',
+    "bad layout": '{"parallel_layout_item": {"w": 3}}',
+    "bad mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [2.5], "tensor_map": [0]}}}',
+    "a truth": '{"parallel_layout_item": {"w": {"dev_matrix": [true], "tensor_map": [0]}}}',
+    "bad map": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": "0"}}}',
+    "bad shape": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [1, 0], "tensor_shape": [4]}}}',
+    "negative": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "tensor_shape": [-1]}}}',
+    "bad field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": "x"}}}',
+    "infinite field": '{"parallel_layout_item": {"w": {"dev_matrix": [2], "tensor_map": [0], "field": 1e999}}}',
+    "huge mesh": '{"parallel_layout_item": {"w": {"dev_matrix": [4611686018427387903, 9], "tensor_map": [0]}}}',
+    "null": '{"tensors": null, "layouts": [], "world_size": 1}',
+}
+
+
+@pytest.mark.parametrize("text", JSON_BOMBS.values(), ids=JSON_BOMBS)
+def test_bad_json_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "s.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    refused(path)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.binary(max_size=200), name=st.sampled_from(["random.ckpt", "random.json"]), headed=st.booleans())
+def test_random_bytes_are_an_error_or_a_strategy(
+    tmp_path_factory: pytest.TempPathFactory, data: bytes, name: str, headed: bool
+) -> None:
+    path = tmp_path_factory.getbasetemp() / name
+    path.write_bytes((b"\x08\x01" if headed else b"") + data)
+    error_or_strategy(path)
+
+
+@both_forms
+def test_damaged_files_are_an_error_or_a_strategy(name: str, tmp_path: Path) -> None:
+    data = save_strategy(tmp_path / name, pipeline()).read_bytes()
+    path, chance = tmp_path / f"damaged-{name}", random.Random(4)
+    for number in range(600):
+        if number % 3 == 0:
+            bad = data[: chance.randrange(len(data))]
+        elif number % 3 == 1:
+            changed = bytearray(data)
+            changed[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+            bad = bytes(changed)
+        else:
+            place = chance.randrange(len(data))
+            bad = data[:place] + chance.choice([b"\xff" * 9 + b"\x01", b"9" * 30, b"[[", b"\x00"]) + data[place + 1 :]
+        path.write_bytes(bad)
+        error_or_strategy(path)
+
+
+def test_only_regular_files_of_a_sane_size_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = save_strategy(tmp_path / "s.ckpt", pipeline())
+    link, pipe = tmp_path / "link.ckpt", tmp_path / "pipe.ckpt"
+    link.symlink_to(good)
+    os.mkfifo(pipe)
+    assert "symbolic link" in refused(link)
+    assert "no regular file" in refused(pipe)
+    assert "No such file" in refused(tmp_path / "none")
+    assert "no regular file" in refused(tmp_path)
+    with pytest.raises(UsageError, match="null"):
+        load_strategy("a\0b")
+    with pytest.raises(TypeError, match="where the path of a strategy file should be"):
+        load_strategy(3)  # type: ignore[arg-type]
+    monkeypatch.setattr(small_files, "MAX_FILE_BYTES", good.stat().st_size - 1)
+    assert "is larger than" in refused(good)
+    huge = tmp_path / "huge.ckpt"
+    huge.touch()
+    os.truncate(huge, 1 << 40)
+    assert "is larger than" in refused(huge)
+
+
+def test_a_save_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+    path = save_strategy(tmp_path / "s.ckpt", pipeline())
+    with pytest.raises(SaveError, match=r"s\.ckpt/under"):
+        save_strategy(path / "under", pipeline())
+    (tmp_path / "folder.ckpt").mkdir()
+    with pytest.raises(SaveError, match=r"folder\.ckpt"):
+        save_strategy(tmp_path / "folder.ckpt", pipeline())
+    assert sorted(os.listdir(tmp_path)) == ["folder.ckpt", "s.ckpt"]
+    assert facts(load_strategy(path)) == facts(pipeline())
