@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from mindx_elastic import Guard, saving
+from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit, SaveError, UsageError
+from mindx_elastic.guard import saver as saving
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
