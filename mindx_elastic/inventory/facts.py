@@ -109,7 +109,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes:
 
 
 def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
-    """Attempt and step that the file's attempt went on from, as its header says (see `guard.saver.Saver.began_from`)."""
+    """Attempt and step that the file's attempt went on from, as its header says (`Saver.began_from`)."""
     attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
     return None if attempt is None or step is None else (attempt, step)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError, UsageError
-from mindx_elastic.plan import small_files, strategy_file
+from mindx_elastic.platforms import small_files, strategy_file
 from mindx_elastic.platforms.small_files import messages
 from mindx_elastic.platforms.strategy_file import load_strategy, read_strategy, save_strategy, with_shapes
 from mindx_elastic.platforms.transform import merge_strategies
