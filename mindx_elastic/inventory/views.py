@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import pack_facts, strategy_digest, unpack_facts
+from mindx_elastic.inventory.findings import Place, Transport
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER
 from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
@@ -26,18 +26,6 @@ __all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "Transport", "key_of",
 START_TIMEOUT_S = 1800.0  # verifying hundreds of GB on a slow disk takes minutes, on one rank longer than on another
 
 Key = tuple[str, str, int, Moment, str, float, int]
-Place = tuple[int, str]
-"""Number of a directory and path in it, the same on every rank."""
-
-
-class Transport(Protocol):
-    """What carries files between ranks; the package's own is `mirror.mirror.Mirror`."""
-
-    def locate(self, path: Path, rank: int) -> Place | None:
-        """The place of a file of `rank`, the same on every rank: number of the directory and path in it."""
-
-    def fetch(self, holder: int, root: int, name: str) -> Path:
-        """Get a file of this rank from another rank; returns where it is. Raises OSError or CheckpointError."""
 
 
 @dataclass

@@ -32,7 +32,7 @@ import xxhash
 
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 
-__all__ = ["FirstSave", "Note", "find_notes", "settle"]
+__all__ = ["FirstSave", "Note", "find_notes", "note_at", "settle"]
 
 _PREFIX, _SUFFIX = "first-save-", ".json"
 _KEPT = 8  # of runs that never saved: a job that dies before its first save, again and again
@@ -158,6 +158,14 @@ def find_notes(directory: Path) -> Iterator[Note]:
         note = _read(path)
         if note is not None and note.holds:
             yield note
+
+
+def note_at(path: Path) -> Note | None:
+    """The note that `path` is, if it is one and still holds."""
+    if not (path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)):
+        return None
+    note = _read(path)
+    return note if note is not None and note.holds else None
 
 
 def settle(folder: Path) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.plan.assumptions import settle_assumptions
@@ -35,6 +36,14 @@ NEAR = 2
 """Steps: an exact step at most so much older goes before one that is not. A rank that was killed is at most one behind.
 """
 _SHOWN = 3
+
+
+class _Dated(Protocol):
+    @property
+    def moment(self) -> Moment: ...
+
+    @property
+    def created(self) -> float: ...
 
 
 def plan_resume(
@@ -89,7 +98,7 @@ def plan_resume(
     return Refusal((*reasons, *rejected), bool(everything), worlds, known.ranks)
 
 
-def order_of_moments(files: Iterable[FileFact]) -> list[Moment]:
+def order_of_moments(files: Iterable[_Dated]) -> list[Moment]:
     """All steps, the one to try first in front: the run with the newest file; in it the last attempt (it began at a
     step that was chosen then, so its steps go before higher ones of an earlier attempt); in it the highest step."""
     activity: dict[str, float] = {}

@@ -1,0 +1,424 @@
+"""What one process finds on its disks and in its machine's memory: `list_files`, then `scan`.
+
+Both only read. Processes that see the same files (`Listing.disk`, `Listing.machine`) can share the reading of the
+headers; each then scans its share, and `Inventory.merge` puts the findings together. A start puts damaged files aside
+afterwards, with `put_aside`; everybody else leaves them where they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import xxhash
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.layout import MAX_RANKS
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.inventory.facts import Strategies, facts_of, strategy_digest
+from mindx_elastic.memory.arena import rank_folders
+from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs
+from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
+from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
+from mindx_elastic.persist.first_save import Note, note_at
+from mindx_elastic.persist.storage import quarantine, quarantined
+from mindx_elastic.plan.facts import FileFact, Moment, Rejected
+
+__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "scan"]
+
+Place = tuple[int, str]
+"""Number of a directory and path in it, the same on every rank."""
+Share = tuple[int, int]
+"""(n, count): every count-th file, from the n-th on."""
+EVERYTHING: Share = (0, 1)
+
+
+class Transport(Protocol):
+    """What carries files between ranks; the package's own is `mirror.mirror.Mirror`."""
+
+    def locate(self, path: Path, rank: int) -> Place | None:
+        """The place of a file of `rank`, the same on every rank: number of the directory and path in it."""
+
+    def fetch(self, holder: int, root: int, name: str) -> Path:
+        """Get a file of this rank from another rank; returns where it is. Raises OSError or CheckpointError."""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files that one process sees, unread."""
+
+    directories: tuple[Path, ...]
+    files: Mapping[Path, Path]
+    """File -> the directory that it was found in."""
+    unlisted: tuple[CatalogEntry, ...] = ()
+    """Folders that cannot be listed."""
+    arenas: Path | None = None
+    """The job's folder in shared memory."""
+    snapshots: tuple[Path, ...] = ()
+    """The files in it."""
+    disk: str = ""
+    """Equal for two processes only if they see the same files on disk, not only files of the same names."""
+    machine: str = ""
+    """Equal for two processes only if they see the same snapshots in memory."""
+
+
+def _digest(paths: Iterable[Path]) -> str:
+    digest = xxhash.xxh3_128()
+    for path in paths:
+        try:
+            status = os.lstat(path)
+        except OSError:
+            continue
+        line = f"{path} {status.st_ino} {status.st_size} {status.st_mtime_ns}\n"
+        digest.update(line.encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listing:
+    """What there is to scan. Any thread; blocks on the disk."""
+    files: dict[Path, Path] = {}
+    unlisted: list[CatalogEntry] = []
+    for directory in directories:
+        for found in find_files(directory) if directory.is_dir() else ():
+            if isinstance(found, Path):
+                files.setdefault(found, directory)
+            else:
+                unlisted.append(found)
+    snapshots = () if arenas is None else tuple(snapshot_files(arenas))
+    machine = f"{os.uname().nodename}:{_digest(snapshots)}"
+    return Listing(tuple(directories), files, tuple(unlisted), arenas, snapshots, _digest(files), machine)
+
+
+@dataclass
+class Findings:
+    """What one process has found. `encode` is for the others; the fields after `never_saved` stay here."""
+
+    attempt: int = 0
+    """As the launcher counts."""
+    disk: str = ""
+    machine: str = ""
+    share: Share = EVERYTHING
+    """Which of the files of `disk` were read."""
+    memory_share: Share = EVERYTHING
+    """Which of the snapshots of `machine` were read."""
+    facts: list[FileFact] = field(default_factory=list)
+    """Of the files on disk; all that have the same `disk` see them."""
+    in_memory: list[FileFact] = field(default_factory=list)
+    """Of the snapshots; all that have the same `machine` see them."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """By path, of files on disk that other ranks can fetch from here."""
+    own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
+    """By rank, its own small state of a step, to go with a donor's file. `encode` leaves the bytes out."""
+    unforeseen: set[Moment] = field(default_factory=set)
+    """Boundaries that came out otherwise than their forecasts, as some rank's file says."""
+    attempts: dict[str, int] = field(default_factory=dict)
+    """Highest attempt of each run, in memory or on disk."""
+    known: dict[str, float] = field(default_factory=dict)
+    """Run -> its last sign of life, of the runs that files, event logs and markers on disk know."""
+    claim: Claim | None = None
+    """What the memory says of the run that it is of."""
+    rejected: list[Rejected] = field(default_factory=list)
+    """Files that cannot be used, or not by every rank."""
+    anything: bool = False
+    """There are files of ours on disk, or were."""
+    other: bool = False
+    """Some of them are no sound files of a step: what they were is not known."""
+    never_saved: list[tuple[str, int, int]] = field(default_factory=list)
+    """(run, rank, world size) of the notes of ranks that have never put a file in place."""
+    entries: dict[str, CatalogEntry] = field(default_factory=dict)
+    """Of all files that were read, by path. Stays here."""
+    notes: list[Note] = field(default_factory=list)
+    """The notes behind `never_saved`. Stays here."""
+    damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list)
+    """Damaged files in places of ours, each with its directory, for `put_aside`. Stays here."""
+
+    @property
+    def strategies(self) -> dict[str, Strategy]:
+        """By digest, those of all facts: they are large and few, and are sent apart from `encode`."""
+        found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory)}
+        return {strategy_digest(strategy): strategy for strategy in found.values()}
+
+    def encode(self) -> str:
+        """Compact JSON; `decode` is the way back. Strategies are left out, their digests stand in their place."""
+        facts = (*self.facts, *self.in_memory)
+        runs = list(dict.fromkeys(fact.moment[0] for fact in facts))
+        digests: dict[int, str] = {}
+        for fact in facts:
+            if id(fact.strategy) not in digests:
+                digests[id(fact.strategy)] = strategy_digest(fact.strategy)
+        strategies = list(dict.fromkeys(digests.values()))
+        numbers = {run: number for number, run in enumerate(runs)}
+        places = {digest: number for number, digest in enumerate(strategies)}
+
+        def rows(facts: Iterable[FileFact]) -> list[list[Any]]:
+            return [
+                [
+                    *(numbers[f.moment[0]], *f.moment[1:], places[digests[id(f.strategy)]]),
+                    *(getattr(f, name) for name in _ROW),
+                ]
+                for f in facts
+            ]
+
+        content = {
+            **{name: getattr(self, name) for name in _PLAIN},
+            "runs": runs,
+            "strategies": strategies,
+            "facts": rows(self.facts),
+            "in_memory": rows(self.in_memory),
+            "own": [
+                [rank, *moment, state.forecast] for rank, states in self.own.items() for moment, state in states.items()
+            ],
+            "unforeseen": sorted(self.unforeseen),
+            "claim": None if self.claim is None else [self.claim.run_id, self.claim.began],
+            "rejected": [[one.what, one.reason] for one in self.rejected],
+        }
+        return json.dumps(content, separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str, strategies: Mapping[str, Strategy]) -> Findings:
+        """What another process has encoded. `strategies`: by digest, of all processes.
+
+        Raises ValueError, KeyError or TypeError for a text that `encode` does not make.
+        """
+        content = json.loads(text)
+        runs = [_text(run) for run in content["runs"]]
+        laid = [strategies[_text(digest)] for digest in content["strategies"]]
+        disk, machine = _text(content["disk"]), _text(content["machine"])
+        own: dict[int, dict[Moment, OwnState]] = {}
+        for rank, *moment, forecast in content["own"]:
+            own.setdefault(_whole(rank), {})[_moment(moment)] = OwnState(b"", bool(forecast))
+        return cls(
+            attempt=_whole(content["attempt"]),
+            disk=disk,
+            machine=machine,
+            share=_share(content["share"]),
+            memory_share=_share(content["memory_share"]),
+            facts=[_fact(row, runs, laid, disk) for row in content["facts"]],
+            in_memory=[_fact(row, runs, laid, machine) for row in content["in_memory"]],
+            places={_text(path): (_whole(root), _text(name)) for path, (root, name) in content["places"].items()},
+            own=own,
+            unforeseen={_moment(each) for each in content["unforeseen"]},
+            attempts={run: _whole(attempt) for run, attempt in content["attempts"].items()},
+            known={run: _time(last) for run, last in content["known"].items()},
+            claim=None if content["claim"] is None else Claim(_text(content["claim"][0]), _time(content["claim"][1])),
+            rejected=[Rejected(_text(what), _text(reason)) for what, reason in content["rejected"]],
+            anything=bool(content["anything"]),
+            other=bool(content["other"]),
+            never_saved=[(_text(run), _whole(rank), _whole(size)) for run, rank, size in content["never_saved"]],
+        )
+
+
+_PLAIN = (
+    *("attempt", "disk", "machine", "share", "memory_share", "places", "attempts", "known", "anything", "other"),
+    "never_saved",
+)
+_ROW = (
+    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
+    *("echoes", "base"),
+)
+_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
+
+
+def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:
+    """Raises ValueError for a row that no header can give."""
+    run, attempt, step, strategy, *values = row
+    named = dict(zip(_ROW, values, strict=True))
+    sound = (
+        all(isinstance(named[name], str) for name in ("path", "kind"))
+        and all(type(named[name]) is int and named[name] >= 0 for name in _WHOLE)
+        and named["rank"] < named["world_size"] <= MAX_RANKS
+        and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
+        and isinstance(named["echoes"], dict)
+        and all(isinstance(text, str) for text in named["echoes"].values())
+    )
+    if not sound:
+        raise ValueError("no facts of a checkpoint file")
+    base = named.pop("base")
+    return FileFact(
+        moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
+        strategy=strategies[_whole(strategy)],
+        where=where,
+        base=None if base is None else (_whole(base[0]), _whole(base[1])),
+        **named,
+    )
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r:.40} is no text")
+    return value
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.40} is no whole number from 0")
+    return value
+
+
+def _time(value: object) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r:.40} is no time")
+    return float(value)  # type: ignore[arg-type]  # checked
+
+
+def _share(value: Sequence[Any]) -> Share:
+    number, count = (_whole(each) for each in value)
+    if not number < count <= MAX_RANKS:
+        raise ValueError(f"share {number} of {count}")
+    return number, count
+
+
+def _moment(values: Sequence[Any]) -> Moment:
+    run, attempt, step = values
+    return _text(run), _whole(attempt), _whole(step)
+
+
+# --- scanning ---
+
+
+def scan(
+    listing: Listing,
+    *,
+    trust: Trust,
+    rank: int | None = None,
+    only: Moment | None = None,
+    share: Share = EVERYTHING,
+    memory_share: Share = EVERYTHING,
+    transport: Transport | None = None,
+    attempt: int = 0,
+) -> Findings:
+    """Read the headers of (a share of) what `listing` names, and the small states of `rank`, or of all ranks.
+
+    only: files of other steps count for nothing but the number of attempts. transport: tells
+    from where other ranks can fetch the files. Changes nothing; any thread; blocks on the disk.
+    """
+    found = Findings(
+        attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
+    )
+    found.other = found.anything = any(quarantined(directory) for directory in listing.directories)
+    on_disk = _read_files(listing, share, trust, found)
+    in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path))]
+    for entry in (*on_disk, *in_memory):
+        info = entry.info
+        if info is None:
+            continue
+        found.entries[str(entry.path)] = entry
+        found.attempts[info.run_id] = max(info.attempt, found.attempts.get(info.run_id, 0))
+        if info.coordinates.get("foreseen") == 0:
+            found.unforeseen.add(info.moment)
+    strategies = Strategies()
+    found.facts = _facts(on_disk, strategies, found.disk, only, found)
+    found.in_memory = _facts(in_memory, strategies, found.machine, only, found)
+    if transport is not None:
+        places = {fact.path: transport.locate(Path(fact.path), fact.rank) for fact in found.facts}
+        found.places = {path: place for path, place in places.items() if place is not None}
+    _find_own_states(listing, rank, trust, found)
+    _find_known_runs(listing, on_disk, in_memory, trust, found)
+    return found
+
+
+def _slice(share: Share) -> tuple[int, None, int]:
+    number, count = share
+    return number, None, count
+
+
+def _sound(path: Path) -> CatalogEntry | None:
+    entry = read_entry(path)
+    return None if entry is None or entry.info is None else entry
+
+
+def _facts(
+    entries: Sequence[CatalogEntry], strategies: Strategies, where: str, only: Moment | None, found: Findings
+) -> list[FileFact]:
+    facts, rejected = facts_of(entries, strategies)
+    found.rejected += rejected
+    return [replace(fact, where=where) for fact in facts if only in (None, fact.moment)]
+
+
+def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -> list[CatalogEntry]:
+    """The entries of this share of the files, the bad ones too; what the others say about them goes to `found`."""
+    entries = list(listing.unlisted) if share[0] == 0 else []
+    for path in [*listing.files][slice(*_slice(share))]:
+        directory = listing.files[path]
+        if path.parent.parent == directory and (note := note_at(path)) is not None:
+            found.notes.append(note)
+            found.never_saved.append((note.run_id, note.rank, note.world_size))
+            continue
+        entry = read_entry(path, owners=trust.of(directory))
+        if entry is not None:
+            entries.append(entry)
+    for entry in entries:
+        found.entries[str(entry.path)] = entry
+        # Somebody else's file under a name of its own (pretrained weights) is none of our business.
+        ours = entry.info is not None or entry.looks_ours or not entry.foreign
+        found.anything |= ours
+        found.other |= ours and (entry.info is None or not entry.info.resumable)
+        is_file = entry.path in listing.files and not entry.path.is_dir()
+        # Another user's is not ours to move, and may be sound for whoever runs this job under that user next.
+        if entry.info is None and entry.owner is None and entry.looks_ours and is_file:
+            found.damaged.append((entry, listing.files[entry.path]))
+    return entries
+
+
+def _find_own_states(listing: Listing, rank: int | None, trust: Trust, found: Findings) -> None:
+    ranks = [rank] if rank is not None else _ranks_with_rings(listing)
+    for each in ranks:
+        for ring in own_rings(listing.directories, listing.arenas, each):
+            for moment, own in own_states(ring, trust.of(ring)).items():
+                found.own.setdefault(each, {}).setdefault(moment, own)
+
+
+def _ranks_with_rings(listing: Listing) -> list[int]:
+    folders = [path.parent for directory in listing.directories for path in directory.glob(f"rank_*/{RING_COPY}")]
+    ranks = {rank for folder in folders if (rank := rank_of_folder(folder)) is not None}
+    return sorted(ranks | set(rank_folders(listing.arenas) if listing.arenas is not None else ()))
+
+
+def _find_known_runs(
+    listing: Listing,
+    on_disk: Sequence[CatalogEntry],
+    in_memory: Sequence[CatalogEntry],
+    trust: Trust,
+    found: Findings,
+) -> None:
+    """The runs on disk; and, where there is memory to judge, what event logs and the memory itself say of its runs."""
+    wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
+    wanted |= {moment[0] for states in found.own.values() for moment in states}
+    if wanted and listing.arenas is not None and listing.directories:
+        found.known = known_runs(listing.directories, wanted, trust)
+        found.claim = claim_of(listing.arenas, listing.directories[0])
+    for entry in on_disk:
+        if (info := entry.info) is not None:
+            found.known[info.run_id] = max(info.created, found.known.get(info.run_id, 0.0))
+
+
+def put_aside(found: Findings) -> None:
+    """Move the damaged files of `found` to the quarantines of their directories, and say what is left out. Starts only:
+    main thread, when nobody lists the files any more."""
+    damaged = {entry.path: directory for entry, directory in found.damaged}
+    for entry in found.entries.values():
+        if entry.info is not None:
+            continue
+        if entry.owner is not None:
+            logger.warning("%s is left out: it %s", entry.path, entry.problem)
+        elif entry.foreign and not entry.looks_ours:
+            logger.info("%s is not a checkpoint of this package and is left alone", entry.path)
+        elif not _moved(entry, damaged.get(entry.path)):
+            logger.warning("%s is not used: %s", entry.path, entry.problem)
+
+
+def _moved(entry: CatalogEntry, directory: Path | None) -> bool:
+    if directory is None:
+        return False
+    try:
+        target = quarantine(entry.path, entry.problem or "unreadable", directory)
+    except OSError as error:
+        logger.warning("%s cannot be moved to the quarantine (%s)", entry.path, error)
+        return False
+    logger.warning("%s is put aside in %s: %s", entry.path, target, entry.problem)
+    return True

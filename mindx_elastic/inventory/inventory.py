@@ -1,0 +1,423 @@
+"""Everything that can be resumed from, on disk and in memory: what it is, what a start would take, what to do without.
+
+One answer for all who ask: a start (`merge` of what all ranks have found), the holder, the command line, conversion and
+retention (`merge` of one process's own findings). Equal findings give equal answers on every rank. Pure: no file
+system; reading and verifying is the caller's, who tells `forget` what could not be read.
+
+Disks may be shared, or each node has its own, with the same path on each: a file is known by its path and the disk that
+it is on, and for each it is noted which ranks can read it. A copy of a rank's file on another node counts as readable
+by that rank where a transport can fetch it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.inventory.findings import Findings, Place, Share
+from mindx_elastic.memory.known_runs import usable_runs
+from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
+from mindx_elastic.plan.assumptions import settle_assumptions
+from mindx_elastic.plan.candidate import Candidate, Context
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World, moment_name
+from mindx_elastic.plan.planner import never_whole, order_of_moments, plan_resume
+
+__all__ = ["Inventory", "Step", "judge", "until_sound"]
+
+T = TypeVar("T")
+Key = tuple[str, str, int, Moment, str, float, int]
+"""What one file on one disk is known by."""
+
+
+def _key_of(fact: FileFact) -> Key:
+    return fact.where, fact.path, fact.rank, fact.moment, fact.kind, fact.created, fact.nbytes
+
+
+@dataclass
+class _File:
+    fact: FileFact
+    seen_by: frozenset[int]
+    """The ranks that have it before them."""
+    places: dict[int, Place] = field(default_factory=dict)
+    """By rank, where others can fetch it from."""
+
+
+@dataclass(frozen=True)
+class _Damage:
+    """A file that could not be used after all."""
+
+    path: str
+    moment: Moment
+    problem: str
+    rank: int | None
+    """That met it; None: there is only this process."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of one attempt of one run, judged: can a start of as many ranks go on from it?"""
+
+    moment: Moment
+    world_size: int
+    """Of the newest file, should they disagree."""
+    facts: tuple[FileFact, ...]
+    """Its files that can be resumed from, by rank; of one rank the one to try first in front."""
+    entries: tuple[CatalogEntry, ...]
+    """All its files that this process has read, in the same order; what cannot be resumed from comes last."""
+    missing_ranks: Sequence[int]
+    """Ranks without a file of their own to resume from; in huge worlds no list of them is made (`RankGaps`)."""
+    problem: str
+    """Why no start of as many ranks goes on from it, as the planner says; empty: one does."""
+    inexact: tuple[str, ...]
+    """Why such a start would not be bit for bit the uninterrupted run."""
+
+    @property
+    def is_usable(self) -> bool:
+        """A start goes on from it; a rank may have to take another's file."""
+        return not self.problem
+
+    @property
+    def is_complete(self) -> bool:
+        """A start goes on from it as if nothing had happened. Digests are not checked."""
+        return not (self.problem or self.inexact)
+
+    @property
+    def why_incomplete(self) -> str | None:
+        """One line for a person; None when complete."""
+        if self.is_complete:
+            return None
+        useless = sorted({e.info.rank for e in self.entries if e.info and not e.info.resumable} - self.ranks)
+        absent = RankGaps(self.world_size, {*self.ranks, *useless})
+        parts = [f"{_ranks(absent)} of {self.world_size} missing"] if absent else []
+        parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
+        return "; ".join(parts) if parts and self.has_one_size else self.problem or self.inexact[0]
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those with a file to resume from."""
+        return {fact.rank for fact in self.facts}
+
+    @property
+    def has_one_size(self) -> bool:
+        """All its files are of a world of the same size."""
+        return len({fact.world_size for fact in self.facts}) < 2
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+class Inventory:
+    """What several processes, or one, have found, put together. One thread at a time."""
+
+    def __init__(self, world_size: int = 1) -> None:
+        self.world_size = world_size
+        """Number of processes that look; of one all is seen by every rank of any world."""
+        self.own_states: dict[Moment, set[int]] = {}
+        """For each step the ranks that have their own small state of it."""
+        self.unforeseen: set[Moment] = set()
+        self.runs: set[str] = set()
+        """Whose memory may be used."""
+        self.rejected: list[Rejected] = []
+        self.anything = self.other = False
+        self.entries: dict[str, CatalogEntry] = {}
+        """By path, what this process has read itself."""
+        self.unread: list[int] = []
+        """Ranks whose disk or memory was not read in whole: the shares of those who see the same do not add up."""
+        self._launched = 0
+        self._files: dict[Key, _File] = {}
+        self._attempts: dict[str, int] = {}
+        self._never_saved: dict[str, set[tuple[int, int]]] = {}
+        self._damage: list[_Damage] = []
+        self._facts: list[FileFact] | None = None
+        self._settled: dict[Moment, list[FileFact]] | None = None
+
+    @classmethod
+    def merge(cls, findings: Sequence[Findings]) -> Inventory:
+        """Of the findings of each rank of a start, in their order; or of one process that looks for itself alone.
+
+        Raises ValueError for findings that contradict each other.
+        """
+        made = cls(len(findings))
+        made.runs = _usable_runs(findings)
+        disks = _groups([(found.disk, found.share) for found in findings], made.unread)
+        machines = _groups([(found.machine, found.memory_share) for found in findings], made.unread)
+        for found in findings:
+            made._add(found, disks[found.disk], machines[found.machine])
+        for rank, found in enumerate(findings):
+            made._add_own(found, None if len(findings) == 1 else rank)
+        made.unread = sorted(set(made.unread))
+        return made
+
+    def _add(self, found: Findings, disk: frozenset[int], machine: frozenset[int]) -> None:
+        for fact in found.facts:
+            file = self._files.setdefault(_key_of(fact), _File(fact, disk))
+            place = found.places.get(fact.path)
+            if place is not None:
+                file.places.update(dict.fromkeys(disk, place))
+        for fact in found.in_memory:
+            if fact.moment[0] in self.runs:
+                self._files.setdefault(_key_of(fact), _File(fact, machine))
+        known = {(one.what, one.reason) for one in self.rejected}
+        self.rejected += [one for one in found.rejected if (one.what, one.reason) not in known]
+        self.anything |= found.anything
+        self.other |= found.other
+        self.unforeseen |= found.unforeseen
+        self.entries |= found.entries
+        self._launched = max(self._launched, found.attempt)
+        for run, attempt in found.attempts.items():
+            if run in self.runs or run in found.known:
+                self._attempts[run] = max(attempt, self._attempts.get(run, 0))
+        for run, rank, size in found.never_saved:
+            self._never_saved.setdefault(run, set()).add((rank, size))
+
+    def _add_own(self, found: Findings, only: int | None) -> None:
+        for rank, states in found.own.items():
+            if only not in (None, rank):
+                raise ValueError(f"rank {only} has found small states of rank {rank}")
+            for moment, state in states.items():
+                if self.may_use(moment, forecast=state.forecast):
+                    self.own_states.setdefault(moment, set()).add(rank)
+                    self._attempts[moment[0]] = max(moment[1], self._attempts[moment[0]])
+
+    def may_use(self, moment: Moment, *, forecast: bool) -> bool:
+        """Whether a rank's own small state of `moment` is worth something: of a run that files know, and come true."""
+        return moment[0] in self._attempts and not (forecast and moment in self.unforeseen)
+
+    # --- files ---
+
+    @property
+    def facts(self) -> list[FileFact]:
+        """All usable files as of now, of a rank's several files of a step the one to try first in front."""
+        if self._facts is None:
+            self._facts = [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
+        return self._facts
+
+    def _visible(self, file: _File) -> FileFact | None:
+        readers = file.seen_by
+        if file.places and file.fact.rank < self.world_size:
+            readers = readers | {file.fact.rank}
+        if not readers:
+            return None
+        visible_to = None if len(readers) == self.world_size else readers
+        return file.fact if file.fact.visible_to == visible_to else replace(file.fact, visible_to=visible_to)
+
+    def sees(self, rank: int, fact: FileFact) -> bool:
+        """Whether `rank` has the file before itself, and need not fetch it."""
+        return rank in self._files[_key_of(fact)].seen_by
+
+    def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:
+        """Where `rank` can fetch the file: (other rank, place)."""
+        places = sorted(self._files[_key_of(fact)].places.items())
+        return [(holder, place) for holder, place in places if holder != rank]
+
+    def forget(self, rank: int | None, fact: FileFact, problem: str) -> None:
+        """Do without a file that could not be used. `rank`: that was to read it; None: this process, which is alone.
+
+        On all ranks in the same order, if several have an inventory.
+        """
+        file = self._files[_key_of(fact)]
+        if rank is None or rank in file.seen_by:  # all who have this disk before them see the same bytes
+            file.seen_by = frozenset()
+        file.places = {}  # where it was fetched, it may have been spoilt on either side
+        self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
+        self._facts = self._settled = None
+
+    def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
+        """What there would be with these files alone. Small states, and what was rejected, stay."""
+        made = copy(self)
+        made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
+        made._damage = list(self._damage)
+        made._facts = made._settled = None
+        return made
+
+    # --- planning ---
+
+    def plan(
+        self,
+        world: World,
+        faults: KnownFaults | None = None,
+        *,
+        only: Moment | None = None,
+        step: int | None = None,
+        recorded: Mapping[Moment, Strategy] | None = None,
+    ) -> ResumePlan | Refusal:
+        """What a start would do. `only`: the one moment that may be taken; `step`: of any run and attempt, in the order
+        in which a start tries them. `recorded`: strategies known from elsewhere than the files."""
+        facts = self.facts
+        damaged = [Rejected(one.path, one.problem) for one in self._damage]
+
+        def call(moment: Moment | None, rejected: Sequence[Rejected]) -> ResumePlan | Refusal:
+            return plan_resume(
+                facts,
+                world,
+                faults=faults or KnownFaults(),
+                own_states=self.own_states,
+                recorded=recorded,
+                rejected=rejected,
+                only=moment,
+            )
+
+        known = (*damaged, *self.rejected)
+        plan = call(only, known) if step is None else self._plan_of_step(step, faults, call, known)
+        return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=self._steps_lost(plan))
+
+    def _plan_of_step(
+        self,
+        step: int,
+        faults: KnownFaults | None,
+        call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
+        known: Sequence[Rejected],
+    ) -> ResumePlan | Refusal:
+        reasons: tuple[Rejected, ...] = ()
+        worlds: set[int] = set()
+        order = order_of_moments(self.facts)
+        for moment in (each for each in order if each[2] == step):
+            plan = call(moment, reasons)
+            if isinstance(plan, ResumePlan):
+                return replace(plan, rejected=(*plan.rejected, *known))
+            reasons = plan.reasons
+            worlds.update(plan.other_worlds)
+        if not reasons:
+            steps = list(dict.fromkeys(moment[2] for moment in order))
+            text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
+            reasons = (Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})"),)
+        named = frozenset() if faults is None else faults.ranks
+        return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
+
+    def _steps_lost(self, plan: ResumePlan) -> int | None:
+        """Counted from everything that was seen, damaged files and steps that were not asked for included."""
+        newest = max(key[3][2] for key in self._files if key[3][:2] == plan.moment[:2])
+        return newest - plan.step if newest > plan.step else None
+
+    def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
+        """For the log: what was not taken, and why; damage that was found on the way in its place."""
+        damaged: dict[Moment, list[str]] = {}
+        for one in self._damage:
+            text = one.problem if one.rank is None else f"rank {one.rank}: {one.problem}"
+            damaged.setdefault(one.moment, []).append(text)
+        told = {(one.path, one.problem) for one in self._damage}
+        found: list[str] = []
+        named: set[tuple[str, int]] = set()
+        for each in rejected:
+            if each.moment is None:
+                found += [] if (each.what, each.reason) in told else [f"{each.what}: {each.reason}"]
+            elif each.moment not in damaged and each.moment[:2] not in named:  # of an attempt the newest is enough
+                named.add(each.moment[:2])
+                found.append(str(each))
+        for moment, texts in damaged.items():
+            unused = "" if moment == taken else " is not used"
+            found.append(f"{moment_name(moment)}{unused}: {'; '.join(texts)}")
+        return list(dict.fromkeys(found))
+
+    @property
+    def is_all_known(self) -> bool:
+        """Whether all that is there are sound files of some step, none damaged or put aside."""
+        return not (self.other or self.rejected or self._damage)
+
+    @property
+    def was_never_whole(self) -> bool:
+        """Whether it is proved that no step here was ever whole, so that a fresh start loses nothing."""
+        return self.is_all_known and never_whole(self.facts, self._never_saved)
+
+    def next_attempt(self, run: str) -> int:
+        """Above every attempt of the run that any rank has seen."""
+        return max(self._launched, 1 + self._attempts.get(run, 0))
+
+    # --- steps ---
+
+    @property
+    def steps(self) -> list[Step]:
+        """Every step, judged; what a start tries first in front."""
+        return [self.judge(moment) for moment in self.moments]
+
+    @property
+    def moments(self) -> list[Moment]:
+        """Of every step, also of those whose files are not for resuming; what a start tries first in front."""
+        infos = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
+        return order_of_moments([*self.facts, *infos])
+
+    def newest_complete(self, run_id: str | None = None) -> Step | None:
+        """The first complete step, of any run or of `run_id`."""
+        moments = (moment for moment in self.moments if run_id in (None, moment[0]))
+        return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
+
+    def judge(self, moment: Moment, recorded: Mapping[Moment, Strategy] | None = None) -> Step:
+        """Whether a start of as many ranks as wrote it can go on from this step: a candidate of the planner."""
+        if self._settled is None:
+            self._settled = {}
+            for fact in settle_assumptions(self.facts):
+                self._settled.setdefault(fact.moment, []).append(fact)
+        facts = self._settled.get(moment, [])
+        entries = [entry for entry in self.entries.values() if entry.info is not None and entry.info.moment == moment]
+        return judge(moment, facts, entries, self.own_states, recorded)
+
+
+def judge(
+    moment: Moment,
+    facts: Sequence[FileFact],
+    entries: Iterable[CatalogEntry] = (),
+    own_states: Mapping[Moment, Collection[int]] | None = None,
+    recorded: Mapping[Moment, Strategy] | None = None,
+) -> Step:
+    """`Inventory.judge`. `facts`: of the step, their assumptions settled; `entries`: of the step."""
+    read = sorted(entries, key=preference)
+    sizes = [(fact.created, fact.world_size) for fact in facts]
+    world_size = max(sizes or [(e.info.created, e.info.world_size) for e in read if e.info is not None])[1]
+    problem, inexact = "none of its files can be used", tuple[str, ...]()
+    if facts:
+        context = Context(World(world_size), frozenset(), own_states or {}, recorded or {})
+        candidate = Candidate(moment, facts, context)
+        problem, inexact = candidate.problem, tuple(candidate.inexact)
+    missing = RankGaps(world_size, (fact.rank for fact in facts))
+    return Step(moment, world_size, tuple(facts), tuple(read), missing, problem, inexact)
+
+
+def until_sound(
+    inventory: Inventory, choose: Callable[[], T], check: Callable[[T], Iterable[tuple[int | None, FileFact, str]]]
+) -> T:
+    """Choose, read what was chosen, forget what turns out damaged, and choose anew until all of it is sound.
+
+    check: reads what the choice uses, and names what could not be read: (rank, file, problem); see `Inventory.forget`.
+    It may remember what was sound. Ends because every round forgets a file or is the last.
+    """
+    while True:
+        chosen = choose()
+        damage = list(check(chosen))
+        for rank, fact, problem in damage:
+            inventory.forget(rank, fact, problem)
+        if not damage:
+            return chosen
+
+
+def _order(file: _File) -> tuple[Any, ...]:
+    """A file that its own rank has before itself goes before a copy that it would have to fetch."""
+    fact = file.fact
+    kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
+    return fact.moment, fact.rank, fact.rank not in file.seen_by, kind, -fact.created, fact.path
+
+
+def _usable_runs(findings: Sequence[Findings]) -> set[str]:
+    known: dict[str, float] = {}
+    for found in findings:
+        for run, last in found.known.items():
+            known[run] = max(last, known.get(run, 0.0))
+    return usable_runs(known, [found.claim for found in findings if found.claim is not None])
+
+
+def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
+    """The ranks that see the same; `unread` gets those of whom nobody has read all the shares."""
+    groups: dict[str, list[int]] = {}
+    shares: dict[str, dict[int, set[int]]] = {}
+    for rank, (view, (number, count)) in enumerate(views):
+        groups.setdefault(view, []).append(rank)
+        shares.setdefault(view, {}).setdefault(count, set()).add(number)
+    for view, ranks in groups.items():
+        if not any(len(numbers) == count for count, numbers in shares[view].items()):
+            unread += ranks
+    return {view: frozenset(ranks) for view, ranks in groups.items()}
