@@ -145,7 +145,7 @@ def measure_log(directory: Path, repeats: int) -> dict[str, float]:
     pieces = pack_state(collector.volatile())
     works: dict[str, Callable[[], object]] = {
         "boundary log: at a boundary": log.at_boundary,
-        "  did the forecast come true": collector.ahead_came_true,
+        "  did the forecast come true": collector.forecast_came_true,
         "  collect": collector.volatile,
         "  pack": lambda: pack_state(collector.volatile()),
         "  write to shared memory": lambda: ring.write(0, 1, pieces),

@@ -18,7 +18,7 @@ import pytest
 from mindx_elastic import config
 from mindx_elastic.agent import options
 from mindx_elastic.agent.ledger import AttemptRecord, Totals
-from mindx_elastic.capture.layouts import LayoutRecorder, Standing
+from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.cli import plan as plan_cli
 from mindx_elastic.config import (
     AgentInfo,
@@ -223,7 +223,7 @@ def first_cells(page: str) -> set[str]:
 
 
 def test_the_keys_of_a_layout_record_are_on_the_page() -> None:
-    record = LayoutRecorder({}, Standing()).record()
+    record = LayoutRecorder({}, ParallelSetup()).record()
     page = section("format.md", "The layout record")
     assert first_cells(page) == set(record)
     assert f"| `version` | {record['version']}. " in page

@@ -24,7 +24,9 @@ import torch
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.memory.arena import RankArena, job_folder, rank_folders
@@ -37,7 +39,7 @@ from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import verify_file
 from mindx_elastic.persist.storage import (
     check_free_space,
@@ -358,7 +360,7 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
             kept.add(rank)
             flushed.lines.append(
                 f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
-                f"{_ranks(machine.lacking(newest))} cannot give it; `mindx-elastic clean` removes it"
+                f"{rank_list(machine.lacking(newest))} cannot give it; `mindx-elastic clean` removes it"
             )
     return kept
 
@@ -376,12 +378,8 @@ def _write(step: _Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> 
         )
     if flushed.step is None and (step.usable or not machine.lacking(step)):
         flushed.step = number
-    what = f"step {number} (attempt {attempt}) of {_ranks(step.to_write)}"
+    what = f"step {number} (attempt {attempt}) of {rank_list(step.to_write)}"
     flushed.lines.append(f"{what} is written from memory to {machine.directory}")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: set[str]) -> list[OSError]:

@@ -32,7 +32,7 @@ __all__ = [
     "Decision",
     "End",
     "Offer",
-    "Phase",
+    "RoundPhase",
     "StopRound",
     "check_decision",
     "conclude",
@@ -141,7 +141,7 @@ def conclude(offers: Sequence[Offer]) -> Decision:
     return Decision(max(offer.step if isinstance(offer, End) else int(offer) for offer in offers if offer != LEFT))
 
 
-class Phase(Enum):
+class RoundPhase(Enum):
     """Where one rank stands in a round."""
 
     WAITING = "no offer made yet"
@@ -151,10 +151,10 @@ class Phase(Enum):
 
 
 _MOVES = {
-    Phase.WAITING: {Phase.OFFERED, Phase.DECIDED},
-    Phase.OFFERED: {Phase.TIMED_OUT, Phase.DECIDED},
-    Phase.TIMED_OUT: {Phase.DECIDED},
-    Phase.DECIDED: set(),
+    RoundPhase.WAITING: {RoundPhase.OFFERED, RoundPhase.DECIDED},
+    RoundPhase.OFFERED: {RoundPhase.TIMED_OUT, RoundPhase.DECIDED},
+    RoundPhase.TIMED_OUT: {RoundPhase.DECIDED},
+    RoundPhase.DECIDED: set(),
 }
 
 
@@ -166,17 +166,17 @@ class StopRound:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.phase = Phase.WAITING
+        self.phase = RoundPhase.WAITING
         self.decision: Decision | None = None
 
-    def _move(self, phase: Phase) -> None:
+    def _move(self, phase: RoundPhase) -> None:
         if phase not in _MOVES[self.phase]:
             raise RuntimeError(f"rank {self.rank}: a stop round cannot go from {self.phase.name} to {phase.name}")
         self.phase = phase
 
     def offer(self) -> None:
         """This rank's offer has been published."""
-        self._move(Phase.OFFERED)
+        self._move(RoundPhase.OFFERED)
 
     def propose(self, offers: Sequence[Offer]) -> Decision:
         """All offers are known: what this rank tries to put into the cell."""
@@ -186,11 +186,11 @@ class StopRound:
 
     def time_out(self) -> Decision:
         """The bound has passed without a decision: what this rank tries to put into the cell."""
-        self._move(Phase.TIMED_OUT)
+        self._move(RoundPhase.TIMED_OUT)
         return Decision(None, f"rank {self.rank} did not hear from every rank in time")
 
     def decide(self, content: Decision) -> Decision:
         """The cell holds `content`, whoever wrote it. Final."""
-        self._move(Phase.DECIDED)
+        self._move(RoundPhase.DECIDED)
         self.decision = content
         return content

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["BufferBlock", "Place", "view_of"]
+__all__ = ["BufferBlock", "view_of"]
 
 _ALIGNMENT = 64
-Place = tuple[int, str, list[int]]
+_Slice = tuple[int, str, list[int]]
 """Offset in bytes, type name, shape."""
 
 
@@ -20,29 +20,29 @@ class BufferBlock:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self.places: list[Place | None] = []
+        self.slices: list[_Slice | None] = []
         """Where each view lies in `flat`; None for one outside of the block."""
         size = 0
         for tensor in tensors:
             if tensor is None or not _is_plain(tensor):
-                self.places.append(None)
+                self.slices.append(None)
                 continue
-            self.places.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
+            self.slices.append((size, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
             size += tensor.nbytes + -tensor.nbytes % _ALIGNMENT
         self.flat = torch.zeros(size, dtype=torch.uint8)  # the gaps too: blocks are compared whole
         self.views: list[torch.Tensor | None] = []
-        for tensor, place in zip(tensors, self.places, strict=True):
-            if tensor is None or place is None:
+        for tensor, part in zip(tensors, self.slices, strict=True):
+            if tensor is None or part is None:
                 self.views.append(None if tensor is None else tensor.detach().clone())
                 continue
-            view = view_of(self.flat, place)
+            view = view_of(self.flat, part)
             view.copy_(tensor.detach())
             self.views.append(view)
 
 
-def view_of(flat: torch.Tensor, place: Place | list[object]) -> torch.Tensor:
-    """The tensor at `place` of a block."""
-    offset, name, shape = place
+def view_of(flat: torch.Tensor, part: _Slice | list[object]) -> torch.Tensor:
+    """The tensor that `part` of a block describes."""
+    offset, name, shape = part
     dtype = getattr(torch, str(name))
     nbytes = torch.Size(shape).numel() * dtype.itemsize  # type: ignore[arg-type]
     piece = flat[int(offset) : int(offset) + nbytes]  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
-from mindx_elastic.capture.layouts import LayoutRecorder, Standing
+from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.core.position import Position
@@ -26,14 +26,14 @@ class Collector:
 
     def __init__(self, targets: Mapping[str, object]) -> None:
         self.components: dict[str, Component] = {name: component_for(name, t) for name, t in targets.items()}
-        self.layouts = LayoutRecorder(self.components, Standing())
-        """Says which ranks hold what; a guard puts in one that knows the other ranks."""
+        self.layouts = LayoutRecorder(self.components, ParallelSetup())
+        """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
         self.gradient_order: dict[str, list[int]] = {}
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
-        self.foreseen: bool | None = None
-        """Whether the last boundary came out as `copy_ahead` had foreseen it; None: it had not looked."""
+        self.forecast_correct: bool | None = None
+        """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.boundary_event: Any = None
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.snapshot`."""
 
@@ -98,12 +98,12 @@ class Collector:
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
         return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
 
-    def ahead_came_true(self) -> bool | None:
+    def forecast_came_true(self) -> bool | None:
         """At a boundary: whether generators and buffers are as `copy_ahead` saw them; None when it saw nothing."""
         if self._ahead_rng is None:
             return None
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return equal_rng(self._ahead_rng, self._rng) and all(module.ahead_came_true() for module in modules)
+        return equal_rng(self._ahead_rng, self._rng) and all(module.forecast_came_true() for module in modules)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
@@ -138,9 +138,9 @@ class Collector:
         """Whether an optimizer's state is spread over the ranks although the weights are not (ZeRO)."""
         return any(isinstance(c, OptimizerComponent) and c.is_spread for c in self.components.values())
 
-    def stand(self, standing: Standing) -> None:
-        """Main thread, at the start: from here on the layout says where this rank stands among the others."""
-        self.layouts = LayoutRecorder(self.components, standing)
+    def set_parallel_setup(self, setup: ParallelSetup) -> None:
+        """From here on `layout` also says which other ranks hold the same. Main thread, at the start."""
+        self.layouts = LayoutRecorder(self.components, setup)
 
     def layout(self) -> dict[str, Any]:
         """What a file says of its tensors, as JSON; see `capture.layouts`."""

@@ -135,21 +135,21 @@ class ModuleComponent:
         live = [slots[key] for slots, key in self._slots]
         if not self._dense or not all(map(is_, live, self._live)) or [t.shape for t in live] != self._shapes:
             return False
-        if self._ahead.places != self._block.places:
+        if self._ahead.slices != self._block.slices:
             self._ahead = BufferBlock(live)
         elif live:
             torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
         return True
 
-    def ahead_came_true(self) -> bool:
+    def forecast_came_true(self) -> bool:
         """At a boundary: whether its buffers are those that `copy_ahead` saw."""
-        return self._ahead.places == self._block.places and torch.equal(self._ahead.flat, self._block.flat)
+        return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
 
     @torch.no_grad()
     def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
         """A copy of the saved buffers as they are now; into `block`, an earlier one, where that fits."""
         live = [slots[key] for slots, key in self._slots]
-        if block is None or not self._dense or block.places != self._block.places or not live:
+        if block is None or not self._dense or block.slices != self._block.slices or not live:
             return BufferBlock(live)
         if [t.shape for t in live if t is not None] != [t.shape for t in block.views if t is not None]:
             return BufferBlock(live)
@@ -158,9 +158,9 @@ class ModuleComponent:
 
     def has_buffers(self, block: BufferBlock) -> bool:
         """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
-        if block.places != self._block.places or not torch.equal(block.flat, self._block.flat):
+        if block.slices != self._block.slices or not torch.equal(block.flat, self._block.flat):
             return False
-        views = zip(block.views, self._block.views, block.places, strict=True)
+        views = zip(block.views, self._block.views, block.slices, strict=True)
         outside = ((one, other) for one, other, place in views if place is None)
         return all(
             one is other or (one is not None and other is not None and torch.equal(one, other))
@@ -177,11 +177,11 @@ class ModuleComponent:
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
-        """The copied buffers as one block: names, places (JSON) and bytes. Those outside of the block are left out."""
+        """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of the block are left out."""
         block = self._ahead if ahead else self._block
-        if self._described is not block.places:
-            named = [[n, p] for n, p in zip(self._slot_names, block.places, strict=True) if p is not None]
-            self._described, self._description = block.places, json.dumps(named)
+        if self._described is not block.slices:
+            named = [[n, p] for n, p in zip(self._slot_names, block.slices, strict=True) if p is not None]
+            self._described, self._description = block.slices, json.dumps(named)
         return {"places": self._description, "flat": block.flat}
 
     def with_buffers(self, state: dict[str, Any], buffers: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:

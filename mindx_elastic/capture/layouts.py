@@ -20,25 +20,25 @@ from torch.distributed.tensor import DTensor
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["RECORD_VERSION", "Blueprint", "LayoutRecorder", "Standing"]
+__all__ = ["RECORD_VERSION", "Blueprint", "LayoutRecorder", "ParallelSetup"]
 
 RECORD_VERSION = 2
 
-Given = Callable[[str, tuple[int, ...]], "tuple[dict[str, Any], tuple[int, ...]] | None"]
+LayoutByHand = Callable[[str, tuple[int, ...]], "tuple[dict[str, Any], tuple[int, ...]] | None"]
 """(place, shape of the rank's part) -> (layout as JSON, shape of the whole), for what the user describes by hand."""
 
 
 @dataclass(frozen=True)
-class Standing:
-    """Where this rank stands."""
+class ParallelSetup:
+    """What a rank knows of the job beside its own tensors: its number, its replicas, layouts given by hand."""
 
     rank: int = 0
     world_size: int = 1
     replicas: Sequence[int] = ()
     """The ranks that DDP keeps equal to this one, itself included."""
-    alone: frozenset[str] = frozenset()
+    ignored_by_ddp: frozenset[str] = frozenset()
     """Places of parameters that DDP has been told to ignore: each rank has its own."""
-    given: Given = lambda place, shape: None
+    by_hand: LayoutByHand = lambda place, shape: None
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Blueprint:
 class LayoutRecorder:
     """Makes the record of one rank. Not thread-safe; whoever holds the update gate calls `record`."""
 
-    def __init__(self, components: Mapping[str, Component], standing: Standing) -> None:
-        self.standing = standing
+    def __init__(self, components: Mapping[str, Component], setup: ParallelSetup) -> None:
+        self.setup = setup
         self._modules = {n: c for n, c in components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in components.items() if isinstance(c, OptimizerComponent)}
         self._job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]] = ()
@@ -73,7 +73,7 @@ class LayoutRecorder:
             self._record, self._num_described = self._describe(), num_states
         return self._record
 
-    def know(self, job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]]) -> None:
+    def set_job_layouts(self, job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]]) -> None:
         """For each way in which some tensor of the job is laid out, on whichever ranks: the name of one, the layout,
         its whole shape. A file says so much of what other ranks hold, so that the loss of theirs is noticed."""
         self._job, self._num_described = job, -1
@@ -99,9 +99,7 @@ class LayoutRecorder:
 
     def markers(self) -> dict[str, dict[str, Any]]:
         """Layouts of state that is no parameter's and that only this rank has: optimizers that are spread (ZeRO)."""
-        return {
-            f"@{name}.state": _repeated([self.standing.rank]) for name, c in self._optimizers.items() if c.is_spread
-        }
+        return {f"@{name}.state": _repeated([self.setup.rank]) for name, c in self._optimizers.items() if c.is_spread}
 
     def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
@@ -109,7 +107,7 @@ class LayoutRecorder:
                 yield f"{name}.{place}", parameter
 
     def _describe(self) -> dict[str, Any]:
-        standing, table = self.standing, _Table()
+        setup, table = self.setup, _Table()
         widest = _widest([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
         default = self._default(widest)
         named: dict[str, list[Any]] = {}
@@ -131,8 +129,8 @@ class LayoutRecorder:
         job = [[name, table.number(layout), list(shape)] for name, layout, shape in self._job]
         return {
             "version": RECORD_VERSION,
-            "rank": standing.rank,
-            "world_size": standing.world_size,
+            "rank": setup.rank,
+            "world_size": setup.world_size,
             "layouts": table.layouts,
             "default": standard,
             "assumed": table.assumed,
@@ -149,17 +147,17 @@ class LayoutRecorder:
     def _default(self, widest: DTensor | None) -> dict[str, Any]:
         if widest is not None:
             return _repeated(_ranks_of(widest))
-        return _repeated(list(self.standing.replicas) or [self.standing.rank])
+        return _repeated(list(self.setup.replicas) or [self.setup.rank])
 
     def _of_parameter(
         self, place: str, parameter: torch.Tensor, widest: DTensor | None
     ) -> tuple[dict[str, Any] | None, tuple[int, ...], bool]:
         """Layout (None: the default), shape of the whole, and whether it is only assumed."""
-        given = self.standing.given(place, tuple(_local(parameter).shape))
+        given = self.setup.by_hand(place, tuple(_local(parameter).shape))
         if given is not None:
             return *given, False
-        if place in self.standing.alone:
-            return _repeated([self.standing.rank]), tuple(parameter.shape), False
+        if place in self.setup.ignored_by_ddp:
+            return _repeated([self.setup.rank]), tuple(parameter.shape), False
         if isinstance(parameter, DTensor):
             layout, is_assumed = _layout_of(place, parameter, widest)
             return layout, tuple(parameter.shape), is_assumed
@@ -182,7 +180,7 @@ class LayoutRecorder:
                     continue
                 place = f"{name}.state.{index}.{key}"
                 if optimizer.is_spread:
-                    found[place] = (_repeated([self.standing.rank]), tuple(value.shape), False)
+                    found[place] = (_repeated([self.setup.rank]), tuple(value.shape), False)
                 elif isinstance(value, DTensor):
                     layout, is_assumed = _layout_of(place, value, widest)
                     found[place] = (layout, tuple(value.shape), is_assumed)
@@ -192,7 +190,7 @@ class LayoutRecorder:
                 elif like is not default and _follows_split(
                     tuple(value.shape), parameter, self._whole_shape(parameter)
                 ):
-                    found[place] = (_repeated([self.standing.rank]), tuple(value.shape), False)
+                    found[place] = (_repeated([self.setup.rank]), tuple(value.shape), False)
                 elif like is not default and (widest is None or like["ranks"] != default["ranks"]):
                     # As the parameter; or step counters and the like, of which digests will tell.
                     given = self._like(parameter, tuple(value.shape)) if value.shape == parameter.shape else None
@@ -208,7 +206,7 @@ class LayoutRecorder:
 
     def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
         """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
-        return self.standing.given(self._place_of.get(id(parameter), ""), shape)
+        return self.setup.by_hand(self._place_of.get(id(parameter), ""), shape)
 
 
 class _Table:

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from mindx_elastic.cli.verify import check_entries, owners_at
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.layout import MAX_RANKS
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
 from mindx_elastic.plan.targets import remesh
 from mindx_elastic.platforms.fault_report import (

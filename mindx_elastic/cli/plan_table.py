@@ -7,7 +7,7 @@ them fit on a screen. Everything in full is in ``--json``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from mindx_elastic.cli.common import human_age, human_size, printable
+from mindx_elastic.core.moment import moment_name
+from mindx_elastic.core.rank_lists import rank_ranges
 from mindx_elastic.core.strategy import LayoutClass
-from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan, moment_name
+from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan
 
-__all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "ranks_text"]
+__all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "rank_ranges"]
 
 _MAX_ROWS = 12
 _MAX_RUNS = 8
@@ -31,21 +33,8 @@ _RANK_FOLDER = re.compile(r"rank_\d+")
 _RANK_FILE = re.compile(r"ttp_rank_\d+")
 
 
-def ranks_text(ranks: Iterable[int]) -> str:
-    """``0-5, 7``; of very scattered ones the first and how many more there are."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    shown = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:_MAX_RUNS]]
-    more = sum(b - a + 1 for a, b in runs[_MAX_RUNS:])
-    return ", ".join(shown) + (f" and {more} more" if more else "")
-
-
 def _of_ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {ranks_text(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)}"
 
 
 # --- there is a plan ---
@@ -145,7 +134,7 @@ def _rows(plan: ResumePlan, directory: str) -> list[tuple[str, str, str, str]]:
     rest = [each for key in others[_MAX_ROWS - len(own) :] for each in groups[key]]
     if rest:
         text = f"other ranks' files, of {len({each.file.rank for each in rest})} donors"
-        rows.append((ranks_text(each.rank for each in rest), text, _sizes(rest), "(--json lists them)"))
+        rows.append((rank_ranges(each.rank for each in rest), text, _sizes(rest), "(--json lists them)"))
     return rows
 
 
@@ -158,7 +147,7 @@ def _row(key: tuple[bool, int | None], ranks: Sequence[RankPlan], directory: str
         what = f"rank {donor}'s file"
     else:
         what = "their own files" if several else "its own file"
-    return ranks_text(each.rank for each in ranks), what, _sizes(ranks), _paths(ranks, directory)
+    return rank_ranges(each.rank for each in ranks), what, _sizes(ranks), _paths(ranks, directory)
 
 
 def _sizes(ranks: Sequence[RankPlan]) -> str:
@@ -294,7 +283,7 @@ def print_explanation(console: Console, explanation: dict[str, Any]) -> None:
     for group in groups[:_MAX_ROWS]:
         lost = sorted(set(group["ranks"]) - set(group["with_files"]))
         note = f", no usable file of {_of_ranks(lost)}" if lost else ""
-        console.print(printable(f"  {ranks_text(group['ranks'])}{note}"), soft_wrap=True)
+        console.print(printable(f"  {rank_ranges(group['ranks'])}{note}"), soft_wrap=True)
     if len(groups) > _MAX_ROWS:
         console.print(f"  and {len(groups) - _MAX_ROWS} more (--json lists them)")
 

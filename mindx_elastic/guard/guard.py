@@ -37,7 +37,7 @@ from mindx_elastic.guard.connections import Surroundings
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.guard.last_resort import LastResort
-from mindx_elastic.guard.layouts_by_hand import standing_of
+from mindx_elastic.guard.layouts_by_hand import parallel_setup_of
 from mindx_elastic.guard.listeners import Listening, find_peers, share_answered_flags
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
@@ -209,7 +209,7 @@ class Guard:
         self._events.write_aside()
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
-        self._collector.stand(standing_of(self._targets, ranks, self._layouts))
+        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, self._layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(
             self._collector,

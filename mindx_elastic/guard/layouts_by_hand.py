@@ -12,7 +12,7 @@ import xxhash
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import Standing
+from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
@@ -20,14 +20,16 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.resuming import ignored_parameters, replica_ranks
 from mindx_elastic.resume.restore import Target
 
-__all__ = ["ByHand", "standing_of", "target_of_all"]
+__all__ = ["ByHand", "parallel_setup_of", "target_of_all"]
 
 _START_TIMEOUT_S = 1800.0
 
 
-def standing_of(targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None) -> Standing:
+def parallel_setup_of(
+    targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None
+) -> ParallelSetup:
     """Where this rank stands among the others. Raises UsageError for layouts that are none."""
-    return Standing(
+    return ParallelSetup(
         ranks.rank,
         ranks.world_size,
         replica_ranks(targets),
@@ -84,7 +86,7 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
 
     Raises UsageError when a layout does not fit the tensors that it is for.
     """
-    given, parts = collector.layouts.standing.given, {}
+    given, parts = collector.layouts.setup.by_hand, {}
     if isinstance(given, ByHand):
         parts = given.parts(collector.layouts.shapes())
     texts = exchange.gather("by_hand", json.dumps(parts), _START_TIMEOUT_S)
@@ -102,7 +104,7 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
         strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.
     samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
-    collector.layouts.know([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
+    collector.layouts.set_job_layouts([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
     return Target(strategy, collector.layouts.blueprint())
 
 

@@ -20,6 +20,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.snapshot import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
@@ -27,7 +28,7 @@ from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import Catalog, read_entry, scan
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.persist.format import CheckpointInfo, Moment
+from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.storage import make_directory_durable
@@ -272,10 +273,10 @@ class Saver:
         steps of this attempt finds the way back (`plan.planner.steps_before`)."""
         self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
 
-    def _foreseen(self) -> dict[str, int]:
-        """Whether forecasts of this boundary are worth anything: on this rank it came out as foreseen, or not."""
-        foreseen = self.collector.foreseen
-        return {} if foreseen is None else {"foreseen": int(foreseen)}
+    def _forecast_correct(self) -> dict[str, int]:
+        """The header field that says whether the boundary came out as forecast; empty without a forecast."""
+        correct = self.collector.forecast_correct
+        return {} if correct is None else {"foreseen": int(correct)}
 
     def _info(self, position: Position, *, kind: str, reason: str, append_info: Sequence[object]) -> CheckpointInfo:
         return CheckpointInfo(
@@ -291,7 +292,7 @@ class Saver:
             created=time.time(),
             resumable=kind != "eval",  # an evaluation's file holds weights and nothing else
             attempt=self.events.attempt,
-            coordinates={**self.coordinates, **self._foreseen()},
+            coordinates={**self.coordinates, **self._forecast_correct()},
             append_info=tuple(append_info),
             torch_version=torch.__version__,
             flags=self.flags.identities,

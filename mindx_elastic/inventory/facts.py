@@ -15,8 +15,8 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header
 from mindx_elastic.persist.places import shape_of_node, tensor_places
-from mindx_elastic.plan.assumptions import OWN, echoes_of
-from mindx_elastic.plan.facts import FileFact, Rejected, alone
+from mindx_elastic.plan.assumptions import UNDESCRIBED, replica_digests_of
+from mindx_elastic.plan.facts import FileFact, Rejected, single_rank_strategy
 
 __all__ = [
     "Strategies",
@@ -76,7 +76,7 @@ def facts_of(
         if not info.resumable:
             continue
         try:
-            strategy, echoes = strategy_of(header, strategies)
+            strategy, replica_digests = strategy_of(header, strategies)
             strategies.check(strategy)
         except MemoryError:
             raise  # ours, not the file's
@@ -85,12 +85,12 @@ def facts_of(
             # its own rank, in the same world.
             reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
             rejected.append(Rejected(str(entry.path), reason))
-            strategy, echoes = alone(info.rank, info.world_size), {}
-        facts.append(_fact(entry, info, strategies.one(strategy), echoes))
+            strategy, replica_digests = single_rank_strategy(info.rank, info.world_size), {}
+        facts.append(_fact(entry, info, strategies.one(strategy), replica_digests))
     return facts, rejected
 
 
-def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes: dict[str, str]) -> FileFact:
+def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica_digests: dict[str, str]) -> FileFact:
     return FileFact(
         path=str(entry.path),
         rank=info.rank,
@@ -104,7 +104,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, echoes:
         step_in_epoch=info.step_in_epoch,
         base=base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
-        echoes=echoes,
+        replica_digests=replica_digests,
     )
 
 
@@ -115,7 +115,7 @@ def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
 
 
 def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, dict[str, str]]:
-    """What a file says of the layout of its tensors, and its echoes (see `plan.assumptions`).
+    """What a file says of the layout of its tensors, and its replica_digests (see `plan.assumptions`).
 
     Raises UsageError for a record that contradicts itself or the file.
     """
@@ -130,7 +130,7 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
             layout = Layout((info.world_size,), (REPLICATE,))
             specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
             return Strategy(info.world_size, tuple(specs)), {}
-        return alone(info.rank, info.world_size), {}
+        return single_rank_strategy(info.rank, info.world_size), {}
     if (record.get("rank"), record.get("world_size")) != (info.rank, info.world_size):
         raise UsageError(f"its layout record is of rank {record.get('rank')!r} of {record.get('world_size')!r}")
     volatile = {f"{component}.{name}" for component, names in record.get("volatile", {}).items() for name in names}
@@ -141,10 +141,10 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
     digests = {place: header.digests[node["$tensor"]] for place, node in places.items()}
     assumed = {global_name(p, parameters)[0]: (shapes[p][1], digests[p]) for p in kept}
     free = {p: (shapes[p], digests[p]) for p in places if p.partition(".")[0] not in described}
-    return strategy, {**echoes_of(strategy, info.rank, assumed), **_own_echoes(free)}
+    return strategy, {**replica_digests_of(strategy, info.rank, assumed), **_undescribed_digests(free)}
 
 
-def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
+def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
     """Of components that are neither module nor optimizer: an average of weights (EMA) is as sharded as the weights.
 
     Floating-point tensors only: generators and counters of a rank are its own, and can be begun anew.
@@ -153,13 +153,13 @@ def _own_echoes(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) 
     for place, ((dtype, shape), digest) in sorted(tensors.items()):
         if dtype.startswith(("F", "BF")) and shape:
             line = f"{place} {shape} {digest}\n"
-            found.setdefault(f"{OWN}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
+            found.setdefault(f"{UNDESCRIBED}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
     return {key: digest.hexdigest() for key, digest in found.items()}
 
 
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("where", "echoes", "base"),
+    *("where", "replica_digests", "base"),
 )
 
 
@@ -190,8 +190,8 @@ def _check_row(row: Mapping[str, Any]) -> None:
         and all(type(row[name]) is int and row[name] >= 0 for name in _WHOLE)
         and row["rank"] < row["world_size"]
         and all(type(row[name]) in (int, float) for name in ("created", "fault_report"))
-        and isinstance(row["echoes"], dict)
-        and all(isinstance(text, str) for text in row["echoes"].values())
+        and isinstance(row["replica_digests"], dict)
+        and all(isinstance(text, str) for text in row["replica_digests"].values())
     )
     if not sound:
         raise ValueError("no facts of a checkpoint file")

@@ -17,13 +17,13 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.inventory.facts import Strategies, facts_of
 from mindx_elastic.inventory.views import START_TIMEOUT_S, Sight, Transport, key_of
 from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs, usable_runs
 from mindx_elastic.memory.memory_files import own_rings, own_states, snapshot_entries
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, read_entry
-from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.plan.facts import Rejected
 

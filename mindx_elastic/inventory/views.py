@@ -14,12 +14,13 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import pack_facts, strategy_digest, unpack_facts
 from mindx_elastic.inventory.findings import Place, Transport
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import KIND_ORDER
-from mindx_elastic.plan.facts import FileFact, Moment, Rejected, moment_name
+from mindx_elastic.plan.facts import FileFact, Rejected
 
 __all__ = ["START_TIMEOUT_S", "Place", "Sight", "Sights", "Transport", "key_of", "share_sights"]
 

@@ -48,7 +48,7 @@ class BoundaryLog:
 
     def at_boundary(self) -> None:
         """A boundary has just been copied by the collector."""
-        came_true = self._collector.foreseen = self._collector.ahead_came_true()
+        came_true = self._collector.forecast_correct = self._collector.forecast_came_true()
         if came_true is not None:
             self._doubted |= not came_true
             self._trusted = not self._doubted

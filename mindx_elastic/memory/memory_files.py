@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.memory.arena import rank_folders
 from mindx_elastic.memory.boundary_ring import read_ring
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
-from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.packed import unpack_state
 
 __all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_entries", "snapshot_files"]

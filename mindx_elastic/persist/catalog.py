@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
-from mindx_elastic.persist.format import CheckpointInfo, Header, Moment, read_header
+from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
 from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 
 __all__ = [
@@ -303,14 +304,9 @@ def _why_incomplete(infos: Sequence[CheckpointInfo], missing: Sequence[int], wor
     if useless:
         ruled_out = {info.rank for info in infos}
         absent = RankGaps(world_size, ruled_out) if isinstance(missing, RankGaps) else ()
-    parts = [f"{_ranks(absent)} of {world_size} missing"] if absent else []
-    parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
+    parts = [f"{rank_list(absent)} of {world_size} missing"] if absent else []
+    parts += [f"{rank_list(useless)} saved a state that cannot be resumed from"] if useless else []
     return "; ".join(parts) or None
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import xxhash
 
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.errors import (
     CorruptCheckpointError,
@@ -51,7 +52,6 @@ __all__ = [
     "SCHEMA",
     "CheckpointInfo",
     "Header",
-    "Moment",
     "TensorEntry",
     "draft_header",
     "flatten",
@@ -61,9 +61,6 @@ __all__ = [
     "seal_header",
     "unflatten",
 ]
-
-Moment = tuple[str, int, int]
-"""run_id, attempt, step: the identity of a set of files."""
 
 SCHEMA = "1"
 DATA_ALIGNMENT = 4096

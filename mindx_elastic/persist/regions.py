@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from mindx_elastic.core.layout import Box
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist.format import Header, TensorEntry
 
@@ -23,8 +24,6 @@ _LONG_RUN_BYTES = 16 << 10  # a system call costs a few microseconds, as much as
 _FEW = 4  # rows that are so many times a run are not read for its sake
 _PIECE_BYTES = 1 << 20  # little memory beside the part itself
 _READ_BYTES = 8 << 20
-
-Box = Sequence[tuple[int, int]]
 
 
 def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.Tensor, path: Path) -> int:

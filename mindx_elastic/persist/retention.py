@@ -15,8 +15,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.errors import UsageError
-from mindx_elastic.persist.format import Moment
 
 __all__ = ["DELETABLE_KINDS", "CheckpointFact", "choose_deletions"]
 

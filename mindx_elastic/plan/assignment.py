@@ -10,8 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mindx_elastic.core.layout import Layout, overlap
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.facts import FileFact, RankPlan, rank_list
+from mindx_elastic.plan.facts import FileFact, RankPlan
 from mindx_elastic.plan.targets import bytes_by_rank, is_marker, same_parts
 
 __all__ = ["Assignment", "differences"]
@@ -43,11 +44,11 @@ class Assignment:
             if spec.parameter and spec.name not in target.by_name:
                 self._states.setdefault(spec.parameter, []).append(spec)
         self._sees_all: dict[frozenset[int], bool] = {}
-        self._kin: dict[str, list[int]] = {}
+        self._ranks_with: dict[str, list[int]] = {}
         self.shares: list[RankPlan] = []
         """One for each new rank."""
         self.inexact: list[str] = []
-        self.lonely = False
+        self.lacks_rank_state = False
         self.resharded = source.world_size != target.world_size or not same_parts(source, target)
         self.problem = self._other_parts() if self.resharded else self._same_parts()
         if not self.problem:
@@ -60,13 +61,13 @@ class Assignment:
         found = cls.__new__(cls)
         sizes = bytes_by_rank(source, source)
         found.shares = [replace(each, nbytes=sizes.get(each.rank, 0)) for each in shares]
-        found.inexact, found.lonely, found.resharded, found.problem = [], False, False, ""
+        found.inexact, found.lacks_rank_state, found.resharded, found.problem = [], False, False, ""
         return found
 
     def _same_parts(self) -> str:
         mates: dict[int, tuple[int, ...]] = {}
         needy: dict[tuple[int, ...], int] = {}
-        lonely: list[str] = []
+        borrowing: list[str] = []
         for rank in range(self._source.world_size):
             own = self._file(rank, rank)
             if own is not None:
@@ -83,9 +84,11 @@ class Assignment:
                 return problem
             if rank not in self._own_states:
                 donor = self.shares[-1].file.rank
-                lonely.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
-        self.lonely = bool(lonely)
-        self.inexact += lonely[:_SHOWN] + ([f"and {len(lonely) - _SHOWN} ranks more"] if len(lonely) > _SHOWN else [])
+                borrowing.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
+        self.lacks_rank_state = bool(borrowing)
+        self.inexact += borrowing[:_SHOWN] + (
+            [f"and {len(borrowing) - _SHOWN} ranks more"] if len(borrowing) > _SHOWN else []
+        )
         return ""
 
     def _other_parts(self) -> str:
@@ -121,9 +124,9 @@ class Assignment:
                     return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
         # The old rank of the same number, else in turn, so that no file is everybody's; of those that held the same
         # tensors (options of an optimizer differ from pipeline stage to stage).
-        relatives = self._relatives(rank)
-        base = self._file(rank, rank) if rank in relatives else None
-        for order in (relatives, self._order):
+        same_tensors = self._ranks_with_same_tensors(rank)
+        base = self._file(rank, rank) if rank in same_tensors else None
+        for order in (same_tensors, self._order):
             for turn in range(len(order)):
                 base = base or self._file(order[(rank + turn) % len(order)], rank)
                 if base is not None:
@@ -131,16 +134,16 @@ class Assignment:
                     return ""
         return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
 
-    def _relatives(self, rank: int) -> Sequence[int]:
+    def _ranks_with_same_tensors(self, rank: int) -> Sequence[int]:
         """The old ranks with a file that held something of what new rank `rank` holds; all, if nothing tells."""
         groups = (group for group in self._target.classes if rank in group.layout)
         name = next((group.tensors[0].name for group in groups if not is_marker(group.tensors[0])), "")
         specs = self._source.by_name.get(name, ())
         if not specs or len(specs[0].layout.ranks) == self._source.world_size:
             return self._order
-        if name not in self._kin:  # the same for all ranks of a pipeline stage
-            self._kin[name] = [old for old in self._order if any(old in spec.layout for spec in specs)]
-        return self._kin[name] or self._order
+        if name not in self._ranks_with:  # the same for all ranks of a pipeline stage
+            self._ranks_with[name] = [old for old in self._order if any(old in spec.layout for spec in specs)]
+        return self._ranks_with[name] or self._order
 
     def _file(self, old: int, reader: int) -> FileFact | None:
         return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)

@@ -1,8 +1,8 @@
-"""What files only assume of each other, put to the test: replicas have equal digests.
+"""Tests what files only assume of each other: replicas must have equal digests. Pure.
 
-A file has an *echo* for each kind of tensor that it assumes other ranks to hold, too: a digest over the names and
-digests of these tensors. Files of one step that hold the same shard must have the same echo; where they do not, these
-tensors are each rank's own. Pure.
+A file has a *replica digest* for each kind of tensor that it assumes other ranks to hold, too: a digest over the names
+and digests of these tensors. Files of one step that hold the same shard must have the same replica digest. Where they
+do not, each rank has tensors of its own there.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.core.layout import REPLICATE, Layout
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
-from mindx_elastic.plan.facts import FileFact, Moment
+from mindx_elastic.plan.facts import FileFact
 from mindx_elastic.plan.targets import MARKER
 
-__all__ = ["OWN", "differing_components", "echoes_of", "settle_assumptions"]
+__all__ = ["UNDESCRIBED", "differing_components", "replica_digests_of", "settle_assumptions"]
 
-OWN = "="
-"""Begins the key of an echo of a component that no layout describes: it may be the rank's own, and nothing follows from
-equality."""
+UNDESCRIBED = "="
+"""Begins the key of the digest of a component that no layout describes. Each rank may have its own; equal digests prove
+nothing."""
 
 
-def echoes_of(strategy: Strategy, rank: int, tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, str]:
-    """Echoes of the file of `rank`. `tensors`: name -> (shape of the rank's part, digest)."""
+def replica_digests_of(
+    strategy: Strategy, rank: int, tensors: Mapping[str, tuple[tuple[int, ...], str]]
+) -> dict[str, str]:
+    """The replica digests of the file of `rank`. `tensors`: name -> (shape of the rank's part, digest)."""
     found: dict[str, Any] = {}
     for spec in strategy.tensors:
         if spec.assumed and rank in spec.layout and spec.name in tensors:
@@ -39,57 +42,57 @@ def echoes_of(strategy: Strategy, rank: int, tensors: Mapping[str, tuple[tuple[i
 
 
 def settle_assumptions(facts: Sequence[FileFact]) -> list[FileFact]:
-    """Where files of one step disagree on what they assumed to be replicas, each file of the run keeps that for itself:
-    its strategy then says that these tensors lie on its own rank alone, so that nobody stands in for it.
+    """Drop assumptions that the digests do not confirm: the strategies of all files of the run then say that each rank
+    has these tensors for itself, so that no other rank's file can replace its own.
 
-    facts: all that are known. One step of a run at which two ranks differ is enough. Where no two ranks of a run have
-    ever been seen to agree (one voice is none), nothing is believed either.
+    facts: all that are known. An assumption falls when two ranks differ at one step of the run, or when no two ranks
+    of the run were ever seen to agree (a single rank confirms nothing).
     """
-    voices: dict[tuple[Moment, str], dict[str, set[int]]] = {}
+    seen: dict[tuple[Moment, str], dict[str, set[int]]] = {}
     for fact in facts:
-        for key, echo in fact.echoes.items():
-            if not key.startswith(OWN):
-                voices.setdefault((fact.moment, key), {}).setdefault(echo, set()).add(fact.rank)
+        for key, digest in fact.replica_digests.items():
+            if not key.startswith(UNDESCRIBED):
+                seen.setdefault((fact.moment, key), {}).setdefault(digest, set()).add(fact.rank)
     split: set[tuple[str, str]] = set()
     confirmed: set[tuple[str, str]] = set()
-    for (moment, key), echoes in voices.items():
+    for (moment, key), digests in seen.items():
         kind = (moment[0], key.rpartition("|")[0])
-        if len(echoes) > 1:
+        if len(digests) > 1:
             split.add(kind)
-        elif any(len(ranks) > 1 for ranks in echoes.values()):
+        elif any(len(ranks) > 1 for ranks in digests.values()):
             confirmed.add(kind)
     return [_settled(fact, split, confirmed) for fact in facts]
 
 
 def _settled(fact: FileFact, split: set[tuple[str, str]], confirmed: set[tuple[str, str]]) -> FileFact:
     run = fact.moment[0]
-    kinds = {key.rpartition("|")[0] for key in fact.echoes if not key.startswith(OWN)}
-    lone = {kind for kind in kinds if (run, kind) in split or (run, kind) not in confirmed}
-    return replace(fact, strategy=_lone(fact.strategy, fact.rank, lone)) if lone else fact
+    kinds = {key.rpartition("|")[0] for key in fact.replica_digests if not key.startswith(UNDESCRIBED)}
+    unshared = {kind for kind in kinds if (run, kind) in split or (run, kind) not in confirmed}
+    return replace(fact, strategy=_without_replicas(fact.strategy, fact.rank, unshared)) if unshared else fact
 
 
 def differing_components(facts: Iterable[FileFact]) -> list[str]:
-    """Components without a layout whose tensors differ from file to file of one step."""
-    voices: dict[str, set[str]] = {}
+    """Components without a layout whose tensors differ between the files of one step."""
+    seen: dict[str, set[str]] = {}
     for fact in facts:
-        for key, echo in fact.echoes.items():
-            if key.startswith(OWN):
-                voices.setdefault(key[len(OWN) :], set()).add(echo)
-    return sorted(name for name, echoes in voices.items() if len(echoes) > 1)
+        for key, digest in fact.replica_digests.items():
+            if key.startswith(UNDESCRIBED):
+                seen.setdefault(key[len(UNDESCRIBED) :], set()).add(digest)
+    return sorted(name for name, digests in seen.items() if len(digests) > 1)
 
 
-def _lone(strategy: Strategy, rank: int, kinds: set[str]) -> Strategy:
-    """`strategy` with what belongs to `kinds` on `rank` alone; and a marker for every other rank that has its own."""
+def _without_replicas(strategy: Strategy, rank: int, kinds: set[str]) -> Strategy:
+    """`strategy` with the tensors of `kinds` on `rank` only, and a marker for every rank that has its own."""
     layout = Layout((1,), (REPLICATE,), (rank,))
     specs: list[TensorSpec] = []
-    told: set[str] = set()
+    marked: set[str] = set()
     for spec in strategy.tensors:
         kind = _kind(spec)
         if not spec.assumed or kind not in kinds or spec.layout.num_shards == spec.layout.size:
-            specs.append(spec)  # the last: no rank stands in for another anyway
+            specs.append(spec)  # the last: every rank holds another shard anyway
             continue
-        if kind not in told:
-            told.add(kind)
+        if kind not in marked:
+            marked.add(kind)
             specs += [
                 TensorSpec(f"{MARKER}{spec.name}", (), Layout((1,), (REPLICATE,), (each,)))
                 for each in spec.layout.ranks

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.core.strategy import LayoutClass, Strategy
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.assumptions import differing_components
-from mindx_elastic.plan.facts import FileFact, Moment, RankPlan, ResumePlan, World, no_file, rank_list
+from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World, no_file
 from mindx_elastic.plan.targets import same_part, target_of
 
 __all__ = ["Candidate", "Context"]
@@ -42,8 +43,8 @@ class Candidate:
         self.world_size = sizes[0] if len(sizes) == 1 else 0
         """Ranks that wrote it; 0: not clear."""
         self._assignment: Assignment | None = None
-        self.is_misfit = False
-        """The new program has other parameters."""
+        self.is_other_program = False
+        """The step is complete, but a program with other parameters wrote it."""
         self.problem = self._judge(sizes)
         if self.problem and self.world_size not in (0, context.world.size):
             self.problem = f"written by {self.world_size} ranks: {self.problem}"
@@ -54,9 +55,9 @@ class Candidate:
         return () if self._assignment is None else self._assignment.inexact
 
     @property
-    def lonely(self) -> bool:
-        """Not exact only because ranks have to take another's file and have nothing of their own."""
-        return self._assignment is not None and self._assignment.lonely
+    def lacks_rank_state(self) -> bool:
+        """Some rank takes another rank's file and has no random numbers or buffers of its own: not exact."""
+        return self._assignment is not None and self._assignment.lacks_rank_state
 
     def plan(self) -> ResumePlan:
         assert self._assignment is not None
@@ -143,7 +144,7 @@ class Candidate:
             return str(error)
         misfits = [] if self._target is self._source or "" in self._source.by_name else self._differences()
         if misfits:
-            self.is_misfit = True
+            self.is_other_program = True
             more = f"; and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
             return f"it does not fit the program: {'; '.join(misfits[:_MOST])}{more}"
         return self._assign()

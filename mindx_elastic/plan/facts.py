@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import xxhash
 
 from mindx_elastic.core.layout import MAX_RANKS, REPLICATE, Layout
-from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 
@@ -16,22 +17,16 @@ __all__ = [
     "DYING_KINDS",
     "FileFact",
     "KnownFaults",
-    "Moment",
     "RankPlan",
     "Refusal",
     "Rejected",
     "ResumePlan",
     "World",
-    "alone",
-    "moment_name",
     "no_file",
-    "rank_list",
+    "single_rank_strategy",
 ]
 
 _MANY = 100_000
-
-Moment = tuple[str, int, int]
-"""run_id, attempt, step: the identity of a set of files."""
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
 """Kinds of files that a rank writes when the job is about to die, or that are made of its memory then: what a faulty
@@ -48,7 +43,7 @@ class FileFact:
     moment: Moment
     world_size: int
     strategy: Strategy
-    """What it says of its tensors; files that say the same share one object. `alone` where it says nothing."""
+    """What it says of its tensors (`single_rank_strategy` where it says nothing); equal ones share one object."""
     kind: str = "periodic"
     created: float = 0.0
     """Unix seconds."""
@@ -63,15 +58,15 @@ class FileFact:
     """Attempt and step that the writer's attempt went on from; None: it began anew, or the file does not say."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
-    echoes: Mapping[str, str] = field(default_factory=dict)
-    """Digests of what the file assumes others to hold, too, and of what may be its rank's alone; `plan.assumptions`."""
+    replica_digests: Mapping[str, str] = field(default_factory=dict)
+    """Digests of the tensors that the file assumes other ranks to hold, too; see `plan.assumptions`."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
 
 
-def alone(rank: int, world_size: int) -> Strategy:
-    """Of a file that says nothing about other ranks: nobody else has what is in it."""
+def single_rank_strategy(rank: int, world_size: int) -> Strategy:
+    """The strategy of a file that says nothing about other ranks: only its own rank holds what is in it."""
     return Strategy(world_size, (TensorSpec("", (), Layout((1,), (REPLICATE,), (rank,))),))
 
 
@@ -204,24 +199,11 @@ class Refusal:
     other_worlds: tuple[int, ...] = field(default=())
     """World sizes of steps that another number of ranks than the new one wrote."""
     faults: frozenset[int] = frozenset()
-    is_misfit: bool = False
-    """The newest step is whole, and is of a program with other parameters."""
+    is_other_program: bool = False
+    """The newest step is complete, but a program with other parameters wrote it."""
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.reasons)) or "there is no checkpoint"
-
-
-def moment_name(moment: Moment) -> str:
-    """For people."""
-    run, attempt, step = moment
-    return f"run {run}{f' attempt {attempt}' if attempt else ''} step {step}"
-
-
-def rank_list(ranks: Sequence[int]) -> str:
-    """``ranks 0, 1 and 12 more``."""
-    shown = ranks if isinstance(ranks, RankGaps) else sorted(ranks)
-    more = f" and {len(shown) - 8} more" if len(shown) > 8 else ""
-    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:8]))}{more}"
 
 
 def no_file(ranks: Sequence[int]) -> str:

@@ -14,23 +14,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
-from mindx_elastic.plan.facts import (
-    DYING_KINDS,
-    FileFact,
-    KnownFaults,
-    Moment,
-    Refusal,
-    Rejected,
-    ResumePlan,
-    World,
-    moment_name,
-    rank_list,
-)
+from mindx_elastic.plan.facts import DYING_KINDS, FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 
-__all__ = ["bases_of", "never_whole", "order_of_moments", "plan_resume", "steps_before"]
+__all__ = ["bases_of", "never_complete", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
 """Steps: an exact step at most so much older goes before one that is not. A rank that was killed is at most one behind.
@@ -78,11 +69,13 @@ def plan_resume(
         candidate = considered[moment] = Candidate(moment, by_moment.get(moment, []), context)
         if candidate.problem:
             reasons.append(Rejected(moment_name(moment), _why(candidate, distrusted.get(moment)), moment))
-            if candidate.is_misfit:  # an older step that happens to fit is of an older program: nobody asked for it
-                return Refusal((*reasons, *rejected), True, (), known.ranks, is_misfit=True)
+            if (
+                candidate.is_other_program
+            ):  # an older step that happens to fit is of an older program, which was not asked for
+                return Refusal((*reasons, *rejected), True, (), known.ranks, is_other_program=True)
             continue
         chosen = candidate
-        if candidate.lonely:  # not exact, and a step just before may be
+        if candidate.lacks_rank_state:  # not exact, and a step just before may be
             older = [m for m in steps_before(moment, bases) if m in by_moment and only in (None, m)]
             near = [Candidate(m, by_moment[m], context) for m in older]
             chosen = next((each for each in near if not each.problem and not each.inexact), candidate)
@@ -138,7 +131,7 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
     return found[1:]
 
 
-def never_whole(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
+def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
     """Whether it is proved of all `files` that no step of their runs was ever whole, so that nothing was lost.
 
     never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
@@ -149,11 +142,13 @@ def never_whole(files: Iterable[FileFact], never_saved: Mapping[str, Collection[
     for fact in files:
         runs.setdefault(fact.moment[0], {}).setdefault(fact.moment, []).append(fact)
     return bool(runs) and all(
-        _needs(facts, never_saved.get(run, ())) for run, moments in runs.items() for facts in moments.values()
+        _has_parts_never_saved(facts, never_saved.get(run, ()))
+        for run, moments in runs.items()
+        for facts in moments.values()
     )
 
 
-def _needs(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
+def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
     """Whether a step like that of `facts` has parts that only ranks of `never_saved` held."""
     sizes = {fact.world_size for fact in facts}
     world_size = sizes.pop()

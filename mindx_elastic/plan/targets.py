@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import World, rank_list
+from mindx_elastic.plan.facts import World
 
 __all__ = ["MARKER", "bytes_by_rank", "is_marker", "remesh", "same_part", "same_parts", "target_of"]
 

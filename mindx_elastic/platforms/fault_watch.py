@@ -20,6 +20,7 @@ from typing import Any, Literal
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.platforms.files import (
     parse_json_object,
     read_mounted,
@@ -147,7 +148,7 @@ class FaultWatch:
 
     def _judge_report(self, report: FaultReport, written: float) -> FaultEvent | None:
         known, self._report = self._report, report
-        shown = _ranks(report.ranks)
+        shown = rank_list(report.ranks)
         if known is None:
             if not report.ranks:
                 return None
@@ -183,7 +184,7 @@ class FaultWatch:
                 return None
             known = ResetInfo()
         if state.faulty - known.faulty:
-            return FaultEvent("fault", f"{path}: {_ranks(state.faulty)} not recovered", state.faulty, path)
+            return FaultEvent("fault", f"{path}: {rank_list(state.faulty)} not recovered", state.faulty, path)
         if state.graceful_exit and not known.graceful_exit:
             return FaultEvent("request", f'"GracefulExit": 1 in {path}', frozenset(), path)
         return None
@@ -336,9 +337,3 @@ def _did_you_mean(content: dict[str, Any], keys: tuple[str, ...]) -> str:
         if near:
             return f"; is {name[:60]!r} meant to be {near[0]}?"
     return ""
-
-
-def _ranks(ranks: frozenset[int]) -> str:
-    shown = sorted(ranks)
-    more = f" and {len(shown) - 12} more" if len(shown) > 12 else ""
-    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:12]))}{more}"

@@ -160,7 +160,7 @@ class _PartFile:
     def dtype(self, spec: TensorSpec) -> torch.dtype:
         return self.header.entries[self._node(spec)["$tensor"]].torch_dtype
 
-    def read(self, spec: TensorSpec, box: Sequence[tuple[int, int]], out: torch.Tensor) -> int:
+    def read(self, spec: TensorSpec, box: Box, out: torch.Tensor) -> int:
         entry = self.header.entries[self._node(spec)["$tensor"]]
         if entry.shape != spec.layout.local_shape(spec.shape, spec.layout.shard_of(self.header.info.rank)):
             problem = f"{self.path}: {spec.name} has not the shape {list(entry.shape)} that its layout gives it"
@@ -182,11 +182,10 @@ class _PartFile:
         return next((value for key, value in pairs if key == names.index(parameter)), None)
 
 
-def _shift(
-    common: Sequence[tuple[int, int]], whole: Sequence[tuple[int, int]], place: Sequence[tuple[int, int]]
-) -> Any:
-    """`common` lies in `whole`, which lies at `place` of something else: where `common` lies there."""
-    return [(a - first + to, b - first + to) for (a, b), (first, _), (to, _) in zip(common, whole, place, strict=True)]
+def _shift(common: Box, whole: Box, place: Box) -> Box:
+    """Where `common`, a part of `whole`, is found in a tensor that has `whole` at `place`."""
+    moves = [to - first for (first, _), (to, _) in zip(whole, place, strict=True)]
+    return tuple((start + move, stop + move) for (start, stop), move in zip(common, moves, strict=True))
 
 
 def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:

@@ -19,6 +19,7 @@ from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.strategy import Strategy
@@ -28,10 +29,10 @@ from mindx_elastic.inventory.views import START_TIMEOUT_S, Sight, Sights, Transp
 from mindx_elastic.memory.memory_files import OwnState
 from mindx_elastic.persist.catalog import root_of
 from mindx_elastic.persist.first_save import find_notes
-from mindx_elastic.persist.format import Moment, read_header
+from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
-from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World, moment_name
-from mindx_elastic.plan.planner import never_whole, plan_resume
+from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World
+from mindx_elastic.plan.planner import never_complete, plan_resume
 from mindx_elastic.resume.reading import PlanReader
 
 __all__ = ["Resumed", "Target", "find_and_read"]
@@ -114,7 +115,7 @@ def find_and_read(
         if checkpoint is not None:
             return _resumed(plan, checkpoint, reader.path, sight, sights, ranks)
     lines = sights.lines(None, plan.reasons)
-    if plan.is_misfit:
+    if plan.is_other_program:
         raise MismatchError(
             f"the checkpoint in {directories[0]} does not fit: {'; '.join(lines[:8])}. Use the model that wrote it, or "
             'start anew with resume="never" in another directory',
@@ -146,7 +147,7 @@ def _was_never_whole(directories: Sequence[Path], sights: Sights, exchange: Exch
         for text in texts:
             for run, rank, world_size in json.loads(text):
                 found.setdefault(str(run), set()).add((int(rank), int(world_size)))
-    proved = sights.is_all_known and never_whole(sights.facts(), found)
+    proved = sights.is_all_known and never_complete(sights.facts(), found)
     for note in notes if proved else ():
         note.touch()  # it will be needed as long as these files are there
     return proved

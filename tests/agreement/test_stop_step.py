@@ -15,7 +15,7 @@ from mindx_elastic.agreement.stop_step import (
     Decision,
     End,
     Offer,
-    Phase,
+    RoundPhase,
     StopRound,
     check_decision,
     conclude,
@@ -140,7 +140,7 @@ def test_an_illegal_move_raises() -> None:
         round_.time_out()
     round_.offer()
     round_.decide(Decision(3))
-    assert round_.phase is Phase.DECIDED
+    assert round_.phase is RoundPhase.DECIDED
     with pytest.raises(RuntimeError, match="from DECIDED to OFFERED"):
         round_.offer()
     with pytest.raises(RuntimeError, match="1 offers for 2 ranks"):

@@ -19,29 +19,29 @@ def plain_tensors() -> list[torch.Tensor]:
 def test_views_have_types_shapes_and_contents() -> None:
     tensors = plain_tensors()
     block = BufferBlock(tensors)
-    for tensor, view, place in zip(tensors, block.views, block.places, strict=True):
-        assert view is not None and place is not None
+    for tensor, view, part in zip(tensors, block.views, block.slices, strict=True):
+        assert view is not None and part is not None
         assert (view.dtype, view.shape, bits(view)) == (tensor.dtype, tensor.shape, bits(tensor))
-        assert place[0] % 64 == 0
+        assert part[0] % 64 == 0
         if view.numel():
             assert view.data_ptr() != tensor.data_ptr()
-            assert view.data_ptr() == block.flat.data_ptr() + place[0]
+            assert view.data_ptr() == block.flat.data_ptr() + part[0]
 
 
 def test_the_places_and_the_bytes_tell_everything() -> None:
     tensors = plain_tensors()
     block = BufferBlock(tensors)
-    places, flat = json.loads(json.dumps(block.places)), torch.tensor(block.flat.tolist(), dtype=torch.uint8)
-    for tensor, place in zip(tensors, places, strict=True):
-        again = view_of(flat, place)
+    slices, flat = json.loads(json.dumps(block.slices)), torch.tensor(block.flat.tolist(), dtype=torch.uint8)
+    for tensor, part in zip(tensors, slices, strict=True):
+        again = view_of(flat, part)
         assert (again.dtype, again.shape, bits(again)) == (tensor.dtype, tensor.shape, bits(tensor))
 
 
 def test_a_change_of_the_view_is_a_change_of_the_block() -> None:
     block = BufferBlock([torch.zeros(3), torch.zeros(2, dtype=torch.int64)])
     torch._foreach_copy_(block.views, [torch.ones(3), torch.tensor([7, 8])])  # type: ignore[arg-type]
-    assert block.places[1] is not None
-    assert view_of(block.flat, block.places[1]).tolist() == [7, 8]
+    assert block.slices[1] is not None
+    assert view_of(block.flat, block.slices[1]).tolist() == [7, 8]
 
 
 def test_equal_buffers_are_equal_bytes() -> None:
@@ -65,7 +65,7 @@ def test_equal_buffers_are_equal_bytes() -> None:
 )
 def test_what_is_not_plain_memory_gets_a_copy_of_its_own(tensor: torch.Tensor) -> None:
     block = BufferBlock([torch.zeros(2), tensor, None])
-    assert block.places[0] is not None and block.places[1:] == [None, None]
+    assert block.slices[0] is not None and block.slices[1:] == [None, None]
     assert block.flat.numel() == 64
     copied = block.views[1]
     assert copied is not None and copied is not tensor and block.views[2] is None
@@ -74,4 +74,4 @@ def test_what_is_not_plain_memory_gets_a_copy_of_its_own(tensor: torch.Tensor) -
 
 def test_no_tensors_no_bytes() -> None:
     block = BufferBlock(())
-    assert (block.flat.numel(), block.views, block.places) == (0, [], [])
+    assert (block.flat.numel(), block.views, block.slices) == (0, [], [])

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import LayoutRecorder, Standing
+from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
 from mindx_elastic.errors import UnsupportedStateError, UsageError
-from mindx_elastic.guard.layouts_by_hand import standing_of
+from mindx_elastic.guard.layouts_by_hand import parallel_setup_of
 
 WORLD = 4
 EVERYWHERE = {"mesh": [4], "placements": ["R"], "ranks": [[0, 4]]}
@@ -42,7 +42,7 @@ def join() -> Iterator[Join]:
 
 
 def recorder(targets: Mapping[str, object], rank: int = 0, world_size: int = WORLD, **fields: Any) -> LayoutRecorder:
-    return LayoutRecorder(Collector(targets).components, Standing(rank, world_size, **fields))
+    return LayoutRecorder(Collector(targets).components, ParallelSetup(rank, world_size, **fields))
 
 
 def layout_at(record: Mapping[str, Any], place: str) -> tuple[dict[str, Any], tuple[int, ...]]:
@@ -123,14 +123,14 @@ def test_the_record_follows_the_optimizer_and_is_kept_otherwise() -> None:
     optimizer.step()
     assert one.record() is not first
     later = one.record()
-    one.know([("model.weight", EVERYWHERE, (2, 3))])
+    one.set_job_layouts([("model.weight", EVERYWHERE, (2, 3))])
     assert one.record()["job"] == [["model.weight", 1, [2, 3]]] and one.record() != later
 
 
 def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     network = nn.Linear(3, 2)
     one = recorder({"model": network}, rank=1)
-    one.know([("model.other", {"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (8, 3))])
+    one.set_job_layouts([("model.other", {"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (8, 3))])
     strategy = strategy_of({"model": network}, one)
     (other,) = strategy.by_name["model.other"]
     assert (other.shape, list(other.layout.ranks), other.layout.num_shards) == ((8, 3), [2, 3], 2)
@@ -279,7 +279,7 @@ def test_a_sum_that_is_not_done_is_refused(join: Join) -> None:
 def by_hand(network: nn.Module, layouts: Mapping[str, Layout], rank: int) -> tuple[dict[str, Any], LayoutRecorder]:
     targets: dict[str, Any] = {"model": network, "optimizer": stepped(network.parameters())}
     one = LayoutRecorder(
-        Collector(targets).components, standing_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts)
+        Collector(targets).components, parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts)
     )
     return targets, one
 

@@ -461,20 +461,6 @@ def test_narrow_terminals(run: Run, ddp: Path, columns: int) -> None:
         assert "ranks 0, 1, 3: their own files, 7.8 KiB each (rank_*/" in text
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([0], "0"),
-        ([3, 1, 2], "1-3"),
-        ([0, 1], "0, 1"),
-        ([0, 2, 3, 4, 9], "0, 2-4, 9"),
-        (range(0, 40, 2), "0, 2, 4, 6, 8, 10, 12, 14 and 12 more"),
-    ],
-)
-def test_ranks_text(ranks: Any, text: str) -> None:
-    assert plan_table.ranks_text(ranks) == text
-
-
 def test_thousands_of_ranks_fit_on_a_screen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

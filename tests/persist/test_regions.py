@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.core.layout import Box
 from mindx_elastic.errors import CorruptCheckpointError
 from mindx_elastic.persist import regions
 from mindx_elastic.persist.format import Header, open_checkpoint
@@ -32,7 +33,6 @@ STATE = {
     for number, (shape, dtype) in enumerate(itertools.product(SHAPES, DTYPES))
 }
 Opened = tuple[int, Header, Path]
-Box = list[tuple[int, int]]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def boxes(shape: Sequence[int]) -> st.SearchStrategy[Box]:
     intervals = [
         st.tuples(st.integers(0, n), st.integers(0, n)).map(lambda ends: (min(ends), max(ends))) for n in shape
     ]
-    return st.tuples(*intervals).map(list)
+    return st.tuples(*intervals)
 
 
 def expected(tensor: torch.Tensor, box: Box) -> bytes:
@@ -135,8 +135,8 @@ def test_no_more_is_read_than_needed(large: tuple[torch.Tensor, Opened], box: Bo
 def test_a_file_that_was_cut_off_meanwhile_is_named(large: tuple[torch.Tensor, Opened]) -> None:
     _, (fd, header, path) = large
     os.truncate(path, header.data_start + 100_000)
-    assert torch.equal(read((fd, header, path), "w", [(0, 2), (0, 10_000)])[0].flatten(), torch.arange(20_000.0))
-    for box in ([(2, 3), (0, 10_000)], [(200, 201), (0, 10)]):
+    assert torch.equal(read((fd, header, path), "w", ((0, 2), (0, 10_000)))[0].flatten(), torch.arange(20_000.0))
+    for box in (((2, 3), (0, 10_000)), ((200, 201), (0, 10))):
         with pytest.raises(CorruptCheckpointError, match=f"{path}: tensor w is cut off") as caught:
             read((fd, header, path), "w", box)
         assert (caught.value.path, caught.value.tensor) == (path, "w")
@@ -150,14 +150,14 @@ def test_a_failing_medium_is_a_damaged_file(
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(CorruptCheckpointError, match="tensor w cannot be read: Input/output error"):
-        read(large[1], "w", [(0, 1), (0, 10_000)])
+        read(large[1], "w", ((0, 1), (0, 10_000)))
 
 
 def test_short_reads_are_gone_on_with(large: tuple[torch.Tensor, Opened], monkeypatch: pytest.MonkeyPatch) -> None:
     tensor, opened = large
     real = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, views, offset: real(fd, [views[0][:7001]], offset))
-    out, num_bytes = read(opened, "w", [(7, 9), (0, 10_000)])
+    out, num_bytes = read(opened, "w", ((7, 9), (0, 10_000)))
     assert torch.equal(out, tensor[7:9]) and num_bytes == out.nbytes
 
 
@@ -165,8 +165,8 @@ def test_nothing_is_read_for_an_empty_box(opened: Opened, monkeypatch: pytest.Mo
     monkeypatch.delattr(os, "preadv")
     fd, header, path = opened
     for entry in header.entries.values():
-        box = [(n, n) for n in entry.shape]
+        box = tuple((n, n) for n in entry.shape)
         if box:
             assert read((fd, header, path), entry.name, box)[1] == 0
     absent = replace(next(iter(header.entries.values())), shape=(0, 5))
-    assert read_box(fd, header, absent, [(0, 0), (0, 5)], torch.empty(0, 5), path) == 0
+    assert read_box(fd, header, absent, ((0, 0), (0, 5)), torch.empty(0, 5), path) == 0

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.errors import UsageError
-from mindx_elastic.persist.format import Moment
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 
 

@@ -12,9 +12,9 @@ import pytest
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.assumptions import echoes_of
-from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, alone
-from mindx_elastic.plan.planner import bases_of, never_whole, order_of_moments, plan_resume, steps_before
+from mindx_elastic.plan.assumptions import replica_digests_of
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
+from mindx_elastic.plan.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
 from mindx_elastic.plan.targets import remesh
 
 RUN = "run-a"
@@ -316,17 +316,19 @@ def test_an_idle_rank_needs_its_own_file_or_nothing_is_known_of_it() -> None:
 
 
 def test_files_that_say_nothing_stand_for_their_own_rank_only() -> None:
-    facts = [file(rank, strategy=alone(rank, 2)) for rank in range(2)]
+    facts = [file(rank, strategy=single_rank_strategy(rank, 2)) for rank in range(2)]
     assert readers(plan_of(facts, 2)) == [0, 1]
     assert "rank 1" in str(refusal_of(facts[:1], 2))
 
 
 @pytest.mark.parametrize(("old", "new"), [(2, 1), (2, 4), (4, 2), (4, 8), (3, 2)])
 def test_private_models_are_refused_on_another_world(old: int, new: int) -> None:
-    refusal = refusal_of([file(rank, strategy=alone(rank, old)) for rank in range(old)], new)
+    refusal = refusal_of([file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], new)
     assert len(refusal.reasons) == 1
     told = Strategy(new, (tensor("w", (8,), layout_of((new,), "R")),))
-    assert refusal_of([file(rank, strategy=alone(rank, old)) for rank in range(old)], World(new, told)).reasons
+    assert refusal_of(
+        [file(rank, strategy=single_rank_strategy(rank, old)) for rank in range(old)], World(new, told)
+    ).reasons
 
 
 def test_files_that_disagree_on_the_world_size_are_refused_together() -> None:
@@ -522,31 +524,31 @@ def test_a_step_just_before_that_is_laid_out_otherwise_is_not_exact() -> None:
         (DDP, [0], [1, 2, 3], False),
         (STAGES, [0], [2], False),
         (STAGES, [0, 1], [2, 3], True),
-        (alone(0, 4), [0], [3], True),
+        (single_rank_strategy(0, 4), [0], [3], True),
     ],
 )
 def test_a_run_had_no_whole_step_if_nobody_who_held_some_part_ever_saved(
     strategy: Strategy, saved: list[int], silent: list[int], proved: bool
 ) -> None:
     facts = files(saved, 4, strategy)
-    assert never_whole(facts, {RUN: {(rank, 4) for rank in silent}}) is proved
-    assert not never_whole(facts, {RUN: {(rank, 3) for rank in silent}}), "notes of another world"
-    assert not never_whole(facts, {"other": {(rank, 4) for rank in silent}}), "of another run"
+    assert never_complete(facts, {RUN: {(rank, 4) for rank in silent}}) is proved
+    assert not never_complete(facts, {RUN: {(rank, 3) for rank in silent}}), "notes of another world"
+    assert not never_complete(facts, {"other": {(rank, 4) for rank in silent}}), "of another run"
 
 
 def test_every_run_and_every_step_has_to_be_proved() -> None:
     facts = [*files([0], 4, FSDP), *files([0, 1], 5, FSDP), *files([2], 9, FSDP, run="b")]
-    assert never_whole(facts, {RUN: {(3, 4)}, "b": {(0, 4)}})
-    assert not never_whole(facts, {RUN: {(3, 4)}})
-    assert not never_whole(facts, {RUN: {(1, 4)}, "b": {(0, 4)}}), "rank 1 has saved since"
-    assert not never_whole([], {RUN: {(3, 4)}})
+    assert never_complete(facts, {RUN: {(3, 4)}, "b": {(0, 4)}})
+    assert not never_complete(facts, {RUN: {(3, 4)}})
+    assert not never_complete(facts, {RUN: {(1, 4)}, "b": {(0, 4)}}), "rank 1 has saved since"
+    assert not never_complete([], {RUN: {(3, 4)}})
 
 
 def test_what_is_only_assumed_to_be_held_by_others_counts_as_held() -> None:
     """Rank 0's file says that the norms are replicas; whoever saw two equal files may have gone on from them."""
     facts = assuming("one")
     assert len(facts) == 1
-    assert not never_whole(facts, {RUN: {(3, 4)}})
+    assert not never_complete(facts, {RUN: {(3, 4)}})
 
 
 # --- disks that are not shared ---
@@ -791,15 +793,19 @@ def test_another_time_stamp_is_another_report() -> None:
     assert KnownFaults.of((), 5.0).report == 0
 
 
-def assuming(*echoes: str) -> list[FileFact]:
-    """Files of ranks that assume to hold the same `model.norm`; what differs in their echoes is not the same."""
+def assuming(*digests: str) -> list[FileFact]:
+    """Files of ranks that assume to hold the same `model.norm`; what differs in their digests is not the same."""
     spec = replace(tensor("model.norm", (4,), layout_of((4,), "R")), assumed=True)
     strategy = Strategy(4, (spec,))
     found = []
-    for rank, echo in enumerate(echoes):
-        if echo:
-            tensors = {"model.norm": ((4,), echo)}
-            found.append(replace(files([rank], strategy=strategy)[0], echoes=echoes_of(strategy, rank, tensors)))
+    for rank, digest in enumerate(digests):
+        if digest:
+            tensors = {"model.norm": ((4,), digest)}
+            found.append(
+                replace(
+                    files([rank], strategy=strategy)[0], replica_digests=replica_digests_of(strategy, rank, tensors)
+                )
+            )
     return found
 
 
@@ -807,8 +813,8 @@ def test_assumed_replicas_stand_in_where_their_files_agree() -> None:
     assert [share.file.rank for share in plan_of(assuming("a", "a", "", "a"), World(4)).ranks] == [0, 1, 0, 3]
 
 
-@pytest.mark.parametrize("echoes", [("a", "b", "", "a"), ("a", "", "", "")])
-def test_nobody_stands_in_where_they_differ_or_only_one_speaks(echoes: tuple[str, ...]) -> None:
-    assert "model.norm: no usable file of rank 2, which held it" in str(refusal_of(assuming(*echoes), 4))
-    whole = assuming(*(echo or "a" for echo in echoes))
+@pytest.mark.parametrize("digests", [("a", "b", "", "a"), ("a", "", "", "")])
+def test_nobody_stands_in_where_they_differ_or_only_one_speaks(digests: tuple[str, ...]) -> None:
+    assert "model.norm: no usable file of rank 2, which held it" in str(refusal_of(assuming(*digests), 4))
+    whole = assuming(*(digest or "a" for digest in digests))
     assert plan_of(whole, World(4)).exact, "each has its own file"

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.facts import FileFact, ResumePlan, World, alone
+from mindx_elastic.plan.facts import FileFact, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.platforms.restore_ranks import (
     RestoreRanks,
@@ -151,7 +151,7 @@ def test_kinds(kind: str, text: str) -> None:
 
 
 def test_files_that_say_nothing_of_others_are_groups_of_one() -> None:
-    plan = planned([fact(r, alone(r, 2)) for r in range(2)])
+    plan = planned([fact(r, single_rank_strategy(r, 2)) for r in range(2)])
     assert restore_ranks_of(plan).map_text == '{"0": 0, "1": 1}'
 
 

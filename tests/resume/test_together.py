@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import Standing
+from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError, UsageError
@@ -134,7 +134,9 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
     def describe(rank: int, exchange: Any) -> Any:
         ranks = RankInfo(rank=rank, world_size=len(shapes))
         collector = Collector({"model": Part(shapes[rank])})
-        collector.stand(Standing(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks)))
+        collector.set_parallel_setup(
+            ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
+        )
         return target_of_all(collector, ranks, exchange).strategy
 
     return on_all_ranks(len(shapes), describe)

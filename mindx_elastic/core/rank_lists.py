@@ -1,4 +1,4 @@
-"""Ranks that are not there, of a world of any size, without a list of them. Pure."""
+"""Lists of ranks: in words for messages, and the ranks that are missing from a world of any size. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,29 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, overload
 
-__all__ = ["RankGaps"]
+__all__ = ["RankGaps", "rank_list", "rank_ranges"]
+
+_MAX_SHOWN = 8
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0, 1``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more``."""
+    shown = ranks if isinstance(ranks, RankGaps) else sorted(ranks)
+    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
+    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:_MAX_SHOWN]))}{more}"
+
+
+def rank_ranges(ranks: Iterable[int]) -> str:
+    """``0-5, 7``; of very scattered ranks the first ranges and how many ranks are left out."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(a) if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in runs[:_MAX_SHOWN]]
+    more = sum(b - a + 1 for a, b in runs[_MAX_SHOWN:])
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 class RankGaps(Sequence[int]):
