@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mindx_elastic.core.posix import boot_id
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -239,7 +240,7 @@ class RedundancySettings:
         if self.node:
             return f"node {self.node}"
         try:
-            return f"{socket.gethostname()}/{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+            return f"{socket.gethostname()}/{boot_id()}"
         except OSError:
             return socket.gethostname()
 

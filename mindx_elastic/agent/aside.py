@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -11,13 +9,12 @@ from pathlib import Path
 from mindx_elastic.agent.holder import flush, trust_in
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.errors import MindxError
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.storage import quarantine
 
 __all__ = ["set_checkpoint_aside"]
-
-_MAX_BYTES = 1 << 16
 
 
 def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Path]:
@@ -58,9 +55,7 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     for arena in arenas:
         if path.is_relative_to(arena):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                fd = os.open(arena / "owner.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-                with open(fd, "rb") as file:
-                    return Path(json.loads(file.read(_MAX_BYTES))["directory"])
+                return Path(read_json_object(arena / "owner.json")["directory"])
             return None
     folder = path.parent
     if re.fullmatch(r"rank_\d+", folder.name):

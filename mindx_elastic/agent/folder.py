@@ -19,17 +19,16 @@ import json
 import os
 import secrets
 import shutil
-import stat
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.liveness import is_alive
 from mindx_elastic.agreement.job_key import write_key_file
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import has_ended, is_alive, is_own_folder, read_json_object
 from mindx_elastic.core.status_page import read_page
 from mindx_elastic.memory.arena import make_user_folder, user_folders
 
@@ -37,7 +36,6 @@ __all__ = ["AgentFolder", "remove_dead_folders"]
 
 _IDENTITY, _KEY = "agent.json", "job.key"
 _PREFIX = "agent-"
-_MAX_BYTES = 1 << 16
 
 
 class AgentFolder:
@@ -91,7 +89,7 @@ def remove_dead_folders(parent: Path) -> list[Path]:
     removed = []
     for folder in parent.glob(f"{_PREFIX}*"):
         with suppress(OSError, ValueError):
-            if not _is_own(folder) or not _is_dead(_read_identity(folder / _IDENTITY), own):
+            if not is_own_folder(folder) or not _is_dead(read_json_object(folder / _IDENTITY), own):
                 continue
             pages = [read_page(page) for page in folder.glob("rank_*.page")]
             if not any(page and is_alive(page.pid, time.time()) for page in pages):  # workers may still be saving
@@ -112,27 +110,8 @@ def _create(base: Path) -> Path:
     raise FileNotFoundError(2, "No such file or directory", str(base))
 
 
-def _is_own(folder: Path) -> bool:
-    status = os.lstat(folder)
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-
-
-def _read_identity(path: Path) -> dict[str, Any]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(fd, "rb") as file:
-        content = json.loads(file.read(_MAX_BYTES))
-    if not isinstance(content, dict):
-        raise ValueError("no object")
-    return content
-
-
 def _is_dead(agent: dict[str, Any], own: dict[str, Any]) -> bool:
     pid, started, space = agent.get("pid"), agent.get("started"), agent.get("space")
     if not isinstance(pid, int) or not space or space != own["space"]:
         return False
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except FileNotFoundError:
-        return True
-    fields = text.rpartition(")")[2].split()
-    return fields[0] in ("Z", "X") or fields[19] != started  # numbered from the third, the state
+    return has_ended(pid, str(started))

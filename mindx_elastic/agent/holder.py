@@ -26,6 +26,7 @@ from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.inventory.facts import facts_of
@@ -404,7 +405,7 @@ def _copy_file(source: Path, target: Path, info: CheckpointInfo | None = None, *
     process can be in its first save there.
     """
     try:
-        memory = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        memory = open_regular(source)
         try:
             make_directory_durable(target.parent)
             _copy(memory, target, info, alone=alone)

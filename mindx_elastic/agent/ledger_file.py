@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from typing import Any
 
 from mindx_elastic.agent.ledger import AttemptRecord
 from mindx_elastic.core.events import READ_BYTES, older_generation
+from mindx_elastic.core.posix import open_regular
 
 __all__ = ["EVENTS_FILE", "AgentRun", "load", "load_runs"]
 
@@ -83,12 +83,8 @@ def _events(path: Path) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a FIFO of that name must not block
-    with open(fd, "rb") as file:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path} is not a regular file")
-        file.seek(max(0, status.st_size - READ_BYTES))
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
         while data := file.readline(_MAX_LINE):
             line = _parse(data)
             if line is not None and line.get("event") in _OURS:

@@ -12,15 +12,14 @@ import json
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindx_elastic.agent.liveness import is_alive, start_ticks
 from mindx_elastic.alarm.peers import own_identity
+from mindx_elastic.core.posix import has_ended, is_alive, is_own_folder, open_regular, read_json_object, read_small
 from mindx_elastic.core.status_page import read_page
 from mindx_elastic.memory.arena import SlotRecord, rank_folders, squatted_folder, user_folders
 
@@ -83,7 +82,7 @@ def find_others(base: Path) -> list[Path]:
     squatted = squatted_folder(base)
     known = {path for path in _folders(base) if _AGENT.fullmatch(path.name) or _ARENA.fullmatch(path.name)}
     others = [path for path in _entries(base) if path not in known]
-    return others if squatted is None or _is_own_folder(squatted) else [squatted, *others]
+    return others if squatted is None or is_own_folder(squatted) else [squatted, *others]
 
 
 def remove(path: Path) -> bool:
@@ -100,22 +99,14 @@ def remove(path: Path) -> bool:
 def _entries(base: Path) -> list[Path]:
     folders = user_folders(base)
     squatted = squatted_folder(base)
-    if squatted is not None and _is_own_folder(squatted):  # ours, and no longer private: what is in it may go
+    if squatted is not None and is_own_folder(squatted):  # ours, and no longer private: what is in it may go
         folders.append(squatted)
     return [path for folder in folders for path in sorted(folder.iterdir())]
 
 
 def _folders(base: Path) -> list[Path]:
     """Real folders of this user in the user's folders."""
-    return [path for path in _entries(base) if _is_own_folder(path)]
-
-
-def _is_own_folder(path: Path) -> bool:
-    try:
-        status = path.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    return [path for path in _entries(base) if is_own_folder(path)]
 
 
 def _agent_user(path: Path, pid: int) -> str:
@@ -123,7 +114,7 @@ def _agent_user(path: Path, pid: int) -> str:
     space, ticks = agent.get("space"), agent.get("started")
     if isinstance(space, str) and space != own["space"]:
         return f"agent {pid} is one of another container; whether it runs cannot be seen from here"
-    if start_ticks(pid) == ticks if isinstance(ticks, str) else is_alive(pid, path.lstat().st_mtime):
+    if not has_ended(pid, ticks) if isinstance(ticks, str) else is_alive(pid, path.lstat().st_mtime):
         return f"agent {pid} runs"
     for page in sorted(path.glob("rank_*.page")):
         status = read_page(page)
@@ -154,12 +145,9 @@ def _look_at_arena(path: Path) -> ArenaLeftover:
 def _read_json(path: Path) -> dict[str, object]:
     """An object of ours; empty when there is none."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            content = json.loads(file.read(1 << 16))
-    except (OSError, ValueError, RecursionError):
+        return read_json_object(path)
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _exists(directory: str) -> bool:
@@ -183,9 +171,7 @@ def _newest_step(path: Path) -> int | None:
 
 def _steps(folder: Path) -> set[int]:
     try:
-        fd = os.open(folder / "commit", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            data = file.read(4096)
+        data = read_small(folder / "commit", 4096)
     except OSError:
         return set()
     records = (SlotRecord.unpack(data[start : start + 64].ljust(64, b"\0")) for start in _RECORDS)
@@ -204,10 +190,10 @@ def _locks(path: Path) -> Iterator[bool]:
     """Hold every lock below the folder; False: somebody else has one. Both kinds: the file says not which is used."""
     with ExitStack() as stack:
         for lock in sorted([*path.glob("rank_*/lock"), *path.glob("lock")]):
-            if not _is_own_folder(lock.parent):
+            if not is_own_folder(lock.parent):
                 continue
             try:
-                fd = os.open(lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                fd = open_regular(lock, os.O_RDWR)
             except FileNotFoundError:
                 continue
             except OSError:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mindx_elastic.agent.exit_watch import Work
-from mindx_elastic.alarm.processes import members_of, read_stat
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import members_of, open_pidfd, read_stat
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 
 __all__ = ["WorkerExit", "Workers", "process_state"]
@@ -77,8 +77,8 @@ class Workers:
         self._remains: dict[int, _Remains] = {}
         """What ended workers have left, by session, which is the worker's process id."""
         for rank, process in processes.items():
-            with suppress(OSError, AttributeError):  # an old kernel or a sandbox; then it is polled
-                self._fds[rank] = os.pidfd_open(process.pid)
+            with suppress(OSError):  # an old kernel or a sandbox; then it is polled
+                self._fds[rank] = open_pidfd(process.pid)
 
     def wait(self, timeout_s: float, other_fds: Iterable[int] = ()) -> list[WorkerExit]:
         """Sleep until a worker ends, one of `other_fds` is readable or the time is over; the workers that ended."""
@@ -258,7 +258,8 @@ class Workers:
 
 def process_state(pid: int) -> str:
     """One letter as in ps (R running, S sleeping, D uninterruptible, T stopped, Z ended); empty when it is gone."""
-    return _proc(pid, "stat").rpartition(")")[2][1:2]
+    found = read_stat(pid)
+    return "" if found is None else found.state
 
 
 def _proc(pid: int, name: str) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from mindx_elastic.config import KeySettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import UsageError
 
 __all__ = ["find_key", "read_key_file", "write_key_file"]
@@ -68,13 +69,10 @@ def read_key_file(path: Path, what: str) -> bytes:
     """The key in a private file of the user's. Raises UsageError; `what` says who has named the file."""
     remedy = "give a file that only its owner can read (chmod 600), the same on every node"
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            status, content = os.fstat(fd), file.read(_MAX_BYTES)
+        with open(open_regular(path, follow_link=True), "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(_MAX_BYTES)
     except OSError as error:
         raise UsageError(f"{what}={path} cannot be read: {error.strerror}; {remedy}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise UsageError(f"{what}={path} is no file; {remedy}")
     # Readable for the group: secrets that Kubernetes mounts for a pod with fsGroup.
     if status.st_mode & 0o027 or status.st_uid not in (os.geteuid(), 0):
         raise UsageError(
@@ -90,8 +88,7 @@ def read_key_file(path: Path, what: str) -> bytes:
 
 def write_key_file(path: Path) -> None:
     """Put a new random key into the private file `path`, which must not exist. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with open(fd, "w") as file:
+    with open(open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w") as file:
         file.write(f"{secrets.token_hex(32)}\n")
 
 
@@ -132,7 +129,7 @@ def _share(path: Path) -> bytes:
 
 def _read_shared(path: Path) -> bytes:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_regular(path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -141,10 +138,10 @@ def _read_shared(path: Path) -> bytes:
         ) from error
     try:
         status = os.fstat(fd)
-        content = os.read(fd, _MAX_BYTES) if stat.S_ISREG(status.st_mode) else b""
+        content = os.read(fd, _MAX_BYTES)
     finally:
         os.close(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UsageError(
             f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode "
             "600: somebody else knows what is in it. Remove it, or set MINDX_JOB_KEY"

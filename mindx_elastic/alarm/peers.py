@@ -15,11 +15,10 @@ import os
 import select
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 
-from mindx_elastic.alarm.processes import read_stat
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import boot_id, open_pidfd, start_ticks
 
 __all__ = ["PeerWatch", "own_identity"]
 
@@ -29,22 +28,15 @@ _MOST_PID = 1 << 22  # the kernel's own limit
 
 def own_identity() -> str:
     """What a rank publishes at the start: JSON of its pid, start time and process-id namespace."""
-    return json.dumps({"pid": os.getpid(), "started": _start_time(os.getpid()), "space": _pid_space()})
+    return json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid()), "space": _pid_space()})
 
 
 def _pid_space() -> str:
     """Names the process-id namespace, over all machines; empty where /proc does not tell."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+        return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return ""
-
-
-def _start_time(pid: int) -> str:
-    """Start time of a process in clock ticks since the boot, as /proc has it; empty when it is gone."""
-    found = read_stat(pid)
-    return "" if found is None else found.started
 
 
 def _parse(text: str) -> tuple[int, str, str]:
@@ -73,18 +65,11 @@ class PeerWatch:
 
     def _open(self, peer: int, pid: int, started: str) -> None:
         try:
-            fd = os.pidfd_open(pid)  # close-on-exec by itself
+            self._fds[peer] = open_pidfd(pid, started)
         except ProcessLookupError:
             self.gone.append(peer)
-            return
-        except (OSError, AttributeError) as error:  # an old kernel, or a sandbox that forbids it
+        except OSError as error:  # an old kernel, or a sandbox that forbids it
             logger.debug("rank %d cannot be watched (%s)", peer, error)
-            return
-        if _start_time(pid) != started:  # somebody else has its number already
-            os.close(fd)
-            self.gone.append(peer)
-            return
-        self._fds[peer] = fd
 
     def start(self, watcher: Watcher, on_death: Callable[[int], None]) -> None:
         """Call ``on_death(rank)`` in the watcher thread for each peer that is or will be gone."""

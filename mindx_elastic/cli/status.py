@@ -103,7 +103,7 @@ def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
 
 def _is_running(run: AgentRun) -> bool | None:
     """None: it is another machine's, so this one cannot tell."""
-    from mindx_elastic.agent.liveness import is_alive
+    from mindx_elastic.core.posix import is_alive
 
     if run.ended is not None:
         return False
@@ -114,7 +114,7 @@ def _is_running(run: AgentRun) -> bool | None:
 
 def _workers(agent_dir: Path) -> list[dict[str, Any]]:
     """What the workers' pages say now, by rank."""
-    from mindx_elastic.agent.liveness import is_alive
+    from mindx_elastic.core.posix import is_alive
     from mindx_elastic.core.status_page import WorkerPhase, read_page
 
     phases = {phase.value: phase.name.lower() for phase in WorkerPhase}

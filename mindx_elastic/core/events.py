@@ -13,7 +13,6 @@ import json
 import logging
 import math
 import os
-import stat
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
 
@@ -81,7 +81,7 @@ _WAITING_BYTES = 1 << 18  # of events that could not be written
 _CARRIED = ("start", "resume", "agent_start", "attempt", "summary", "agent_end")
 _CARRIED_LINES, _CARRIED_LINE_BYTES = 128, 1 << 13
 _LOOKS, _LOOK_AGAIN_S = 3, 0.002
-_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FLAGS = os.O_RDWR | os.O_APPEND | os.O_CREAT
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 _PATIENCE_S = 0.5  # a line takes 50 us; behind a busy interpreter a few milliseconds
 _HANGS_S = 10.0
@@ -261,10 +261,8 @@ class EventLog:
     def _append(self, data: bytes) -> None:
         """Raises OSError; the file may then end in half a line, which the next call closes."""
         # Opened for each line: events are rare, and no descriptor leaks into forked loader workers.
-        fd = os.open(self.path, _FLAGS, 0o644)
+        fd = open_regular(self.path, _FLAGS, 0o644)
         try:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file", str(self.path))
             if _ends_in_half_a_line(fd):
                 data = b"\n" + data
             written = os.write(fd, data)
@@ -293,7 +291,7 @@ class EventLog:
             carried = self._lines_to_carry(older)
             os.replace(self.path, older)
             if carried:
-                new = os.open(self.path, _FLAGS, 0o644)
+                new = open_regular(self.path, _FLAGS, 0o644)
                 try:
                     os.write(new, b"".join(carried))
                 finally:
@@ -332,13 +330,11 @@ def lines_backwards(path: Path, limit_bytes: int = READ_BYTES, owners: Owners | 
     whose files count; None: anybody's) has none. Any thread.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = open_regular(path)
     except OSError:
         return
     try:
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            return
         if owners is not None and (problem := owners.problem(status)) is not None:
             logger.warning("%s %s; what it says of runs is left out", path, problem)
             return

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import UnsafeDirectoryError, UntrustedFileError, UsageError
 
 __all__ = ["Owners", "Trust", "check_place", "find_owners", "open_trusted", "user_ids"]
@@ -227,12 +228,9 @@ def _way_to(path: Path) -> Iterator[tuple[Path, Path]]:
 
 def open_trusted(path: Path, owners: Owners) -> int:
     """A descriptor for reading the regular file `path`, if it counts. Raises OSError, UntrustedFileError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_regular(path)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        owners.check(status, path)
+        owners.check(os.fstat(fd), path)
     except BaseException:
         os.close(fd)
         raise

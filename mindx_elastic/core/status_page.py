@@ -15,6 +15,8 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.posix import open_regular, read_small
+
 __all__ = ["PAGE_BYTES", "Status", "StatusPage", "WorkerPhase", "page_path", "read_page"]
 
 PAGE_BYTES = 4096
@@ -91,7 +93,7 @@ class StatusPage:
     def __init__(self, path: Path) -> None:
         """Create the page, replacing an older one of the same rank. Raises OSError."""
         path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             os.ftruncate(fd, PAGE_BYTES)
             self._map = mmap.mmap(fd, PAGE_BYTES)
@@ -141,13 +143,9 @@ class StatusPage:
 def read_page(path: Path) -> Status | None:
     """The agent's side: what `path` says now; None when there is no page (yet) or it is none of ours."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        data = read_small(path, PAGE_BYTES)
     except OSError:
         return None
-    try:
-        data = os.pread(fd, PAGE_BYTES, 0)
-    finally:
-        os.close(fd)
     if len(data) != PAGE_BYTES:
         return None
     words = memoryview(data).cast("q")

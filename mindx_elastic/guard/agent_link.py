@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.alarm.peers import own_identity
-from mindx_elastic.alarm.processes import ProcessStat, read_stat
 from mindx_elastic.config import AgentInfo, RankInfo
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, read_stat
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 
@@ -28,7 +28,6 @@ CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that 
 CONTROL_FILE = "control.json"
 AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
-_MAX_BYTES = 1 << 16
 _stacks_fd = -1  # where this process writes its stacks, until it ends
 
 
@@ -47,8 +46,8 @@ class AgentLink:
         self.agent_fd = -1
         """Readable once the agent is gone; -1 where that cannot be watched."""
         if info.pid in self._known:
-            with suppress(OSError, AttributeError):
-                self.agent_fd = os.pidfd_open(info.pid)
+            with suppress(OSError):
+                self.agent_fd = open_pidfd(info.pid, self._known[info.pid])
         self._seen = -1
         try:
             self.page = StatusPage(page_path(info.folder, ranks.rank))
@@ -62,10 +61,9 @@ class AgentLink:
         to somebody else by now (it was killed before this)."""
         found = read_stat(info.pid) if info.pid > 0 else None
         identity: dict[str, Any] = {}
-        with suppress(OSError, ValueError, RecursionError):
-            with open(self._folder / AGENT_FILE, "rb") as file:
-                content = json.loads(file.read(_MAX_BYTES))
-            identity = content if isinstance(content, dict) and content.get("pid") == info.pid else {}
+        with suppress(OSError, ValueError):
+            content = read_json_object(self._folder / AGENT_FILE)
+            identity = content if content.get("pid") == info.pid else {}
         if identity and identity.get("space") != json.loads(own_identity())["space"]:
             return
         if identity and (found is None or found.is_ending or found.started != identity.get("started")):
@@ -114,10 +112,9 @@ class AgentLink:
 
     def orders(self) -> dict[str, Any] | None:
         """Watcher thread, after `CONTROL_SIGNAL`: what the agent asks for, once for each order."""
-        with suppress(OSError, ValueError, RecursionError):
-            with open(self._folder / CONTROL_FILE, "rb") as file:
-                content = json.loads(file.read(_MAX_BYTES))
-            if isinstance(content, dict) and isinstance(content.get("kind"), str) and "reason" in content:
+        with suppress(OSError, ValueError):
+            content = read_json_object(self._folder / CONTROL_FILE)
+            if isinstance(content.get("kind"), str) and "reason" in content:
                 sequence = content.get("seq")
                 if isinstance(sequence, int) and sequence != self._seen:
                     self._seen = sequence

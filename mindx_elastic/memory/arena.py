@@ -26,7 +26,6 @@ import json
 import mmap
 import os
 import secrets
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -39,6 +38,7 @@ from typing import Any
 import xxhash
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import is_own_folder, is_private_folder, open_regular
 from mindx_elastic.errors import ArenaError
 
 __all__ = [
@@ -70,13 +70,13 @@ def user_folder(base: Path) -> Path:
 def user_folders(base: Path) -> list[Path]:
     """The private folders of this user that there are below `base`, the usual one in front."""
     usual = _usual_folder(base)
-    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if _is_private(path)]
+    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if is_private_folder(path)]
 
 
 def squatted_folder(base: Path) -> Path | None:
     """The usual name, where it is anything but a private folder of this user."""
     usual = _usual_folder(base)
-    return usual if os.path.lexists(usual) and not _is_private(usual) else None
+    return usual if os.path.lexists(usual) and not is_private_folder(usual) else None
 
 
 def _usual_folder(base: Path) -> Path:
@@ -95,7 +95,7 @@ def make_user_folder(base: Path) -> Path:
         return found[0]
     with suppress(FileExistsError):
         usual.mkdir(mode=0o700)
-    if _is_private(usual):
+    if is_private_folder(usual):
         return usual
     if not os.path.lexists(usual):
         raise FileNotFoundError(
@@ -129,14 +129,6 @@ def _one_at_a_time(base: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _is_private(folder: Path) -> bool:
-    try:
-        status = os.lstat(folder)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o077
-
-
 def job_folder(base: Path, directory: Path) -> Path:
     """The folder of the job that writes its checkpoints to `directory` (a resolved path)."""
     name = xxhash.xxh3_64_hexdigest(str(directory).encode())
@@ -147,19 +139,11 @@ def job_folder(base: Path, directory: Path) -> Path:
 def rank_folders(job: Path) -> dict[int, Path]:
     """The rank folders of a job that belong to this user; none when there is no such job."""
     found: dict[int, Path] = {}
-    for path in sorted(job.glob("rank_*")) if _is_own_folder(job) else ():
+    for path in sorted(job.glob("rank_*")) if is_own_folder(job) else ():
         number = path.name[5:]
-        if number.isdecimal() and _is_own_folder(path):
+        if number.isdecimal() and is_own_folder(path):
             found[int(number)] = path
     return found
-
-
-def _is_own_folder(path: Path) -> bool:
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
 
 
 class SlotState(IntEnum):
@@ -209,7 +193,7 @@ class ArenaFile:
         """Make the file exactly `nbytes` long and map it. Raises ArenaError when there is no room."""
         if self.map is not None and self.size == nbytes:
             return self.map
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(fd, nbytes)
             os.posix_fallocate(fd, 0, nbytes)  # no page is missing later: a store without room would be a SIGBUS
@@ -292,7 +276,7 @@ class RankArena:
         """Say whose arena it is, for people and for `mindx-elastic clean`; with the run's `trace` in `directory`."""
         path = self.job / "owner.json"
         temp = self.folder / "owner.json"
-        with open(os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
+        with open(open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
         os.replace(temp, path)
 
@@ -377,7 +361,7 @@ def _open_locked(base: Path, directory: Path, rank: int) -> tuple[Path, Path, in
             folder = job / f"rank_{rank}"
             for each in (job, folder):
                 _make_private(each)
-            fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fd = open_regular(folder / "lock", os.O_RDWR | os.O_CREAT)
             _lock_soon(fd, folder, end)
             if os.fstat(fd).st_nlink:
                 return job, folder, fd
@@ -396,8 +380,7 @@ def _make_private(folder: Path) -> None:
         raise  # the folder around it is gone: see `_open_locked`
     except OSError as error:
         raise ArenaError(f"{folder}: cannot be created: {error.strerror}", path=folder) from error
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+    if not is_private_folder(folder):
         raise ArenaError(
             f"{folder} is not a folder of this user's own with mode 700: somebody else could read or plant snapshots. "
             "Remove it, or give another place in MINDX_ARENA_DIR",

@@ -23,6 +23,7 @@ from pathlib import Path
 import xxhash
 
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.memory.arena import ArenaFile
 
 __all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
@@ -125,7 +126,7 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
 
     Raises OSError, UntrustedFileError.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    fd = open_regular(path)
     try:
         if owners is not None:
             owners.check(os.fstat(fd), path)
@@ -140,14 +141,9 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
 
 def _read_top(path: Path) -> tuple[int, str] | None:
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return _parse_top(read_small(path, _TOP_ROOM))
     except OSError:
         return None
-    try:
-        data = os.pread(fd, _TOP_ROOM, 0)
-    finally:
-        os.close(fd)
-    return _parse_top(data)
 
 
 def _parse_top(data: bytes) -> tuple[int, str] | None:

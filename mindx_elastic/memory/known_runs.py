@@ -13,7 +13,6 @@ last runs still holds an older one's. So a run in memory counts only if one of t
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import re
 import struct
@@ -26,12 +25,12 @@ from urllib.parse import quote, unquote
 
 from mindx_elastic.core.events import lines_backwards, logger, older_generation
 from mindx_elastic.core.owners import Owners, Trust
+from mindx_elastic.core.posix import open_regular, read_json_object
 
 __all__ = ["Claim", "Trace", "claim_of", "known_runs", "leave_trace", "logged_runs", "marked_runs", "usable_runs"]
 
 _MARK_PREFIX, _MARK_SUFFIX = "run-", ".mindx-run"
 _LONGEST_NAME = 255
-_LONGEST_OWNER = 1 << 16
 _RUN_ID = b'"run_id": "'
 _TIME = re.compile(rb'"time": (\d{1,12}(?:\.\d{1,9})?)')
 _FS_IOC_GETVERSION = 0x80087601  # the inode's generation: numbers of deleted inodes are given to new ones
@@ -133,7 +132,7 @@ def leave_trace(directory: Path, run_id: str, *, logged: bool) -> Trace:
         return {"trace": "log"}
     if marker is not None:
         try:
-            os.close(os.open(marker, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644))
+            os.close(open_regular(marker, os.O_WRONLY | os.O_CREAT, 0o644))
             os.utime(marker)  # its age counts: see `usable_runs`
         except OSError as error:
             logger.debug("%s cannot be made: %s", marker, error)
@@ -152,14 +151,12 @@ def leave_trace(directory: Path, run_id: str, *, logged: bool) -> Trace:
 def claim_of(job: Path, directory: Path) -> Claim | None:
     """The claim of a job's folder in shared memory, if it makes one and `directory` is still the one it speaks of."""
     try:
-        fd = os.open(job / "owner.json", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            owner = json.loads(file.read(_LONGEST_OWNER))
+        owner = read_json_object(job / "owner.json")
         run_id, began = owner["run_id"], owner["created"]
         if owner["trace"] != "none" or owner["directory_identity"] != _identity(directory):
             return None
         return Claim(str(run_id), float(began)) if run_id else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

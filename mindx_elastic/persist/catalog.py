@@ -21,6 +21,7 @@ from pathlib import Path
 
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
+from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
@@ -371,11 +372,7 @@ def _unlisted(folder: Path, error: OSError, *, is_root: bool) -> CatalogEntry | 
 
 def _sniff(path: Path) -> bool:
     """Whether a file without our suffix starts like one of ours; spares a full parse of logs and the like."""
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        return b"mindx.schema" in os.pread(fd, _SNIFF_BYTES, 0)
-    finally:
-        os.close(fd)
+    return b"mindx.schema" in read_small(path, _SNIFF_BYTES)
 
 
 def _bad(

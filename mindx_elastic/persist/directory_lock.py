@@ -29,7 +29,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import struct
 import time
 import weakref
@@ -41,6 +40,7 @@ from pathlib import Path
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.persist.storage import LOCK_FILE
 
@@ -250,22 +250,21 @@ class _Taking:
 
 def _open(path: Path, owners: Owners) -> tuple[int, bool]:
     """A descriptor of the lock file, made if need be; and whether it can be written to."""
-    flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     writable = True
     try:
-        fd = os.open(path, flags | os.O_RDWR | os.O_CREAT, _MODE)
+        fd = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
     except PermissionError:
-        fd = os.open(path, flags | os.O_RDONLY)
+        fd = open_regular(path)
         writable = False
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise _CannotLockError("is a symbolic link, which is not followed") from None
+        if error.errno == errno.EINVAL:
+            raise _CannotLockError("is not a regular file") from None
         raise
     status = os.fstat(fd)
     problem = owners.problem(status)
-    if not stat.S_ISREG(status.st_mode):
-        problem = "is not a regular file"
-    elif status.st_nlink > 1:
+    if status.st_nlink > 1:
         problem = "has a second name (a hard link), so that it may be another file than ours"
     if problem is not None:
         os.close(fd)

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -30,6 +29,7 @@ from typing import Any
 
 import xxhash
 
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 
 __all__ = ["FirstSave", "Note", "find_notes", "note_at", "settle"]
@@ -185,10 +185,10 @@ def settle(folder: Path) -> None:
 def _read(path: Path) -> Note | None:
     """None: not there, not readable, or not what `FirstSave` has written in this place."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(path)
         try:
             status = os.fstat(fd)
-            content = json.loads(os.read(fd, _MAX_BYTES)) if stat.S_ISREG(status.st_mode) else None
+            content = json.loads(os.read(fd, _MAX_BYTES))
         finally:
             os.close(fd)
         if status.st_uid not in (os.geteuid(), 0, path.parent.stat().st_uid):

@@ -21,7 +21,6 @@ import json
 import math
 import os
 import re
-import stat
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ import xxhash
 
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import (
     CorruptCheckpointError,
     ForeignCheckpointError,
@@ -358,18 +358,14 @@ def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tup
 def _open_regular(path: StrPath) -> int:
     # Not following a link and not blocking on a pipe: whoever can plant a name must not choose what is loaded.
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             problem = f"{path}: is a symbolic link; checkpoint files are never followed"
             raise CorruptCheckpointError(problem, path=path) from None
-        if error.errno in (errno.ENXIO, errno.ENODEV):
+        if error.errno in (errno.ENXIO, errno.ENODEV, errno.EINVAL):
             raise CorruptCheckpointError(f"{path}: is not a regular file", path=path) from None
         raise
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CorruptCheckpointError(f"{path}: is not a regular file", path=path)
-    return fd
 
 
 def _parse(fd: int, path: Path) -> Header:

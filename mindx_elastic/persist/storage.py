@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from mindx_elastic.core.owners import Owners, check_place, find_owners
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
 
 __all__ = [
@@ -178,8 +179,7 @@ def create_temp(final: Path) -> tuple[int, Path]:
     """A new, locked, empty file beside `final`, open for reading and writing. Closing the descriptor ends the lock."""
     while True:
         temp = _temp_name(final)
-        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temp, flags, _FILE_MODE)
+        fd = open_regular(temp, os.O_RDWR | os.O_CREAT | os.O_EXCL, _FILE_MODE)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
         except OSError as error:
@@ -202,7 +202,7 @@ def remove_stale_temps(directory: StrPath) -> list[Path]:
             continue
         path = Path(entry.path)
         try:
-            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            fd = open_regular(path, os.O_RDWR)
         except OSError:
             continue
         try:

@@ -22,6 +22,7 @@ import xxhash
 
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.posix import start_ticks
 
 __all__ = ["AnsweredFlags", "FlagFile", "process_started_at", "watch_flag_file"]
 
@@ -45,9 +46,8 @@ def watch_flag_file(watcher: Watcher, flag: FlagFile, period_s: float, on_set: C
 def process_started_at() -> float:
     """Unix time, in seconds, at which this process was started (from /proc; now, where there is none)."""
     try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         uptime = float(Path("/proc/uptime").read_text().split()[0])
-        age = uptime - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        age = uptime - int(start_ticks(os.getpid())) / os.sysconf("SC_CLK_TCK")
         # Some containers show their own uptime beside the host's start times: never in the future, or every flag were
         # stale.
         return time.time() - max(0.0, age)

@@ -5,12 +5,13 @@ Unlike the platform's ConfigMaps these are files of ours, beside checkpoints: no
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
-import stat
 from pathlib import Path
 from typing import Any
 
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
 from mindx_elastic.persist.storage import create_temp, fsync_dir, make_directory_durable, publish
 
@@ -38,22 +39,22 @@ def read_bounded(path: StrPath, what: str) -> bytes:
     devices are refused. `what` names the kind of file in the message."""
     try:
         text = os.fspath(path)
-        fd = os.open(text, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = open_regular(text)
     except TypeError:
         raise ArgumentTypeError(f"{path!r:.80} where the path of a {what} should be") from None
     except (OSError, ValueError) as error:  # ValueError: a null character
-        problem = "is a symbolic link" if os.path.islink(text) else getattr(error, "strerror", None) or str(error)
+        problem = getattr(error, "strerror", None) or str(error)
+        if os.path.islink(text):
+            problem = "is a symbolic link"
+        elif isinstance(error, OSError) and error.errno == errno.EINVAL:
+            problem = "is no regular file"
         raise UsageError(f"{what} {path}: {problem}") from None
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise UsageError(f"{what} {path}: is no regular file")
-        with open(fd, "rb", closefd=False) as file:
-            data = file.read(MAX_FILE_BYTES + 1) if status.st_size <= MAX_FILE_BYTES else b"x" * (MAX_FILE_BYTES + 1)
+        with open(fd, "rb") as file:
+            small = os.fstat(fd).st_size <= MAX_FILE_BYTES
+            data = file.read(MAX_FILE_BYTES + 1) if small else b"x" * (MAX_FILE_BYTES + 1)
     except OSError as error:
         raise UsageError(f"{what} {path}: {error.strerror}") from None
-    finally:
-        os.close(fd)
     if not 0 < len(data) <= MAX_FILE_BYTES:
         problem = f"is larger than {MAX_FILE_BYTES >> 20} MiB" if data else "is empty"
         raise UsageError(f"{what} {path}: {problem}")

@@ -1,0 +1,205 @@
+"""POSIX calls that the whole package makes in one way: files that others may have put there, folders of our own,
+processes as /proc shows them.
+
+Every file of ours is opened with `open_regular`: another user, or an earlier job, may have put a link, a pipe or a
+device in its place. A process id alone names no process, because numbers are used again (in containers at once):
+`ProcessStat.started` goes with it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.errors import StrPath
+
+__all__ = [
+    "ProcessStat",
+    "boot_id",
+    "has_ended",
+    "is_alive",
+    "is_own_folder",
+    "is_private_folder",
+    "members_of",
+    "open_pidfd",
+    "open_regular",
+    "read_json_object",
+    "read_small",
+    "read_stat",
+    "start_ticks",
+]
+
+SMALL_BYTES = 1 << 16
+_PF_EXITING = 0x4  # include/linux/sched.h; part of the kernel's interface through /proc/PID/stat
+_SLACK_S = 2.0  # the wall clock may have been adjusted a little in between
+
+
+def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o600, *, follow_link: bool = False) -> int:
+    """Open a regular file and return its descriptor, which child processes do not inherit.
+
+    Does not follow a link in the file's place (ELOOP), does not wait at a pipe, and refuses everything else that is not
+    a regular file (EINVAL). `mode`: of a file that ``os.O_CREAT`` makes. `follow_link`: for a path that the user has
+    named. Raises OSError. Any thread.
+    """
+    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    fd = os.open(path, flags, mode)
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+    return fd
+
+
+def read_small(path: StrPath, max_bytes: int = SMALL_BYTES) -> bytes:
+    """The first `max_bytes` of a file, opened with `open_regular`. Raises OSError."""
+    with open(open_regular(path), "rb") as file:
+        return file.read(max_bytes)
+
+
+def read_json_object(path: StrPath) -> dict[str, Any]:
+    """The JSON object in a small file. Raises OSError, and ValueError for anything else in it."""
+    try:
+        content = json.loads(read_small(path))
+    except RecursionError:
+        raise ValueError(f"{os.fspath(path)}: nested too deeply") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{os.fspath(path)}: not a JSON object")
+    return content
+
+
+def is_own_folder(path: StrPath) -> bool:
+    """Whether `path` is a folder of this user, not a link to one. Others may have access to it."""
+    return _own_folder_mode(path) is not None
+
+
+def is_private_folder(path: StrPath) -> bool:
+    """Whether `path` is a folder of this user to which nobody else has access."""
+    mode = _own_folder_mode(path)
+    return mode is not None and not mode & 0o077
+
+
+def _own_folder_mode(path: StrPath) -> int | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_mode if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() else None
+
+
+# --- processes ---
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessStat:
+    """The fields of ``/proc/PID/stat`` that are used here."""
+
+    state: str
+    """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, t traced, Z and X ended."""
+    parent: int
+    group: int
+    session: int
+    flags: int
+    """The kernel's flags of the main thread."""
+    processor_ticks: int
+    """Used so far by its threads, and by its children that have ended and were waited for; in clock ticks."""
+    started: str
+    """Clock ticks since the boot, as text: with the process id it names a process for good."""
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether its main thread is on its way out, or already gone while others of its threads still die."""
+        return self.state in ("Z", "X", "x") or bool(self.flags & _PF_EXITING)
+
+
+def read_stat(pid: int) -> ProcessStat | None:
+    """What /proc says of a process. None: there is no such process, or /proc cannot be read. Any thread."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        # The name, in brackets, may contain anything; the fields behind it may not.
+        fields = text.rpartition(")")[2].split()
+        return ProcessStat(
+            state=fields[0],
+            parent=int(fields[1]),
+            group=int(fields[2]),
+            session=int(fields[3]),
+            flags=int(fields[6]),
+            processor_ticks=sum(map(int, fields[11:15])),
+            started=fields[19],
+        )
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def start_ticks(pid: int) -> str:
+    """When the running process `pid` began, in clock ticks since the boot; empty when there is none, or it has ended
+    and was not waited for."""
+    found = read_stat(pid)
+    return "" if found is None or found.state in ("Z", "X") else found.started
+
+
+def is_alive(pid: int, known_at: float | None) -> bool:
+    """Whether the process `pid` that a file of unix time `known_at` names still runs.
+
+    A process that began later has only inherited the number. None: any process of that number counts.
+    """
+    ticks = start_ticks(pid) if pid > 0 else ""
+    if not ticks or known_at is None:
+        return bool(ticks)
+    boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return boot + int(ticks) / os.sysconf("SC_CLK_TCK") <= known_at + _SLACK_S
+
+
+def has_ended(pid: int, started: str) -> bool:
+    """Whether the process `pid` that began at `started` is certainly gone: before what it has left is removed."""
+    if read_stat(pid) is not None:
+        return start_ticks(pid) != started
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False
+    return False  # /proc could not be read
+
+
+def members_of(sessions: Collection[int]) -> list[int]:
+    """Process ids of all members of these sessions, also of those that have ended and were not waited for. Any thread.
+
+    Two microseconds for each process of the machine. Empty where /proc cannot be read.
+    """
+    found = []
+    with suppress(OSError):
+        for name in os.listdir("/proc"):
+            if name.isdecimal():
+                with suppress(OSError):
+                    if os.getsid(int(name)) in sessions:
+                        found.append(int(name))
+    return found
+
+
+def open_pidfd(pid: int, started: str | None = None) -> int:
+    """A descriptor that becomes readable when the process ends, however it ends; child processes do not inherit it.
+
+    `started`: as in `ProcessStat`. Raises ProcessLookupError when the process is gone or its number belongs to another
+    one, OSError where the kernel or a sandbox does not allow it.
+    """
+    try:
+        fd = os.pidfd_open(pid)
+    except AttributeError:  # a Python that was built on an old kernel
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS)) from None
+    if started is not None and start_ticks(pid) != started:
+        os.close(fd)
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
+    return fd
+
+
+def boot_id() -> str:
+    """Names this boot of this machine. Raises OSError where /proc cannot be read."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

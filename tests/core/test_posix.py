@@ -1,0 +1,204 @@
+"""Files that others may have put there, folders of our own, processes: with real ones."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.core.posix import (
+    ProcessStat,
+    has_ended,
+    is_alive,
+    is_own_folder,
+    is_private_folder,
+    members_of,
+    open_pidfd,
+    open_regular,
+    read_json_object,
+    read_small,
+    read_stat,
+    start_ticks,
+)
+
+
+def _link(path: Path) -> None:
+    path.with_name("target").write_text("{}")
+    path.symlink_to("target")
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as one:
+        one.bind(str(path))
+
+
+@pytest.mark.parametrize(
+    ("plant", "number"),
+    [
+        (_link, errno.ELOOP),
+        (os.mkfifo, errno.EINVAL),
+        (Path.mkdir, errno.EINVAL),
+        (_socket, errno.ENXIO),
+        (lambda path: path.symlink_to("/dev/zero"), errno.ELOOP),
+    ],
+)
+def test_what_is_not_a_regular_file(tmp_path: Path, plant: Callable[[Path], object], number: int) -> None:
+    path = tmp_path / "file"
+    plant(path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for look in (open_regular, read_small, read_json_object):
+        with pytest.raises(OSError, match=r"Errno") as caught:
+            look(path)
+        assert caught.value.errno == number
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_a_link_that_the_user_has_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    _link(path)
+    fd = open_regular(path, follow_link=True)
+    assert os.read(fd, 10) == b"{}" and not os.get_inheritable(fd)
+    os.close(fd)
+    with pytest.raises(OSError, match="not a regular file"):
+        open_regular(tmp_path, follow_link=True)
+
+
+def test_a_file_that_is_made_is_private(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    os.close(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
+    assert path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+
+def test_reading_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b'{"a": 1}' + b" " * (1 << 20))
+    assert read_small(path, 4) == b'{"a"' and len(read_small(path)) == 1 << 16
+    assert read_json_object(path) == {"a": 1}
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"{", b"\xff", b"[" * 60000])
+def test_what_is_not_a_json_object(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"."):
+        read_json_object(path)
+
+
+def test_folders_of_our_own(tmp_path: Path) -> None:
+    folder, link = tmp_path / "folder", tmp_path / "link"
+    folder.mkdir(mode=0o700)
+    link.symlink_to(folder)
+    assert is_own_folder(folder) and is_private_folder(folder)
+    folder.chmod(0o750)
+    assert is_own_folder(folder) and not is_private_folder(folder)
+    (tmp_path / "file").touch(0o600)
+    for path in (link, tmp_path / "file", tmp_path / "nothing"):
+        assert not is_own_folder(path) and not is_private_folder(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder to another user")
+def test_a_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, 65533, -1)
+    assert not is_own_folder(folder) and not is_private_folder(folder)
+
+
+def test_the_end_of_a_process_is_seen_through_its_descriptor() -> None:
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    fd = open_pidfd(process.pid, start_ticks(process.pid))
+    assert not os.get_inheritable(fd)
+    assert not select.select([fd], [], [], 0)[0] and not has_ended(process.pid, start_ticks(process.pid))
+    started = start_ticks(process.pid)
+    process.send_signal(signal.SIGKILL)
+    assert select.select([fd], [], [], 60)[0]
+    os.close(fd)
+    assert has_ended(process.pid, started)  # not waited for yet
+    process.communicate()
+    assert has_ended(process.pid, started)
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(process.pid)
+
+
+def test_a_number_that_belongs_to_another_process() -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(ProcessLookupError):
+        open_pidfd(os.getpid(), "1")
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert has_ended(os.getpid(), "1") and not has_ended(os.getpid(), start_ticks(os.getpid()))
+
+
+def test_a_python_without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    with pytest.raises(OSError, match=r"Errno") as caught:
+        open_pidfd(os.getpid())
+    assert caught.value.errno == errno.ENOSYS
+
+
+def test_a_process_counts_as_alive_when_proc_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.core.posix.read_stat", lambda pid: None)
+    assert not has_ended(os.getpid(), start_ticks(os.getpid()))
+    assert has_ended(2**22, "1")
+
+
+def test_this_process() -> None:
+    found = read_stat(os.getpid())
+    assert found is not None and not found.is_ending
+    assert (found.parent, found.group, found.session) == (os.getppid(), os.getpgrp(), os.getsid(0))
+    assert found.started == start_ticks(os.getpid()) and found.started.isdecimal()
+    assert is_alive(os.getpid(), None) and is_alive(os.getpid(), time.time())
+    assert not is_alive(os.getpid(), time.time() - 86400 * 365)  # so that was another one
+
+
+def test_no_process() -> None:
+    assert read_stat(2**30) is None and read_stat(-1) is None
+    assert not is_alive(0, None) and not is_alive(-1, None) and start_ticks(2**30) == ""
+
+
+def test_one_of_which_only_the_exit_status_is_left() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    found = read_stat(process.pid)
+    assert found is not None and found.state == "Z" and found.is_ending
+    assert not is_alive(process.pid, None)
+    process.wait()
+
+
+def test_a_thread_that_is_on_its_way_out() -> None:
+    """Between the kernel's first step of an exit and its last: the state is still that of a running process."""
+    fields = {"parent": 1, "group": 1, "session": 1, "processor_ticks": 0, "started": "1"}
+    assert ProcessStat(state="R", flags=0x400004, **fields).is_ending  # type: ignore[arg-type]
+    assert not ProcessStat(state="R", flags=0x400000, **fields).is_ending  # type: ignore[arg-type]
+
+
+def test_a_process_with_an_odd_name() -> None:
+    code = "import sys; open('/proc/self/comm', 'w').write(') Z 1 2'); print('named', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"named\n"
+    found = read_stat(process.pid)
+    assert found is not None and found.parent == os.getpid() and not found.is_ending
+    assert is_alive(process.pid, time.time())
+    process.communicate()
+
+
+def test_the_members_of_a_session() -> None:
+    code = "import subprocess, sys; subprocess.Popen(['cat']); print('ready', flush=True); sys.stdin.read()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+    members = members_of({process.pid})
+    assert process.pid in members and len(members) == 2
+    assert os.getpid() not in members
+    process.communicate()
