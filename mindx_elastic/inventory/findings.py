@@ -18,6 +18,7 @@ import xxhash
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import MAX_RANKS
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import Strategies, facts_of, strategy_digest
@@ -27,7 +28,7 @@ from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, ow
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry
 from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.storage import quarantine, quarantined
-from mindx_elastic.plan.facts import FileFact, Moment, Rejected
+from mindx_elastic.plan.facts import FileFact, Rejected
 
 __all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "scan"]
 
@@ -219,7 +220,7 @@ _PLAIN = (
 )
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("echoes", "base"),
+    *("replica_digests", "base"),
 )
 _WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
 
@@ -233,8 +234,8 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
         and all(type(named[name]) is int and named[name] >= 0 for name in _WHOLE)
         and named["rank"] < named["world_size"] <= MAX_RANKS
         and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
-        and isinstance(named["echoes"], dict)
-        and all(isinstance(text, str) for text in named["echoes"].values())
+        and isinstance(named["replica_digests"], dict)
+        and all(isinstance(text, str) for text in named["replica_digests"].values())
     )
     if not sound:
         raise ValueError("no facts of a checkpoint file")

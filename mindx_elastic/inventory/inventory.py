@@ -16,15 +16,16 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from mindx_elastic.core.rank_gaps import RankGaps
+from mindx_elastic.core.moment import Moment, moment_name
+from mindx_elastic.core.rank_lists import RankGaps
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.findings import Findings, Place, Share
 from mindx_elastic.memory.known_runs import usable_runs
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
 from mindx_elastic.plan.assumptions import settle_assumptions
 from mindx_elastic.plan.candidate import Candidate, Context
-from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World, moment_name
-from mindx_elastic.plan.planner import never_whole, order_of_moments, plan_resume
+from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.plan.planner import never_complete, order_of_moments, plan_resume
 
 __all__ = ["Inventory", "Step", "judge", "until_sound"]
 
@@ -321,9 +322,9 @@ class Inventory:
         return not (self.other or self.rejected or self._damage)
 
     @property
-    def was_never_whole(self) -> bool:
+    def was_never_complete(self) -> bool:
         """Whether it is proved that no step here was ever whole, so that a fresh start loses nothing."""
-        return self.is_all_known and never_whole(self.facts, self._never_saved)
+        return self.is_all_known and never_complete(self.facts, self._never_saved)
 
     def next_attempt(self, run: str) -> int:
         """Above every attempt of the run that any rank has seen."""
