@@ -20,6 +20,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
+from mindx_elastic.core.strategy import TensorSpec
 from mindx_elastic.guard.layouts_by_hand import parallel_setup_of
 
 WORLD = 4
@@ -46,6 +47,11 @@ def by_hand(targets: Mapping[str, object], rank: int, layouts: Mapping[str, Layo
     collector = Collector(targets)
     collector.set_parallel_setup(parallel_setup_of(targets, RankInfo(rank=rank, world_size=WORLD), layouts))
     return collector
+
+
+def sharded(network: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    fully_shard(network, mesh=mesh)
+    return network
 
 
 def plain() -> nn.Sequential:
@@ -77,12 +83,12 @@ def zero(rank: int) -> Collector:
 
 def fsdp(rank: int) -> Collector:
     network = nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(7))
-    return collector_of(stepped(fully_shard(network, mesh=init_device_mesh("cpu", (WORLD,)))), rank)
+    return collector_of(stepped(sharded(network, mesh=init_device_mesh("cpu", (WORLD,)))), rank)
 
 
 def hsdp(rank: int) -> Collector:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return collector_of(stepped(fully_shard(nn.Linear(3, 5), mesh=mesh)), rank)
+    return collector_of(stepped(sharded(nn.Linear(3, 5), mesh=mesh)), rank)
 
 
 def tensor_parallel(rank: int) -> Collector:
@@ -96,7 +102,7 @@ def fsdp_around_tensor_parallel(rank: int) -> Collector:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     network = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 4), nn.LayerNorm(7))
     parallelize_module(network, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    return collector_of(stepped(fully_shard(network, mesh=mesh["dp"])), rank)
+    return collector_of(stepped(sharded(network, mesh=mesh["dp"])), rank)
 
 
 class Laid(nn.Module):
@@ -145,7 +151,7 @@ def knowing_the_job(rank: int) -> Collector:
     everywhere, columns = Layout((4,), ("R",)), Layout((2,), ("shard(1)",), (1, 3), ("tp",))  # type: ignore[arg-type]
     own = Layout((1,), ("R",), (2,))  # type: ignore[arg-type]
     job = [("model.0.weight", everywhere, (2, 3)), ("model.9.weight", columns, (8, 3)), ("@optimizer.state", own, ())]
-    collector.layouts.set_job_layouts([(name, layout.to_json(), shape) for name, layout, shape in job])
+    collector.layouts.set_job_layouts([TensorSpec(name, shape, layout) for name, layout, shape in job])
     return collector
 
 
