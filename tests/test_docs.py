@@ -223,7 +223,7 @@ def first_cells(page: str) -> set[str]:
 
 
 def test_the_keys_of_a_layout_record_are_on_the_page() -> None:
-    record = LayoutRecorder({}, ParallelSetup()).record()
+    record = LayoutRecorder({}, ParallelSetup()).record().json
     page = section("format.md", "The layout record")
     assert first_cells(page) == set(record)
     assert f"| `version` | {record['version']}. " in page

@@ -144,7 +144,7 @@ class Collector:
 
     def layout(self) -> dict[str, Any]:
         """What a file says of its tensors, as JSON; see `capture.layouts`."""
-        return self.layouts.record()
+        return self.layouts.record().json
 
     def load(self, state: dict[str, Any]) -> list[str]:
         """Put a state back, everything but the random generators. Returns notes on what did not match but may differ.

@@ -1,31 +1,33 @@
-"""What a checkpoint file says of its tensors: which of them are parts of larger ones, and which ranks hold the same.
+"""Works out which ranks hold what of this rank's tensors, for its files (``mindx.layout``) and for the planner.
 
-The record (``mindx.layout``, see docs/format.md) is plain JSON that the planner turns into a strategy. Sources, in this
-order: a layout given by hand, the tensor's own DTensor, the module's DDP group. A tensor that none of these speaks of:
+Where a tensor's layout comes from, in this order: a layout given by hand, the tensor's own DTensor, the module's DDP
+group. For a tensor with none of these:
 
-* beside DTensors it is taken for a replica on all ranks of the largest mesh (norms beside tensor parallel weights, the
-  step counters of an optimizer). That is *assumed*; who plans compares the files' digests before relying on it;
-* else, with several ranks, it is this rank's alone.
+* beside DTensors it counts as a replica on all ranks of the largest mesh (norms beside tensor parallel weights, the
+  step counters of an optimizer). That is *assumed*: the planner compares the files' digests before it relies on it;
+* else, with several ranks, only this rank holds it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent
-from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.core.layout import REPLICATE, Layout, Placement, parse_placement
+from mindx_elastic.core.strategy import MARKER, LaidOut, LayoutRecord, TensorSpec
+from mindx_elastic.errors import UnsupportedStateError, UsageError
 
-__all__ = ["RECORD_VERSION", "Blueprint", "LayoutRecorder", "ParallelSetup"]
+__all__ = ["Blueprint", "LayoutRecorder", "ParallelSetup"]
 
-RECORD_VERSION = 2
-
-LayoutByHand = Callable[[str, tuple[int, ...]], "tuple[dict[str, Any], tuple[int, ...]] | None"]
-"""(place, shape of the rank's part) -> (layout as JSON, shape of the whole), for what the user describes by hand."""
+LayoutByHand = Callable[[str, tuple[int, ...]], "LaidOut | None"]
+"""(place, shape of the rank's part) -> its layout, where the user has given one."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ParallelSetup:
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The parts of a rank's state that have to be put together when tensors are laid out anew, by component."""
+    """The parts that a rank's state is put together from when tensors get new layouts, by component."""
 
     parameters: Mapping[str, Sequence[str]]
     """Of modules: names of parameters."""
@@ -54,35 +56,34 @@ class Blueprint:
 
 
 class LayoutRecorder:
-    """Makes the record of one rank. Not thread-safe; whoever holds the update gate calls `record`."""
+    """Makes the record of one rank. Not thread-safe: call `record` with the update gate held."""
 
     def __init__(self, components: Mapping[str, Component], setup: ParallelSetup) -> None:
         self.setup = setup
         self._modules = {n: c for n, c in components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in components.items() if isinstance(c, OptimizerComponent)}
-        self._job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]] = ()
-        self._record: dict[str, Any] = {}
+        self._own = _replicated((setup.rank,))
+        self._job: Sequence[TensorSpec] = ()
+        self._record: LayoutRecord | None = None
         self._num_described = -1
-        self._place_of: dict[int, str] = {}
-        """Of parameters, by id."""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> LayoutRecord:
         """The record as of now; worked out anew only when an optimizer has got state for more parameters."""
         num_states = sum(len(c.local.state) for c in self._optimizers.values())
-        if num_states != self._num_described:
+        if self._record is None or num_states != self._num_described:
             self._record, self._num_described = self._describe(), num_states
         return self._record
 
-    def set_job_layouts(self, job: Sequence[tuple[str, dict[str, Any], tuple[int, ...]]]) -> None:
-        """For each way in which some tensor of the job is laid out, on whichever ranks: the name of one, the layout,
-        its whole shape. A file says so much of what other ranks hold, so that the loss of theirs is noticed."""
-        self._job, self._num_described = job, -1
+    def set_job_layouts(self, job: Sequence[TensorSpec]) -> None:
+        """Set one tensor of every layout that any rank of the job has.
+
+        A file names them, so that a start notices when the files of the ranks that held them are missing.
+        """
+        self._job, self._record = job, None
 
     def blueprint(self) -> Blueprint:
         """What a state for this rank has to be made of."""
-        names: dict[int, str] = {}
-        for place, parameter in self._named_parameters():
-            names.setdefault(id(parameter), place)
+        names = self._places()
         optimizers = {}
         for name, c in self._optimizers.items():
             numbers = iter(range(len(c.parameters)))
@@ -93,207 +94,175 @@ class LayoutRecorder:
         modules = {name: list(c.named) for name, c in self._modules.items()}
         return Blueprint(modules, {name: c.volatile_names for name, c in self._modules.items()}, optimizers)
 
+    @torch.no_grad()
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of this rank's part of every parameter, by place."""
         return {place: tuple(_local(p).shape) for place, p in self._named_parameters()}
 
-    def markers(self) -> dict[str, dict[str, Any]]:
-        """Layouts of state that is no parameter's and that only this rank has: optimizers that are spread (ZeRO)."""
-        return {f"@{name}.state": _repeated([self.setup.rank]) for name, c in self._optimizers.items() if c.is_spread}
+    def markers(self) -> list[TensorSpec]:
+        """One for each optimizer that spreads its state over the ranks (ZeRO): this rank's part is in no other file."""
+        spread = [name for name, c in self._optimizers.items() if c.is_spread]
+        return [TensorSpec(f"{MARKER}{name}.state", (), self._own) for name in spread]
 
-    def _named_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+    def _named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, module in self._modules.items():
             for place, parameter in module.named.items():
                 yield f"{name}.{place}", parameter
 
-    def _describe(self) -> dict[str, Any]:
-        setup, table = self.setup, _Table()
-        widest = _widest([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
-        default = self._default(widest)
-        named: dict[str, list[Any]] = {}
+    def _places(self) -> dict[int, str]:
+        """The place of each parameter, by its id; of a tied one the first."""
         names: dict[int, str] = {}
-        layouts: dict[int, dict[str, Any]] = {}
         for place, parameter in self._named_parameters():
             names.setdefault(id(parameter), place)
-            layout, shape, is_assumed = self._of_parameter(place, parameter, widest)
-            layouts[id(parameter)] = layout or default
-            if layout is not None:
-                named[place] = [table.number(layout, is_assumed), list(shape)]
-        self._place_of = names
+        return names
+
+    @torch.no_grad()  # without a graph a DTensor's local part costs next to nothing
+    def _describe(self) -> LayoutRecord:
+        setup, meshes = self.setup, _Meshes([p for _, p in self._named_parameters() if isinstance(p, DTensor)])
+        default = _replicated(meshes.widest_ranks or tuple(setup.replicas) or (setup.rank,))
+        tensors: dict[str, LaidOut] = {}
+        places = self._places()
+        layouts: dict[int, Layout] = {}
+        """Of parameters that are not laid out as by default, by id."""
+        for place, parameter in self._named_parameters():
+            laid_out = self._of_parameter(place, parameter, meshes)
+            if laid_out is not None:
+                tensors[place], layouts[id(parameter)] = laid_out, laid_out.layout
+            else:
+                layouts.pop(id(parameter), None)
         for name, optimizer in self._optimizers.items():
-            for place, (layout, shape, is_assumed) in self._of_optimizer(
-                name, optimizer, layouts, default, widest
-            ).items():
-                named[place] = [table.number(layout, is_assumed), list(shape)]
-        standard = table.number(default, widest is not None)
-        job = [[name, table.number(layout), list(shape)] for name, layout, shape in self._job]
-        return {
-            "version": RECORD_VERSION,
-            "rank": setup.rank,
-            "world_size": setup.world_size,
-            "layouts": table.layouts,
-            "default": standard,
-            "assumed": table.assumed,
-            "tensors": named,
-            "job": job,
-            "parameters": {
-                name: [names.get(id(p), f"{name}.{i}") for i, p in enumerate(c.parameters)]
+            tensors |= self._of_optimizer(name, optimizer, layouts, places, default, meshes)
+        return LayoutRecord(
+            rank=setup.rank,
+            world_size=setup.world_size,
+            default=LaidOut(default, (), bool(meshes.widest_ranks)),
+            tensors=tensors,
+            job=self._job,
+            parameters={
+                name: [places.get(id(p), f"{name}.{i}") for i, p in enumerate(c.parameters)]
                 for name, c in self._optimizers.items()
             },
-            "modules": list(self._modules),
-            "volatile": {name: c.volatile_names for name, c in self._modules.items() if c.volatile_names},
-        }
+            modules=list(self._modules),
+            volatile={name: c.volatile_names for name, c in self._modules.items() if c.volatile_names},
+        )
 
-    def _default(self, widest: DTensor | None) -> dict[str, Any]:
-        if widest is not None:
-            return _repeated(_ranks_of(widest))
-        return _repeated(list(self.setup.replicas) or [self.setup.rank])
-
-    def _of_parameter(
-        self, place: str, parameter: torch.Tensor, widest: DTensor | None
-    ) -> tuple[dict[str, Any] | None, tuple[int, ...], bool]:
-        """Layout (None: the default), shape of the whole, and whether it is only assumed."""
-        given = self.setup.by_hand(place, tuple(_local(parameter).shape))
-        if given is not None:
-            return *given, False
+    def _of_parameter(self, place: str, parameter: torch.Tensor, meshes: _Meshes) -> LaidOut | None:
+        """None: as by default."""
+        by_hand = self.setup.by_hand(place, tuple(_local(parameter).shape))
+        if by_hand is not None:
+            return by_hand
         if place in self.setup.ignored_by_ddp:
-            return _repeated([self.setup.rank]), tuple(parameter.shape), False
-        if isinstance(parameter, DTensor):
-            layout, is_assumed = _layout_of(place, parameter, widest)
-            return layout, tuple(parameter.shape), is_assumed
-        return None, tuple(parameter.shape), False
+            return LaidOut(self._own, tuple(parameter.shape))
+        return meshes.laid_out(place, parameter) if isinstance(parameter, DTensor) else None
 
     def _of_optimizer(
         self,
         name: str,
         optimizer: OptimizerComponent,
-        layouts: Mapping[int, dict[str, Any]],
-        default: dict[str, Any],
-        widest: DTensor | None,
-    ) -> dict[str, tuple[dict[str, Any], tuple[int, ...], bool]]:
+        layouts: Mapping[int, Layout],
+        places: Mapping[int, str],
+        default: Layout,
+        meshes: _Meshes,
+    ) -> dict[str, LaidOut]:
         """Of the tensors of its state that are not laid out as by default."""
-        found: dict[str, tuple[dict[str, Any], tuple[int, ...], bool]] = {}
+        found: dict[str, LaidOut] = {}
         for index, parameter in enumerate(optimizer.parameters):
-            like = layouts.get(id(parameter), default)
+            like, known_as = layouts.get(id(parameter)), places.get(id(parameter), "")
+            is_default = like is None and not optimizer.is_spread and not isinstance(parameter, DTensor)
+            part = () if is_default else tuple(_local(parameter).shape)
             for key, value in optimizer.local.state.get(parameter, {}).items():
-                if not isinstance(value, torch.Tensor):
+                if not isinstance(value, torch.Tensor) or (is_default and not isinstance(value, DTensor)):
                     continue
                 place = f"{name}.state.{index}.{key}"
+                shape = tuple(value.shape)
                 if optimizer.is_spread:
-                    found[place] = (_repeated([self.setup.rank]), tuple(value.shape), False)
+                    found[place] = LaidOut(self._own, shape)
                 elif isinstance(value, DTensor):
-                    layout, is_assumed = _layout_of(place, value, widest)
-                    found[place] = (layout, tuple(value.shape), is_assumed)
-                elif isinstance(parameter, DTensor) and value.shape == _local(parameter).shape and value.ndim:
-                    layout, is_assumed = _layout_of(place, parameter, widest)  # made as zeros_like(p.to_local())
-                    found[place] = (layout, tuple(parameter.shape), is_assumed)
-                elif like is not default and _follows_split(
-                    tuple(value.shape), parameter, self._whole_shape(parameter)
-                ):
-                    found[place] = (_repeated([self.setup.rank]), tuple(value.shape), False)
-                elif like is not default and (widest is None or like["ranks"] != default["ranks"]):
+                    found[place] = meshes.laid_out(place, value)
+                elif isinstance(parameter, DTensor) and shape and shape == part:
+                    found[place] = meshes.laid_out(place, parameter)  # made as zeros_like(p.to_local())
+                elif like is not None and self._follows_split(shape, parameter, known_as):
+                    found[place] = LaidOut(self._own, shape)
+                elif like is not None and (not meshes.widest_ranks or like.ranks != default.ranks):
                     # As the parameter; or step counters and the like, of which digests will tell.
-                    given = self._like(parameter, tuple(value.shape)) if value.shape == parameter.shape else None
-                    repeated = (_repeated(_expand(like["ranks"])), tuple(value.shape), True)
-                    found[place] = repeated if given is None else (*given, False)
+                    alike = shape == tuple(parameter.shape)
+                    by_hand = self.setup.by_hand(known_as, shape) if alike else None
+                    found[place] = by_hand or LaidOut(_replicated(like.ranks), shape, True)
         return found
 
-    def _whole_shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        if isinstance(parameter, DTensor):
-            return tuple(parameter.shape)
-        given = self._like(parameter, tuple(parameter.shape))
-        return tuple(parameter.shape) if given is None else given[1]
+    def _follows_split(self, shape: tuple[int, ...], parameter: torch.Tensor, place: str) -> bool:
+        """Whether a state of another shape than its parameter has a dimension of the length of the rank's part.
 
-    def _like(self, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
-        """Layout and whole shape of a tensor of the size of `parameter`, where that was described by hand."""
-        return self.setup.by_hand(self._place_of.get(id(parameter), ""), shape)
-
-
-class _Table:
-    """Layouts, each once; one that is only assumed apart from the same one that is known."""
-
-    def __init__(self) -> None:
-        self.layouts: list[dict[str, Any]] = []
-        self.assumed: list[int] = []
-        self._numbers: dict[tuple[str, bool], int] = {}
-
-    def number(self, layout: dict[str, Any], is_assumed: bool = False) -> int:
-        key = (repr(layout), is_assumed)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.layouts)
-            self.layouts.append(layout)
-            self.assumed += [self._numbers[key]] if is_assumed else []
-        return self._numbers[key]
+        The row sums of a split matrix have (Adafactor). Such a state has no replicas, even where values are equal.
+        """
+        part = tuple(_local(parameter).shape)
+        if shape == part:
+            return False
+        whole = tuple(parameter.shape)
+        if not isinstance(parameter, DTensor):
+            by_hand = self.setup.by_hand(place, whole)
+            whole = whole if by_hand is None else by_hand.shape
+        split = {mine for mine, of_whole in zip(part, whole, strict=True) if mine != of_whole}
+        return any(n in split for n in shape)
 
 
-def _follows_split(shape: tuple[int, ...], parameter: torch.Tensor, whole: tuple[int, ...]) -> bool:
-    """Whether a state of another shape than its parameter has a dimension of the length of the rank's part, as the row
-    sums of a split matrix have (Adafactor). It is no replica then, even where its values happen to be equal."""
-    if shape == tuple(_local(parameter).shape):
-        return False
-    parts = {mine for mine, all_of_it in zip(_local(parameter).shape, whole, strict=True) if mine != all_of_it}
-    return any(n in parts for n in shape)
+class _Meshes:
+    """Layouts of DTensors; those of one mesh with the same placements are worked out once.
+
+    FSDP beside tensor parallel: a weight that is not tensor parallel is on the data parallel part of the mesh, once for
+    each tensor parallel rank. Its layout is spread out to the whole mesh; that the further ranks hold the same is
+    assumed.
+    """
+
+    def __init__(self, tensors: Sequence[DTensor]) -> None:
+        meshes = {id(tensor.device_mesh): tensor.device_mesh for tensor in tensors}
+        self._ranks = {number: _ranks_of(mesh) for number, mesh in meshes.items()}
+        widest = max(self._ranks, key=lambda number: len(self._ranks[number]), default=None)
+        self._widest = None if widest is None else meshes[widest]
+        self.widest_ranks: tuple[int, ...] = () if widest is None else self._ranks[widest]
+        """Of the largest mesh, in its order; empty without DTensors."""
+        self._layouts: dict[tuple[int, tuple[Placement, ...]], tuple[Layout, bool]] = {}
+        self._kept = list(meshes.values())  # so that ids stay their own
+
+    def laid_out(self, place: str, tensor: DTensor) -> LaidOut:
+        placements = tuple(_placement(place, placement, tensor.ndim) for placement in tensor.placements)
+        key = (id(tensor.device_mesh), placements)
+        if key not in self._layouts:
+            self._kept.append(tensor.device_mesh)
+            self._layouts[key] = self._layout(tensor.device_mesh, placements)
+        layout, assumed = self._layouts[key]
+        return LaidOut(layout, tuple(tensor.shape), assumed)
+
+    def _layout(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[Layout, bool]:
+        ranks, names = self._ranks.get(id(mesh)) or _ranks_of(mesh), tuple(mesh.mesh_dim_names or ())
+        wide = self._widest
+        if wide is not None and len(self.widest_ranks) > len(ranks):
+            wide_names = tuple(wide.mesh_dim_names or ())
+            if names and set(names) <= set(wide_names) and set(ranks) <= set(self.widest_ranks):
+                known = dict(zip(names, placements, strict=True))
+                spread = tuple(known.get(name, REPLICATE) for name in wide_names)
+                return Layout(tuple(wide.mesh.shape), spread, self.widest_ranks, wide_names), True
+        return Layout(tuple(mesh.mesh.shape), placements, ranks, names), False
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _ranks_of(tensor: DTensor) -> list[int]:
-    found: list[int] = tensor.device_mesh.mesh.flatten().tolist()
-    return found
+def _ranks_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    return tuple(mesh.mesh.flatten().tolist())
 
 
-def _repeated(ranks: Sequence[int]) -> dict[str, Any]:
-    return {"mesh": [len(ranks)], "placements": ["R"], "ranks": _runs(sorted(ranks))}
+@lru_cache(maxsize=64)
+def _replicated(ranks: Sequence[int]) -> Layout:
+    """`ranks`: a range or a tuple."""
+    return Layout((len(ranks),), (REPLICATE,), sorted(ranks))
 
 
-def _runs(ranks: list[int]) -> list[Any]:
-    """As `Layout.to_json` writes them: consecutive ones as one pair."""
-    consecutive = ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-    return [[ranks[0], len(ranks)]] if consecutive else ranks
-
-
-def _expand(ranks: list[Any]) -> list[int]:
-    if len(ranks) == 1 and isinstance(ranks[0], list):
-        return list(range(ranks[0][0], ranks[0][0] + ranks[0][1]))
-    return list(ranks)
-
-
-def _widest(tensors: Sequence[DTensor]) -> DTensor | None:
-    return max(tensors, key=lambda tensor: tensor.device_mesh.mesh.numel(), default=None)
-
-
-def _layout_of(place: str, tensor: DTensor, widest: DTensor | None) -> tuple[dict[str, Any], bool]:
-    """The layout as JSON, and whether that it is repeated along further mesh dimensions is only assumed.
-
-    FSDP beside tensor parallel: a weight that is not tensor parallel lies on the data parallel part of the mesh, once
-    for each tensor parallel rank.
-    """
-    mesh = tensor.device_mesh
-    names = tuple(mesh.mesh_dim_names or ())
-    placements = [_text(place, placement, tensor.ndim) for placement in tensor.placements]
-    if widest is not None and widest.device_mesh.mesh.numel() > mesh.mesh.numel():
-        wide = widest.device_mesh
-        wide_names = tuple(wide.mesh_dim_names or ())
-        if names and set(names) <= set(wide_names) and set(_ranks_of(tensor)) <= set(_ranks_of(widest)):
-            known = dict(zip(names, placements, strict=True))
-            texts = [known.get(name, "R") for name in wide_names]
-            return _json(list(wide.mesh.shape), texts, _ranks_of(widest), wide_names), True
-    return _json(list(mesh.mesh.shape), placements, _ranks_of(tensor), names), False
-
-
-def _json(mesh: list[int], placements: list[str], ranks: list[int], names: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"mesh": mesh, "placements": placements, "ranks": _runs(ranks)}
-    return {**found, "names": list(names)} if names else found
-
-
-def _text(place: str, placement: Any, ndim: int) -> str:
-    kind = type(placement).__name__
-    if kind == "Replicate":
-        return "R"
-    if kind == "Shard":
-        return f"S({placement.dim % ndim})"
-    if kind == "_StridedShard":
-        return f"_S({placement.dim % ndim},{int(placement.split_factor)})"
-    raise UnsupportedStateError(place, f"a DTensor with placement {placement} is a sum that is not done yet; reduce it")
+def _placement(place: str, placement: Any, ndim: int) -> Placement:
+    try:
+        found = parse_placement(placement)
+    except UsageError:
+        problem = f"a DTensor with placement {placement} is a sum that is not done yet; reduce it"
+        raise UnsupportedStateError(place, problem) from None
+    return found if found.dim is None else Placement(found.dim % ndim, found.split_factor)

@@ -10,14 +10,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.errors import UsageError
 
 __all__ = [
+    "MARKER",
     "MAX_TENSOR_DIMS",
+    "RECORD_VERSION",
+    "LaidOut",
     "LayoutClass",
+    "LayoutRecord",
     "Strategy",
     "TensorSpec",
     "global_name",
@@ -28,6 +32,10 @@ __all__ = [
 
 _ITEM_BYTES = {"8": 1, "16": 2, "32": 4, "64": 8}
 MAX_TENSOR_DIMS = 64
+RECORD_VERSION = 2
+"""Of ``mindx.layout``. Records of version 1 are not read."""
+MARKER = "@"
+"""Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
 _MAX_MEMBERSHIPS = 16 * MAX_RANKS
 """Ranks in all layouts of a strategy together: 16,384 ranks may have 256 layouts that all take part in."""
 
@@ -60,6 +68,11 @@ class TensorSpec:
     def is_shape_known(self) -> bool:
         """False: a strategy file that does not tell shapes (MindSpore's) says only how it is split."""
         return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
+
+    @property
+    def is_marker(self) -> bool:
+        """See `MARKER`."""
+        return self.name.startswith(MARKER)
 
     @property
     def item_bytes(self) -> int:
@@ -259,38 +272,125 @@ def replicated(world_size: int, tensors: Mapping[str, Sequence[int]], dtype: str
 # --- what a checkpoint file says of its own tensors ---
 
 
-def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-    """The strategy as one file knows it. See docs/format.md for ``mindx.layout``.
+class LaidOut(NamedTuple):
+    """How one tensor of a file is laid out."""
 
-    tensors: of the file: place in its tree -> (dtype, shape). Raises UsageError for a malformed record, and where the
-    file's tensors do not have the shape that the record promises.
-    """
-    try:
-        layouts = _layouts(record["layouts"])
-        default = record.get("default")
-        named: Mapping[str, Any] = record.get("tensors", {})
-        parameters: Mapping[str, Any] = record.get("parameters", {})
-        rank, world_size = _index(record["rank"], 1 << 31), _index(record["world_size"], 1 << 31)
-        specs = []
-        assumed = {_index(number, len(layouts)) for number in record.get("assumed", ())}
-        for place, (dtype, local) in tensors.items():
-            name, parameter = global_name(place, parameters)
-            if place in named:
-                number, shape = named[place]
-                layout, whole = layouts[_index(number, len(layouts))], _shape(shape)
-            elif default is not None:
-                number, whole = default, local
-                layout = layouts[_index(default, len(layouts))]
-            else:
-                continue
-            if rank not in layout or layout.local_shape(whole, layout.shard_of(rank)) != tuple(local):
-                raise UsageError(f"{place} has shape {list(local)}, which is not rank {rank}'s part of {list(whole)}")
-            specs.append(TensorSpec(name, whole, layout, dtype, parameter, number in assumed))
-        for name, number, shape in record.get("job", ()):
-            specs.append(TensorSpec(_text(name), _shape(shape), layouts[_index(number, len(layouts))]))
-        return Strategy(world_size, tuple(specs))
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
-        raise UsageError(f"malformed layout record: {error!r:.200}") from None
+    layout: Layout
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    assumed: bool = False
+    """See `TensorSpec.assumed`."""
+
+
+@dataclass(frozen=True)
+class LayoutRecord:
+    """Which ranks hold what, as one rank's file records it: ``mindx.layout``, see docs/format.md."""
+
+    rank: int
+    world_size: int
+    default: LaidOut | None
+    """Of all tensors that are not in `tensors`; its shape does not count: they are whole. None: nothing is known."""
+    tensors: Mapping[str, LaidOut] = field(default_factory=dict)
+    """By place in the file's tree."""
+    job: Sequence[TensorSpec] = ()
+    """One tensor of every layout that any rank of the job has."""
+    parameters: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Optimizer -> the places of its parameters, in the order of their numbers in its state."""
+    modules: Sequence[str] = ()
+    """The components that are modules."""
+    volatile: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Module -> its buffers and extra state, which have no layout."""
+
+    @cached_property
+    def json(self) -> dict[str, Any]:
+        """JSON-able, for the header; `from_json` is the way back."""
+        layouts: list[dict[str, Any]] = []
+        assumed: list[int] = []
+        numbers: dict[tuple[Layout, tuple[str, ...], bool], int] = {}
+        by_id: dict[tuple[int, bool], int] = {}  # most tensors share a few objects, and a layout's hash takes its time
+
+        def number_of(layout: Layout, is_assumed: bool) -> int:
+            number = by_id.get((id(layout), is_assumed))
+            if number is None:
+                key = (layout, layout.mesh_dim_names, is_assumed)
+                number = by_id[id(layout), is_assumed] = numbers.setdefault(key, len(layouts))
+                if number == len(layouts):
+                    layouts.append(layout.to_json())
+                    assumed.extend([number] if is_assumed else [])
+            return number
+
+        named = {
+            place: [number_of(layout, is_assumed), list(shape)]
+            for place, (layout, shape, is_assumed) in self.tensors.items()
+        }
+        default = None if self.default is None else number_of(self.default.layout, self.default.assumed)
+        return {
+            "version": RECORD_VERSION,
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "layouts": layouts,
+            "default": default,
+            "assumed": assumed,
+            "tensors": named,
+            "job": [[spec.name, number_of(spec.layout, False), list(spec.shape)] for spec in self.job],
+            "parameters": dict(self.parameters),
+            "modules": list(self.modules),
+            "volatile": dict(self.volatile),
+        }
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> LayoutRecord:
+        """Raises UsageError for a malformed record."""
+        try:
+            layouts = _layouts(record["layouts"])
+            assumed = {_index(number, len(layouts)) for number in record.get("assumed", ())}
+
+            def laid_out(number: Any, shape: Any) -> LaidOut:
+                return LaidOut(layouts[_index(number, len(layouts))], _shape(shape), number in assumed)
+
+            default = record.get("default")
+            return cls(
+                rank=_index(record["rank"], 1 << 31),
+                world_size=_index(record["world_size"], 1 << 31),
+                default=None if default is None else laid_out(default, ()),
+                tensors={place: laid_out(*each) for place, each in record.get("tensors", {}).items()},
+                job=[
+                    TensorSpec(_text(name), _shape(shape), layouts[_index(number, len(layouts))])
+                    for name, number, shape in record.get("job", ())
+                ],
+                parameters=record.get("parameters", {}),
+                modules=record.get("modules", ()),
+                volatile=record.get("volatile", {}),
+            )
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+            raise UsageError(f"malformed layout record: {error!r:.200}") from None
+
+    def strategy(self, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
+        """The strategy as this file knows it.
+
+        tensors: of the file: place in its tree -> (dtype, shape). Raises UsageError where they do not have the shapes
+        that the record promises.
+        """
+        try:
+            specs = []
+            for place, (dtype, local) in tensors.items():
+                name, parameter = global_name(place, self.parameters)
+                found = self.tensors.get(place) or (self.default and self.default._replace(shape=local))
+                if found is None:
+                    continue
+                layout, whole, assumed = found
+                if self.rank not in layout or layout.local_shape(whole, layout.shard_of(self.rank)) != tuple(local):
+                    problem = f"has shape {list(local)}, which is not rank {self.rank}'s part of {list(whole)}"
+                    raise UsageError(f"{place} {problem}")
+                specs.append(TensorSpec(name, whole, layout, dtype, parameter, assumed))
+            return Strategy(self.world_size, (*specs, *self.job))
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError, ArithmeticError) as error:
+            raise UsageError(f"malformed layout record: {error!r:.200}") from None
+
+
+def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
+    """`LayoutRecord.strategy` of the JSON that stands in a header. Raises UsageError."""
+    return LayoutRecord.from_json(record).strategy(tensors)
 
 
 def _layouts(content: Iterable[Any]) -> list[Layout]:

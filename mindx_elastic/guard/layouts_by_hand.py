@@ -15,7 +15,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, strategy_from_record
+from mindx_elastic.core.strategy import LaidOut, Strategy
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.resuming import ignored_parameters, replica_ranks
 from mindx_elastic.resume.restore import Target
@@ -52,12 +52,12 @@ class ByHand:
             if max(layout.ranks) >= ranks.world_size:
                 raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
 
-    def __call__(self, place: str, shape: tuple[int, ...]) -> tuple[dict[str, Any], tuple[int, ...]] | None:
+    def __call__(self, place: str, shape: tuple[int, ...]) -> LaidOut | None:
         layout = self._layout_of(place, self._rank)
         if layout is None:
             return None
         whole = self._whole.get(place)
-        return layout.to_json(), whole if whole is not None else layout.global_shape(shape)
+        return LaidOut(layout, whole if whole is not None else layout.global_shape(shape))
 
     def _layout_of(self, place: str, rank: int) -> Layout | None:
         fitting = (layout for pattern, layout in self._layouts.items() if fnmatch.fnmatchcase(place, pattern))
@@ -104,12 +104,11 @@ def target_of_all(collector: Collector, ranks: RankInfo, exchange: Exchange) -> 
         strategy = Strategy(ranks.world_size, tuple(specs))
     # Nothing is said of others where that is only assumed.
     samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
-    collector.layouts.set_job_layouts([(spec.name, spec.layout.to_json(), spec.shape) for spec in samples])
+    collector.layouts.set_job_layouts(samples)
     return Target(strategy, collector.layouts.blueprint())
 
 
 def _own_strategy(collector: Collector, ranks: RankInfo) -> Strategy:
     shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
-    own = strategy_from_record(collector.layout(), shapes)
-    markers = [TensorSpec(name, (), Layout.from_json(each)) for name, each in collector.layouts.markers().items()]
-    return Strategy(ranks.world_size, (*own.tensors, *markers))
+    own = collector.layouts.record().strategy(shapes)
+    return Strategy(ranks.world_size, (*own.tensors, *collector.layouts.markers()))

@@ -8,9 +8,8 @@ from typing import Any
 
 import xxhash
 
-from mindx_elastic.capture.layouts import RECORD_VERSION
 from mindx_elastic.core.layout import REPLICATE, Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, global_name, strategy_from_record
+from mindx_elastic.core.strategy import RECORD_VERSION, Strategy, TensorSpec, global_name, strategy_from_record
 from mindx_elastic.errors import UsageError
 from mindx_elastic.persist.catalog import CatalogEntry, preference
 from mindx_elastic.persist.format import CheckpointInfo, Header

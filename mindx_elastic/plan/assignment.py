@@ -13,7 +13,7 @@ from mindx_elastic.core.layout import Layout, overlap
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact, RankPlan
-from mindx_elastic.plan.targets import bytes_by_rank, is_marker, same_parts
+from mindx_elastic.plan.targets import bytes_by_rank, same_parts
 
 __all__ = ["Assignment", "differences"]
 
@@ -137,7 +137,7 @@ class Assignment:
     def _ranks_with_same_tensors(self, rank: int) -> Sequence[int]:
         """The old ranks with a file that held something of what new rank `rank` holds; all, if nothing tells."""
         groups = (group for group in self._target.classes if rank in group.layout)
-        name = next((group.tensors[0].name for group in groups if not is_marker(group.tensors[0])), "")
+        name = next((group.tensors[0].name for group in groups if not group.tensors[0].is_marker), "")
         specs = self._source.by_name.get(name, ())
         if not specs or len(specs[0].layout.ranks) == self._source.world_size:
             return self._order
@@ -172,7 +172,7 @@ class Assignment:
 
     def _overlapping(self, wanted: TensorSpec, shard: int) -> list[tuple[Layout, int]]:
         specs = self._source.by_name.get(wanted.name, ())
-        if is_marker(wanted) or not specs:
+        if wanted.is_marker or not specs:
             return []
         spec = next((each for each in specs if each.layout == wanted.layout), specs[0])
         mine = wanted.layout.boxes(wanted.shape, shard)
@@ -191,7 +191,7 @@ class Assignment:
 def differences(source: Strategy, target: Strategy) -> list[str]:
     """Parameters that the old program and the new one do not have in common, or not in the same size."""
     found = []
-    parameters = [spec for spec in target.tensors if not is_marker(spec) and not spec.parameter]
+    parameters = [spec for spec in target.tensors if not spec.is_marker and not spec.parameter]
     for spec in parameters:
         known = source.by_name.get(spec.name)
         if not known:
@@ -213,7 +213,7 @@ def _ambiguous(source: Strategy, target: Strategy) -> str:
             return f"{spec.name} differs from rank to rank, and nothing says how it is spread"
     for name, wanted in target.by_name.items():
         specs = source.by_name.get(name, ())
-        if is_marker(wanted[0]) or max(len(specs), len(wanted)) < 2 or not specs:
+        if wanted[0].is_marker or max(len(specs), len(wanted)) < 2 or not specs:
             continue
         if moved or any(all(spec.layout != each.layout for each in specs) for spec in wanted):
             ranks = ", ".join(str(spec.layout.ranks[0]) for spec in (*specs, *wanted)[:4])

@@ -17,9 +17,8 @@ import xxhash
 
 from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.strategy import Strategy, TensorSpec
+from mindx_elastic.core.strategy import MARKER, Strategy, TensorSpec
 from mindx_elastic.plan.facts import FileFact
-from mindx_elastic.plan.targets import MARKER
 
 __all__ = ["UNDESCRIBED", "differing_components", "replica_digests_of", "settle_assumptions"]
 

@@ -12,14 +12,7 @@ from mindx_elastic.core.strategy import LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import World
 
-__all__ = ["MARKER", "bytes_by_rank", "is_marker", "remesh", "same_part", "same_parts", "target_of"]
-
-MARKER = "@"
-"""Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
-
-
-def is_marker(spec: TensorSpec) -> bool:
-    return spec.name.startswith(MARKER)
+__all__ = ["bytes_by_rank", "remesh", "same_part", "same_parts", "target_of"]
 
 
 def target_of(source: Strategy, world: World) -> Strategy:
@@ -43,7 +36,7 @@ def remesh(source: Strategy, world_size: int, mesh: Mapping[str, int] | None = N
             layouts[group.layout] = _remesh_layout(group, source.world_size, world_size, mesh)
         except UsageError:
             # ZeRO: an optimizer spreads its state anew by itself, whatever the number of ranks.
-            if not all(spec.parameter or is_marker(spec) for spec in group.tensors):
+            if not all(spec.parameter or spec.is_marker for spec in group.tensors):
                 raise
     specs = (replace(spec, layout=layouts[spec.layout]) for spec in source.tensors if spec.layout in layouts)
     return Strategy(world_size, tuple(specs))
@@ -168,7 +161,7 @@ def bytes_by_rank(target: Strategy, source: Strategy) -> dict[int, int]:
             same_shape = bool(like) and like[0].shape == spec.shape
             # Small things beside the moments (step counters, factored rows) are read whole.
             layout = layouts[spec.parameter] if same_shape else None
-        if layout is not None and not is_marker(spec):
+        if layout is not None and not spec.is_marker:
             groups.setdefault(layout, []).append(spec)
     for layout, specs in groups.items():
         sizes = _shard_bytes(layout, specs)

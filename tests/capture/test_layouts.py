@@ -65,7 +65,7 @@ def places_of(targets: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...
 
 
 def strategy_of(targets: Mapping[str, Any], one: LayoutRecorder) -> Strategy:
-    return strategy_from_record(json.loads(json.dumps(one.record())), places_of(targets))
+    return strategy_from_record(json.loads(json.dumps(one.record().json)), places_of(targets))
 
 
 def stepped(parameters: Any, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
@@ -93,7 +93,7 @@ def test_a_plain_job_says_little() -> None:
     network = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     targets = {"model": network, "optimizer": stepped(network.parameters())}
     one = recorder(targets, world_size=1)
-    assert one.record() == {
+    assert one.record().json == {
         "version": 2,
         "rank": 0,
         "world_size": 1,
@@ -106,7 +106,7 @@ def test_a_plain_job_says_little() -> None:
         "modules": ["model"],
         "volatile": {"model": ["1.running_mean", "1.running_var", "1.num_batches_tracked"]},
     }
-    assert one.markers() == {}
+    assert one.markers() == []
     strategy = strategy_of(targets, one)
     assert {spec.layout for spec in strategy.tensors} == {Layout((1,), ("R",))}  # type: ignore[arg-type]
     (moment,) = strategy.by_name["optimizer.state.model.0.weight.exp_avg"]
@@ -123,14 +123,14 @@ def test_the_record_follows_the_optimizer_and_is_kept_otherwise() -> None:
     optimizer.step()
     assert one.record() is not first
     later = one.record()
-    one.set_job_layouts([("model.weight", EVERYWHERE, (2, 3))])
-    assert one.record()["job"] == [["model.weight", 1, [2, 3]]] and one.record() != later
+    one.set_job_layouts([TensorSpec("model.weight", (2, 3), Layout.from_json(EVERYWHERE))])
+    assert one.record().json["job"] == [["model.weight", 1, [2, 3]]] and one.record() != later
 
 
 def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
     network = nn.Linear(3, 2)
     one = recorder({"model": network}, rank=1)
-    one.set_job_layouts([("model.other", {"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (8, 3))])
+    one.set_job_layouts([TensorSpec("model.other", (8, 3), Layout((2,), ("S(0)",), (2, 3)))])  # type: ignore[arg-type]
     strategy = strategy_of({"model": network}, one)
     (other,) = strategy.by_name["model.other"]
     assert (other.shape, list(other.layout.ranks), other.layout.num_shards) == ((8, 3), [2, 3], 2)
@@ -143,7 +143,7 @@ def test_what_is_known_of_the_job_comes_back_in_the_strategy() -> None:
 def test_replicas_are_on_the_ranks_of_the_group() -> None:
     network = nn.Linear(3, 2)
     targets = {"model": network, "optimizer": stepped(network.parameters())}
-    record = recorder(targets, rank=2, replicas=[0, 2]).record()
+    record = recorder(targets, rank=2, replicas=[0, 2]).record().json
     assert record["layouts"] == [{"mesh": [2], "placements": ["R"], "ranks": [0, 2]}]
     assert (record["default"], record["assumed"], record["tensors"]) == (0, [], {})
 
@@ -167,13 +167,13 @@ def test_zero_state_is_its_ranks_alone_and_marked(one_rank_group: None) -> None:
     optimizer.step()
     targets = {"model": network, "optimizer": optimizer}
     one = recorder(targets, rank=3, replicas=range(4))
-    record = one.record()
+    record = one.record().json
     assert record["layouts"][record["default"]] == EVERYWHERE, "the weights"
     alone = {"mesh": [1], "placements": ["R"], "ranks": [[3, 1]]}
     for place, shape in (("optimizer.state.0.exp_avg", (2, 3)), ("optimizer.state.1.step", ())):
         assert layout_at(record, place) == (alone, shape)
-    assert one.markers() == {"@optimizer.state": alone}
-    assert recorder({"model": network, "optimizer": stepped(network.parameters())}).markers() == {}
+    assert [(spec.name, spec.layout.to_json()) for spec in one.markers()] == [("@optimizer.state", alone)]
+    assert recorder({"model": network, "optimizer": stepped(network.parameters())}).markers() == []
 
 
 # --- DTensors ---
@@ -194,7 +194,7 @@ def test_placements_of_dtensors(join: Join, rank: int) -> None:
     )
     targets = {"model": network, "optimizer": stepped(network.parameters())}
     one = recorder(targets, rank)
-    record = one.record()
+    record = one.record().json
     known = {"mesh": [2, 2], "ranks": [[0, 4]], "names": ["dp", "tp"]}
     assert layout_at(record, "model.rows") == ({**known, "placements": ["R", "S(0)"]}, (4, 3))
     assert layout_at(record, "model.columns") == ({**known, "placements": ["S(0)", "S(1)"]}, (4, 6))
@@ -218,7 +218,7 @@ def test_fsdp2_around_tensor_parallel(join: Join, rank: int) -> None:
     fully_shard(network, mesh=mesh["dp"])
     targets = {"model": network, "optimizer": stepped(network.parameters())}
     one = recorder(targets, rank)
-    record = one.record()
+    record = one.record().json
     layouts = {place: layout_at(record, place)[0]["placements"] for place in record["tensors"]}
     assert layouts["model.0.weight"] == layouts["optimizer.state.0.exp_avg"] == ["_S(0,2)", "S(0)"]
     assert layouts["model.2.weight"] == ["S(0)", "S(1)"]
@@ -241,7 +241,7 @@ def test_hsdp_is_replicas_of_shards(join: Join) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     network = fully_shard(nn.Linear(3, 5), mesh=mesh)
     one = recorder({"model": network}, 3)
-    assert layout_at(one.record(), "model.weight")[0]["placements"] == ["R", "S(0)"]
+    assert layout_at(one.record().json, "model.weight")[0]["placements"] == ["R", "S(0)"]
     strategy = strategy_of({"model": network}, one)
     assert strategy.replica_groups() == [(0, 2), (1, 3)]
 
@@ -250,7 +250,7 @@ def test_a_mesh_without_names_is_taken_as_it_is(join: Join) -> None:
     join(2)
     wide, narrow = DeviceMesh("cpu", [[0, 1], [2, 3]]), DeviceMesh("cpu", [2, 3])
     network = Laid(w=part(wide, [Shard(0), Shard(1)], 2, 2), n=part(narrow, [Shard(0)], 2))
-    record = recorder({"model": network}, 2).record()
+    record = recorder({"model": network}, 2).record().json
     assert layout_at(record, "model.n") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [[2, 2]]}, (4,))
 
 
@@ -258,7 +258,7 @@ def test_pipeline_stages_have_meshes_of_their_own(join: Join) -> None:
     join(3)
     network = Laid(w=part(DeviceMesh("cpu", [1, 3]), [Shard(0)], 2, 2), b=torch.zeros(3))
     targets = {"model": network, "optimizer": stepped(network.parameters())}
-    record = recorder(targets, 3).record()
+    record = recorder(targets, 3).record().json
     assert layout_at(record, "model.w") == ({"mesh": [2], "placements": ["S(0)"], "ranks": [1, 3]}, (4, 2))
     assert record["layouts"][record["default"]]["ranks"] == [1, 3], "the largest mesh that this rank is in"
 
@@ -293,7 +293,7 @@ def test_layouts_by_hand(rank: int) -> None:
         "model.*": Layout((4,), ("replicate",)),  # type: ignore[arg-type]
     }
     targets, one = by_hand(network, layouts, rank)
-    record = one.record()
+    record = one.record().json
     for place in ("model.experts.weight", "optimizer.state.0.exp_avg"):
         layout, shape = layout_at(record, place)
         assert (layout["placements"], shape) == (["S(0)", "R"], (4, 3)), place
@@ -308,8 +308,8 @@ def test_layouts_by_hand(rank: int) -> None:
 def test_a_layout_for_other_ranks_is_not_ours() -> None:
     network = nn.Linear(3, 2)
     layouts = {"*": Layout((2,), ("shard(0)",), ranks=(0, 1))}  # type: ignore[arg-type]
-    assert layout_at(by_hand(network, layouts, 1)[1].record(), "model.weight")[1] == (4, 3)
-    assert by_hand(network, layouts, 2)[1].record()["tensors"] == {}
+    assert layout_at(by_hand(network, layouts, 1)[1].record().json, "model.weight")[1] == (4, 3)
+    assert by_hand(network, layouts, 2)[1].record().json["tensors"] == {}
 
 
 @pytest.mark.parametrize(
@@ -329,7 +329,10 @@ def test_by_hand_goes_before_dtensor(join: Join) -> None:
     join(1)
     network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
     _, one = by_hand(network, {"model.w": Layout((4,), ("shard(1)",))}, 1)  # type: ignore[arg-type]
-    assert layout_at(one.record(), "model.w") == ({"mesh": [4], "placements": ["S(1)"], "ranks": [[0, 4]]}, (2, 12))
+    assert layout_at(one.record().json, "model.w") == (
+        {"mesh": [4], "placements": ["S(1)"], "ranks": [[0, 4]]},
+        (2, 12),
+    )
 
 
 # --- names, blueprints ---
@@ -354,8 +357,8 @@ def test_tied_weights_buffers_and_extra_state() -> None:
     network = Counting()
     targets = {"model": network, "optimizer": stepped(network.parameters())}
     one = recorder(targets, world_size=1)
-    assert one.record()["volatile"] == {"model": ["count", "_extra_state"]}
-    assert one.record()["parameters"] == {"optimizer": ["model.embedding.weight"]}
+    assert one.record().json["volatile"] == {"model": ["count", "_extra_state"]}
+    assert one.record().json["parameters"] == {"optimizer": ["model.embedding.weight"]}
     blueprint = one.blueprint()
     assert blueprint.parameters == {"model": ["embedding.weight", "head.weight"]}
     assert blueprint.volatile == {"model": ["count", "_extra_state"]}
@@ -369,14 +372,14 @@ def test_groups_and_two_models() -> None:
     one = recorder({"a": one_model, "b": other, "optimizer": optimizer}, world_size=1)
     names = [["b.weight", "a.bias"], ["a.weight"]]
     assert one.blueprint().optimizers == {"optimizer": names}
-    assert one.record()["parameters"] == {"optimizer": [*names[0], *names[1]]}
+    assert one.record().json["parameters"] == {"optimizer": [*names[0], *names[1]]}
 
 
 def test_a_parameter_of_no_model_is_known_by_its_number() -> None:
     loose = nn.Parameter(torch.zeros(3))
     targets = {"optimizer": stepped([loose])}
     one = recorder(targets, world_size=1)
-    assert one.record()["parameters"] == {"optimizer": ["optimizer.0"]}
+    assert one.record().json["parameters"] == {"optimizer": ["optimizer.0"]}
     assert set(strategy_of(targets, one).by_name) >= {"optimizer.state.optimizer.0.exp_avg"}
 
 
@@ -387,7 +390,7 @@ def test_a_record_of_another_rank_or_other_shapes_is_refused(join: Join) -> None
     join(1)
     network = Laid(w=part(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3))
     one = recorder({"model": network}, 1)
-    record = one.record()
+    record = one.record().json
     with pytest.raises(UsageError, match=r"model\.w has shape \[3, 3\], which is not rank 1's part of \[8, 3\]"):
         strategy_from_record(record, {"model.w": ("F32", (3, 3))})
     wrongs: list[dict[str, Any]] = [{"rank": 7}, {"layouts": []}, {"default": 99}, {"world_size": None}]
