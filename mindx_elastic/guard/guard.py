@@ -38,7 +38,7 @@ from mindx_elastic.guard.directories import check_state_and_space, hold_director
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.layouts_by_hand import standing_of
-from mindx_elastic.guard.listeners import Listening, find_peers, share_answered_flags
+from mindx_elastic.guard.listeners import Listeners, find_peers, share_answered_flags
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
 from mindx_elastic.guard.resuming import GradientOrders, Start, is_replicated, outermost_replicas
@@ -293,8 +293,8 @@ class Guard:
         self._step_gate, self._past_epochs = StepGate(self._step), False
         peers = find_peers(self.ranks, self._exchange)
         stack.callback(peers.close)
-        self._listening = Listening(settings, self._policies, self.ranks)
-        watcher = self._watcher = Watcher(self._listening.hear_signal)
+        self._listeners = Listeners(settings, self._policies, self.ranks)
+        watcher = self._watcher = Watcher(self._listeners.hear_signal)
         last_resort = LastResort(watcher)
         closing.callback(last_resort.stop)
         self.stopper = Stopper(
@@ -319,8 +319,8 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
-        last_resort.watch_signals(self._listening.alarm_of)
+        self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
+        last_resort.watch_signals(self._listeners.alarm_of)
 
     def _close_saver(self) -> None:
         alarm = None if self.stopper.finished else self.stopper.alarm
@@ -358,7 +358,7 @@ class Guard:
     def _leave(self) -> GracefulExit:
         """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
         assert self.stopper.alarm is not None
-        self._listening.handlers.linger(self.stopper.alarm.deadline.at)
+        self._listeners.handlers.linger(self.stopper.alarm.deadline.at)
         self.stopper.after_save()
         leaving = self.stopper.exit()
         self._around.leave(self.stopper)
@@ -499,7 +499,7 @@ class Guard:
             self._pass_boundary()
         self._finished_step = True
         self._log_filter.step = self._step
-        if self._listening.early_flags and self._cut and self._listening.raise_early_flags():
+        if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):

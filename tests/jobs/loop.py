@@ -28,7 +28,7 @@ import mindx_elastic as mx
 from mindx_elastic.guard import guard as guard_module
 from mindx_elastic.guard import resuming as resuming_module
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.stop_phase import StopPhase
+from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 
 
