@@ -226,13 +226,13 @@ def measure_ours(training: Training, folder: Path, snapshots: int, *, synchronou
 
 def measure_step(guard: Any, training: Training, work_s: float, samples: Samples) -> None:
     """From one boundary to just before the next one; `work_s` seconds of gradients, 0: no overlap to wait for."""
-    waited = guard._update_gate.waited_s
+    waited = guard.stopper.update_gate.waited_s
     began = time.perf_counter()
     guard.step_end()
     stall = time.perf_counter() - began
     training.gradients_for(work_s)
     training.update()
-    stall += guard._update_gate.waited_s - waited
+    stall += guard.stopper.update_gate.waited_s - waited
     seconds = time.perf_counter() - began
     has_snapshot = work_s == 0.0 or guard.position.step % EVERY == 0
     samples["with" if has_snapshot else "plain"].append(seconds)

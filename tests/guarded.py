@@ -104,7 +104,7 @@ def weights_of_uninterrupted(directory: Path, epochs: int = 3, **options: Any) -
 def stop_and_wait(job: Job, signum: int = signal.SIGTERM) -> None:
     """Signal this process for real and wait until the ranks (this one) have agreed: the coming boundary is the last."""
     os.kill(os.getpid(), signum)
-    wait_until(lambda: job.guard._events.counters.get("agreement"), "the agreement")
+    wait_until(lambda: job.guard.stopper.agreed_step is not None, "the agreement")
 
 
 def plain_environment(monkeypatch: Any) -> None:

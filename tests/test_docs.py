@@ -31,7 +31,7 @@ from mindx_elastic.config import (
     SharingSettings,
     TftSettings,
 )
-from mindx_elastic.guard.stop_phase import StopPhase
+from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.persist import unflatten
 from mindx_elastic.plan.facts import Refusal
 from mindx_elastic.platforms.plan_files import env_lines, plan_to_json

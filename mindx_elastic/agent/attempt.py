@@ -38,10 +38,10 @@ from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.stacks import write_stacks
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
 from mindx_elastic.alarm.alarm import signal_name
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
-from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["Attempt", "Surroundings"]
 

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.alarm.alarm import signal_name
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.status_page import WorkerPhase
-from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["GRACEFUL_CODES", "Ending", "Meaning", "StopKind", "conclude", "describe", "meaning", "shell_code"]
 

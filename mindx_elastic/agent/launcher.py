@@ -30,11 +30,10 @@ from mindx_elastic.agent.one_node import OneNodeRendezvous
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.supervisor import Supervisor, print_block
-from mindx_elastic.alarm.alarm import exit_code_of_signal
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings
 from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["launch"]
 

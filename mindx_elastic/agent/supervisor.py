@@ -39,10 +39,10 @@ from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
 from mindx_elastic.agent.restarts import Restarts
 from mindx_elastic.agent.workers import Workers
-from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
+from mindx_elastic.alarm.alarm import signal_name
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
-from mindx_elastic.guard.policy import EXIT_TEMPORARY
 
 __all__ = ["Supervisor", "print_block"]
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from mindx_elastic.alarm.alarm import ALARM_KINDS
 from mindx_elastic.core.printable import printable
 
 __all__ = ["MAX_REASON", "MAX_REQUEST", "encode_request", "parse_request"]
@@ -14,7 +15,6 @@ MAX_REASON = 400
 """Longest reason, in characters."""
 MAX_REQUEST = 16384
 """Longest request, in characters."""
-_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 _MAX_SIGNAL = 64
 _MAX_GRACE_S = 86400.0
 
@@ -40,7 +40,7 @@ def parse_request(text: str, world_size: int) -> dict[str, Any]:
         raise ValueError("no object")
     kind, reason, grace_s = content.get("kind"), content.get("reason"), content.get("grace_left_s")
     signum = content.get("signum")
-    if not isinstance(kind, str) or kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in ALARM_KINDS:
         raise ValueError(f"no kind of alarm: {printable(kind, 60)!r}")
     if not isinstance(reason, str):
         raise ValueError("no reason")

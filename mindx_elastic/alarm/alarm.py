@@ -1,36 +1,131 @@
-"""One alarm: why the job must stop, and how it will leave."""
+"""One alarm: why the job must stop, by when the process must be gone, and with which exit code."""
 
 from __future__ import annotations
 
 import signal
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mindx_elastic.alarm.deadline import Deadline
+from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code, exit_code_from_peer
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 
-__all__ = ["Alarm", "exit_code_of_signal", "signal_name"]
+__all__ = ["ALARM_KINDS", "Alarm", "Alarms", "signal_name"]
+
+ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+_LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
+_LEAST_SEALED_GRACE_S = 0.5
+_MAX_REASON = 400
+_MAX_EXCEPTION = 300
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """Heard by one rank, told to all. Immutable; passes between threads."""
+    """Heard by one rank, sent to all. Immutable; passes between threads."""
 
     kind: str
-    """``signal``, ``flag``, ``exception``, ``fault``, ``peer`` or ``request``."""
+    """One of `ALARM_KINDS`."""
     reason: str
     """For people: ``SIGTERM``, ``flag file /x/graceful_exit.json``, ``exception: ValueError: ...``."""
     deadline: Deadline
     """When the process must be gone."""
     exit_code: int
-    """What the process returns once its state is durable."""
+    """The process exits with it once its state is durable; see `exit_codes`."""
     origin: int = 0
     """Rank that heard it first."""
     signum: int | None = None
-    """The signal's number, for kind ``signal``."""
+    """The signal's number, for kind ``signal``; None there: the agent of `origin` is gone."""
+
+    def to_request(self) -> dict[str, Any]:
+        """The stop request that asks the other ranks to stop for this alarm; `Alarms.of_peer` reads it."""
+        return {
+            "kind": self.kind,
+            "reason": self.reason,
+            "exit_code": self.exit_code,
+            "origin": self.origin,
+            "signum": self.signum,
+            "grace_left_s": self.deadline.remaining_s(),
+        }
 
 
-def exit_code_of_signal(signum: int) -> int:
-    """128 + number, the shell's convention; 143 for SIGTERM."""
-    return 128 + signum
+class Alarms:
+    """Makes the alarms of one rank: reason, deadline, exit code. Immutable; any thread."""
+
+    def __init__(self, settings: Settings, ranks: RankInfo, exit_codes: Mapping[str, int]) -> None:
+        """`exit_codes`: what policies want instead of the usual code, by kind."""
+        self._settings, self._ranks, self._exit_codes = settings, ranks, dict(exit_codes)
+
+    def of_signal(self, signum: int) -> Alarm:
+        code = exit_code("signal", self._exit_codes, signum=signum)
+        return self._make("signal", signal_name(signum), code, signum=signum)
+
+    def of_flag(self, path: object) -> Alarm:
+        return self._make("flag", f"flag file {path}", exit_code("flag", self._exit_codes))
+
+    def of_request(self, reason: str, code: int) -> Alarm:
+        """The program itself asked for a stop, and names the exit code."""
+        return self._make("request", printable(reason, _MAX_REASON), exit_code("request", named=code))
+
+    def of_exception(self, error: BaseException) -> Alarm:
+        reason = f"exception: {type(error).__name__}: {error}"[:_MAX_EXCEPTION]
+        return self._make("exception", printable(reason), exit_code("exception"))
+
+    def of_death(self, ranks: Sequence[int]) -> Alarm:
+        """The processes of other ranks have died: no step that needs them can end."""
+        names = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
+        return self._make("peer", f"{names} gone", exit_code("peer", self._exit_codes))
+
+    def of_orphan(self) -> Alarm:
+        """The agent of this machine is gone. A ``signal`` without a number: every policy that answers signals answers
+        this, and other ranks do not take it for a stop that was asked for."""
+        return self._make("signal", f"the agent of rank {self._ranks.rank} is gone", exit_code("signal"))
+
+    def of_fault(self, reason: str) -> Alarm:
+        return self._make("fault", printable(reason, _MAX_REASON), exit_code("fault", self._exit_codes))
+
+    def of_agent(self, content: Mapping[str, Any]) -> Alarm:
+        """The agent of this machine has sent the order `content` (see `guard.agent_link`)."""
+        kind = content["kind"] if content["kind"] in ("fault", "peer", "request") else "request"
+        named, grace = content.get("exit_code"), content.get("grace_s")
+        is_code = isinstance(named, int) and not isinstance(named, bool) and 0 <= named <= 255
+        code = exit_code(kind, self._exit_codes, named=named if is_code else None)
+        grace_s = self._settings.grace_s
+        if isinstance(grace, (int, float)) and not isinstance(grace, bool) and grace == grace:
+            grace_s = min(grace_s, max(0.5, grace))
+        return self._make(kind, printable(content["reason"], _MAX_REASON), code, grace_s=grace_s)
+
+    def of_peer(self, content: Mapping[str, Any], *, is_sealed: bool = False) -> Alarm:
+        """Another rank's request, made by `Alarm.to_request` and checked by `agreement.stop_request.parse_request`.
+
+        `is_sealed`: only a rank of this job can have written it. If not, the request may stop the job and no more: it
+        cannot choose the exit code, and enough time to save remains.
+        """
+        kind, signum, named = str(content["kind"]), content.get("signum"), int(content["exit_code"])
+        least_s = _LEAST_SEALED_GRACE_S if is_sealed else min(self._settings.grace_s, _LEAST_GRACE_S)
+        if kind == "request" and named == 0 and not is_sealed:
+            logger.warning(
+                "rank %s asks for exit code 0, but without a job key any process that reaches the store can ask for "
+                "that: %d is used. Give all ranks the same key (MINDX_JOB_KEY_FILE)",
+                content["origin"],
+                EXIT_TEMPORARY,
+            )
+        return Alarm(
+            kind=kind,
+            reason=f"{content['reason']} on rank {content['origin']}",
+            deadline=Deadline.after(min(self._settings.grace_s, max(least_s, float(content["grace_left_s"])))),
+            exit_code=exit_code_from_peer(kind, self._exit_codes, signum=signum, named=named, is_sealed=is_sealed),
+            origin=int(content["origin"]),
+            signum=signum,
+        )
+
+    def _make(
+        self, kind: str, reason: str, code: int, *, signum: int | None = None, grace_s: float | None = None
+    ) -> Alarm:
+        deadline = Deadline.after(self._settings.grace_s if grace_s is None else grace_s)
+        return Alarm(kind, reason, deadline, code, origin=self._ranks.rank, signum=signum)
 
 
 def signal_name(signum: int) -> str:

@@ -1,12 +1,11 @@
 """`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
 
-The callbacks and integrations are thin layers on it. What stops a job lives in `stopping`, what writes files in
-`saving`; this file holds the life of a guard: enter (resume, install), steps, leave (restore).
+The callbacks and integrations are thin layers on it. This file has the life of a guard: enter (resume, install
+handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes files, `listeners` hears alarms.
 """
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +26,7 @@ from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
-from mindx_elastic.config import RankInfo, Settings, SharingSettings
+from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
@@ -38,9 +37,10 @@ from mindx_elastic.guard.directories import check_state_and_space, hold_director
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.layouts_by_hand import parallel_setup_of
-from mindx_elastic.guard.listeners import Listening, find_peers, share_answered_flags
+from mindx_elastic.guard.listeners import Listeners, find_peers, share_answered_flags
 from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies, job_names
+from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.resuming import GradientOrders, Start, is_replicated, outermost_replicas
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.starting import start_job
@@ -48,7 +48,6 @@ from mindx_elastic.guard.stopper import Stopper
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
 _HEARD_S = 5.0  # the watcher is told by this process itself
 _entered: list[Guard] = []
@@ -87,12 +86,12 @@ class Guard:
     * `save_on_exception`: save the last boundary when an exception leaves the block.
     * `signals`: signal numbers to listen to. `flag_file`: a JSON file ``{"GracefulExit": 1}`` to watch.
     * `policies`, `periodic`: what callbacks ask for; `policies` replaces the default one made from the arguments above.
-    * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left out.
+    * `allow_shared_directory`: accept a directory that every user may write to; files of other users are left out.
       `trusted_users`: by number or name, whose files count too. Also by ``MINDX_ALLOW_SHARED_DIRECTORY`` (1) and
       ``MINDX_TRUSTED_USERS``.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
-    * `redundancy`: on how many nodes each file is to lie, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
+    * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
     Raises on entering: UsageError, DirectoryInUseError, UnsafeDirectoryError, UnsupportedStateError, MismatchError,
     NoUsableCheckpointError. On every rank: what one of them raises, the others raise with its number in front, or as
@@ -125,35 +124,38 @@ class Guard:
         redundancy: int | None = None,
         layouts: Mapping[str, Layout] | None = None,
     ) -> None:
-        if not isinstance(directory, (str, Path)) or not str(directory):
-            raise UsageError(f"directory={directory!r}: give the path of the folder for checkpoints")
-        self._directory, self._prefix = Path(directory), prefix
-        self._resume, self._grace_s = resume, grace_s
-        if final_save is not None and not isinstance(final_save, bool):
-            raise UsageError(f"final_save={final_save!r}: give True, False or None")
-        self._final_save = final_save
-        self._allow_shared, self._trusted_users = allow_shared_directory, trusted_users
-        self._snapshot_every, self._redundancy, self._layouts = snapshot_every, redundancy, layouts
+        self._options = GuardOptions(
+            directory=directory,
+            prefix=prefix,
+            resume=resume,
+            grace_s=grace_s,
+            save_on_exception=save_on_exception,
+            final_save=final_save,
+            signals=signals,
+            flag_file=flag_file,
+            policies=None if policies is None else tuple(policies),
+            periodic=tuple(periodic),
+            append_info=append_info,
+            allow_shared_directory=allow_shared_directory,
+            trusted_users=trusted_users,
+            snapshot_every=snapshot_every,
+            redundancy=redundancy,
+            layouts=layouts,
+        )
+        self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
         self.loader = loader
-        self._periodic = tuple(periodic)
         self._targets = name_targets(
             model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
         )
-        if policies is None:
-            policies = [
-                breakpoint_policy(
-                    prefix, self._directory, signals, flag_file, append_info, exceptions=save_on_exception
-                )
-            ]
-        self._policies = tuple(policies)
-        check_policies([*self._policies, *self._periodic])
         self.resumed_from_step: int | None = None
         """Step of the checkpoint that this run went on from; None on a fresh start."""
         self.resumed_path: Path | None = None
         self.run_id = ""
         self._step = self._epoch = self._step_in_epoch = 0
-        self._cut = self._finished_step = True
-        self._told_changed = self._moved = False
+        self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
+        self._finished_step = True  # `finish_step` has been called for it
+        self._has_stepped = False  # a boundary was passed since the start
+        self._warned_of_window = self._warned_of_buffers = False
 
     # --- life ---
 
@@ -180,11 +182,8 @@ class Guard:
 
     def _open(self, stack: ExitStack) -> None:
         _check_that_one_may_enter()
-        settings = Settings.from_env()
-        if self._final_save is None:
-            self._final_save = settings.final_save
-        if self._grace_s is not None:
-            settings = settings.with_grace(self._grace_s)
+        options = self._options
+        settings = self._settings = options.settings()
         ranks = self.ranks
         self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
@@ -194,9 +193,8 @@ class Guard:
         stack.callback(relay.close)
         relay.open()
         closing = stack.enter_context(ExitStack())
-        wanted = [self._directory, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        sharing = SharingSettings.from_env().with_arguments(self._allow_shared, self._trusted_users)
-        self._resolved, trust = prepare_directories(wanted, self.ranks, sharing)
+        wanted = [options.folder, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
+        self._resolved, trust = prepare_directories(wanted, self.ranks, options.sharing())
         directories = list(dict.fromkeys(self._resolved.values()))
         evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
         evaluates = evaluates and not self._periodic
@@ -209,7 +207,7 @@ class Guard:
         self._events.write_aside()
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
-        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, self._layouts))
+        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts))
         replicated = is_replicated(self._targets, self._collector, ranks.world_size)
         self._saver = Saver(
             self._collector,
@@ -218,14 +216,14 @@ class Guard:
             resolved=self._resolved,
             replicated=replicated,
             trust=trust,
-            names=job_names(self._prefix, [*self._policies, *self._periodic]),
+            names=job_names(options.prefix, [*self._policies, *self._periodic]),
         )
         self._around = Surroundings(
             stack,
             directories,
             self._saver,
-            self._snapshot_every,
-            self._redundancy,
+            options.snapshot_every,
+            options.redundancy,
             self._exchange,
             evaluates=evaluates,
         )
@@ -235,14 +233,14 @@ class Guard:
             targets=self._targets,
             loader=self.loader,
             saver=self._saver,
-            resume=self._resume,
+            resume=options.resume,
             around=self._around,
         )
         if self._around.is_guest and not evaluates and start.resumed is not None:
             self._around.keeps_nothing = True
             self._policies = tuple(replace(policy, save=False) for policy in self._policies)
             self._periodic = ()
-            say_that_a_guest_saves_nothing(self._directory, start.resumed, self._targets)
+            say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
         self._start_stages(stack, settings, relay, closing)
         self._around.enter(
@@ -281,20 +279,19 @@ class Guard:
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
         self._window = UpdateWindow(self._collector, self._update_gate)
-        self._warned = False
         self._orders = GradientOrders(
             self._targets,
             self._collector,
             world_size=self.ranks.world_size,
-            by_hand=bool(self._layouts) or self._around.is_guest,
+            by_hand=bool(self._options.layouts) or self._around.is_guest,
         )
-        # Without an optimizer gradients tell nothing: the program updates by hand and may never clear them.
+        # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
         self._step_gate, self._past_epochs = StepGate(self._step), False
         peers = find_peers(self.ranks, self._exchange)
         stack.callback(peers.close)
-        self._listening = Listening(settings, self._policies, self.ranks)
-        watcher = self._watcher = Watcher(self._listening.hear_signal)
+        self._listeners = Listeners(settings, self._policies, self.ranks)
+        watcher = self._watcher = Watcher(self._listeners.hear_signal)
         last_resort = LastResort(watcher)
         closing.callback(last_resort.stop)
         self.stopper = Stopper(
@@ -319,62 +316,8 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._listening.start(stack, self.stopper, self._exchange, peers, self._around.link)
-        last_resort.watch_signals(self._listening.alarm_of)
-
-    def _close_saver(self) -> None:
-        alarm = None if self.stopper.finished else self.stopper.alarm
-        self._saver.close(None if alarm is None else max(0.0, alarm.deadline.remaining_s()))
-
-    def _conclude(self, error: BaseException | None) -> None:
-        """The block is over: finished, stopped gracefully, or failed."""
-        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
-            self._saver.drain()
-            if self.stopper.at_end():
-                raise self._leave()
-            with self._around.between_steps():
-                kept = self._keep_last_boundary()
-            self._around.finish(durable=kept)
-            self._exchange.leave()
-            for policy in self._periodic:
-                self._saver.prune(policy)
-            self._events.emit("end", step=self._step, outcome="finished")
-            return
-        if not isinstance(error, GracefulExit):
-            self._complete_step(error)
-        if hasattr(self.loader, "shutdown"):
-            self.loader.shutdown()  # a stuck loader worker would hold up the way out
-        if isinstance(error, GracefulExit):
-            self._leave()
-            return
-        self.stopper.on_exception(error)
-        alarm = self.stopper.alarm
-        if alarm is not None and alarm.kind != "exception":
-            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
-            logger.warning("%s: %s while stopping", type(error).__name__, error)
-            raise self._leave() from error
-        self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
-
-    def _leave(self) -> GracefulExit:
-        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
-        assert self.stopper.alarm is not None
-        self._listening.handlers.linger(self.stopper.alarm.deadline.at)
-        self.stopper.after_save()
-        leaving = self.stopper.exit()
-        self._around.leave(self.stopper)
-        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
-        return leaving
-
-    def _keep_last_boundary(self) -> bool:
-        durable = self._already_durable()
-        if durable is None and self.stopper.saved_step == self._collector.position.step:
-            durable = self.stopper.path  # a stop that was the normal end after all
-        policies = self._policies if self._final_save else ()
-        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
-
-    def _already_durable(self) -> Path | None:
-        """The file that this run was resumed from, while no boundary has been passed since."""
-        return None if self._moved else self.resumed_path
+        self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
+        last_resort.watch_signals(self._listeners.alarm_of)
 
     # --- steps ---
 
@@ -437,25 +380,45 @@ class Guard:
         if not self._cut:
             return
         self._orders.at_boundary()
-        self._pass_boundary()
+        self._copy_boundary()
         self._window.at_boundary(self._step)
-        if not self._warned:
-            self._warn_of_the_window()
+        if not self._warned_of_window:
+            self._warn_of_window()
 
-    def _pass_boundary(self) -> None:
+    def finish_step(self, *, retake: bool = False) -> None:
+        """Second half of `step_end`: snapshots, the stop, periodic saves.
+
+        `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
+        keep averages), so the boundary is copied again.
+        """
+        if retake and self._cut:
+            self._copy_boundary()
+        self._finished_step = True
+        self._log_filter.step = self._step
+        if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
+            self._step_gate.wait_for_limit(_HEARD_S)
+        self._around.at_boundary(self._step, cut=self._cut)
+        if self._step_gate.arrive(self._step):
+            self.stopper.at_limit(is_cut=self._cut)
+        for policy in self._periodic:
+            if self._cut and policy.due(self.position):
+                self.save_periodic(policy)
+
+    def _copy_boundary(self) -> None:
         position = self.position
-        self._moved = True
+        self._has_stepped = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
 
-    def _warn_of_the_window(self) -> None:
-        """Once, when enough steps were seen: what an exception in the wrong place would cost."""
-        if self._warned or self._window.num_windows < 2:
+    def _warn_of_window(self) -> None:
+        """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
+        step, in a job with no other protection."""
+        if self._window.num_windows < 2:
             return
-        self._warned = True
+        self._warned_of_window = True
         reasons = self._window.standing()
         protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
         answers = any("exception" in policy.alarms and policy.save for policy in self._policies)
@@ -466,6 +429,144 @@ class Guard:
                 "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
                 "; ".join(reasons),
             )
+
+    # --- between two steps ---
+
+    def poll(self) -> None:
+        """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
+        if self._step_gate.at_limit():
+            self.stopper.at_limit(is_cut=True)
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
+
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
+        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
+        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
+        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
+        latter, as long as the deadline allows.
+        """
+        self._require_entered("outside_step()")
+        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
+        with kept_rng(), self._stoppable():
+            yield
+        if not self._warned_of_buffers:
+            self._warn_of_changed_buffers(before)
+
+    @contextmanager
+    def _stoppable(self) -> Iterator[None]:
+        """Training thread, between two steps: the job can stop at the boundary it has.
+
+        Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
+        """
+        if not self._finished_step:
+            with self._around.between_steps():
+                yield
+            return
+        self._step_gate.leave_step()
+        try:
+            with self._around.between_steps():
+                yield
+        finally:
+            if self._step_gate.enter_step():
+                self.stopper.at_limit(is_cut=True)
+
+    def _warn_of_changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
+        def same(name: str, buffer: torch.Tensor) -> bool:
+            known, version = before.get(name, (buffer, buffer._version))
+            return known is buffer and version == buffer._version
+
+        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
+        if changed:
+            self._warned_of_buffers = True
+            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+            logger.warning(
+                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
+                "goes on without it. Call eval() on the model first",
+                self._step,
+                names,
+            )
+
+    # --- saves and stops that the program asks for ---
+
+    def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
+        """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
+        self._require_entered("save()")
+        if self._around.keeps_nothing:
+            check_guests_path(path, self._resolved.values())
+        with self._update_gate.hold(0.0) as problem:
+            if problem is not None:
+                raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
+            target = None if path is None else Path(path)
+            return self._saver.save_to(target, self._options.folder, self._options.prefix, reason).path
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
+        if self._around.keeps_nothing:
+            return False  # said when the guard was entered
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        if problem is not None:
+            logger.error("step %d is not saved: %s", self._step, problem)
+            return False
+        with self._stoppable():
+            return self._saver.save_periodic(policy)
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
+        self._require_entered("request_stop()")
+        self._watcher.post(lambda: self.stopper.hear(self.stopper.alarms.of_request(reason, exit_code)))
+
+    def dismiss_stop(self) -> None:
+        """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""
+        self.stopper.dismiss()
+
+    # --- leaving ---
+
+    def _conclude(self, error: BaseException | None) -> None:
+        """The block is over: finished, stopped gracefully, or failed."""
+        if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
+            self._finish()
+            return
+        if not isinstance(error, GracefulExit):
+            self._complete_step(error)
+        if hasattr(self.loader, "shutdown"):
+            self.loader.shutdown()  # a stuck loader worker would delay the exit
+        if isinstance(error, GracefulExit):
+            self._leave()
+            return
+        self.stopper.on_exception(error)
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind != "exception":
+            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
+            logger.warning("%s: %s while stopping", type(error).__name__, error)
+            raise self._leave() from error
+        self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+
+    def _finish(self) -> None:
+        """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        self._saver.drain()
+        if self.stopper.at_end():
+            raise self._leave()
+        with self._around.between_steps():
+            kept = self._keep_last_boundary()
+        self._around.finish(durable=kept)
+        self._exchange.leave()
+        for policy in self._periodic:
+            self._saver.prune(policy)
+        self._events.emit("end", step=self._step, outcome="finished")
+
+    def _leave(self) -> GracefulExit:
+        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
+        assert self.stopper.alarm is not None
+        self._listeners.handlers.linger(self.stopper.alarm.deadline.at)
+        self.stopper.after_save()
+        leaving = self.stopper.exit()
+        self._around.leave(self.stopper)
+        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
+        return leaving
 
     def _complete_step(self, error: BaseException) -> None:
         """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""
@@ -489,112 +590,20 @@ class Guard:
             f"{text}, nothing of the step is left to do, so it counts as done", self._step, self._window.num_windows
         )
 
-    def finish_step(self, *, retake: bool = False) -> None:
-        """Second half of `step_end`: periodic saves and the stop.
+    def _keep_last_boundary(self) -> bool:
+        durable = self._already_durable()
+        if durable is None and self.stopper.saved_step == self._collector.position.step:
+            durable = self.stopper.path  # a stop that was the normal end after all
+        policies = self._policies if self._settings.final_save else ()
+        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
 
-        `retake`: code has run since `boundary` that belongs to this step (callbacks that count, draw random numbers or
-        keep averages), so the boundary is taken again.
-        """
-        if retake and self._cut:
-            self._pass_boundary()
-        self._finished_step = True
-        self._log_filter.step = self._step
-        if self._listening.early_flags and self._cut and self._listening.raise_early_flags():
-            self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(self._step, cut=self._cut)
-        if self._step_gate.arrive(self._step):
-            self.stopper.at_limit(is_cut=self._cut)
-        for policy in self._periodic:
-            if self._cut and policy.due(self.position):
-                self.save_periodic(policy)
+    def _already_durable(self) -> Path | None:
+        """The file that this run was resumed from, while no boundary has been passed since."""
+        return None if self._has_stepped else self.resumed_path
 
-    def poll(self) -> None:
-        """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
-        if self._step_gate.at_limit():
-            self.stopper.at_limit(is_cut=True)
-
-    @contextmanager
-    def outside_step(self) -> Iterator[None]:
-        """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
-
-        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
-        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
-        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
-        note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
-        resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
-        latter, as long as the deadline allows.
-        """
-        self._require_entered("outside_step()")
-        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
-        with kept_rng(), self._at_the_boundary():
-            yield
-        self._name_changed(before)
-
-    @contextmanager
-    def _at_the_boundary(self) -> Iterator[None]:
-        """Training thread, between two steps: the job can stop at the boundary it has.
-
-        Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
-        """
-        if not self._finished_step:
-            with self._around.between_steps():
-                yield
-            return
-        self._step_gate.leave_step()
-        try:
-            with self._around.between_steps():
-                yield
-        finally:
-            if self._step_gate.enter_step():
-                self.stopper.at_limit(is_cut=True)
-
-    def _name_changed(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
-        def same(name: str, buffer: torch.Tensor) -> bool:
-            known, version = before.get(name, (buffer, buffer._version))
-            return known is buffer and version == buffer._version
-
-        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
-        if changed and not self._told_changed:
-            self._told_changed = True
-            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-            logger.warning(
-                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
-                "goes on without it. Call eval() on the model first",
-                self._step,
-                names,
-            )
-
-    def request_stop(self, reason: str, exit_code: int = 0) -> None:
-        """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
-        self._require_entered("request_stop()")
-        self._watcher.post(lambda: self.stopper.hear(self.stopper.alarms.of_request(reason, exit_code)))
-
-    def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
-        """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
-        self._require_entered("save()")
-        if self._around.keeps_nothing:
-            check_guests_path(path, self._resolved.values())
-        with self._update_gate.hold(0.0) as problem:
-            if problem is not None:
-                raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
-            target = None if path is None else Path(path)
-            return self._saver.save_to(target, self._directory, self._prefix, reason).path
-
-    def save_periodic(self, policy: PeriodicPolicy) -> bool:
-        """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
-        if self._around.keeps_nothing:
-            return False  # said when the guard was entered
-        with self._update_gate.hold(0.0) as problem:
-            pass
-        if problem is not None:
-            logger.error("step %d is not saved: %s", self._step, problem)
-            return False
-        with self._at_the_boundary():
-            return self._saver.save_periodic(policy)
-
-    def dismiss_stop(self) -> None:
-        """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""
-        self.stopper.dismiss()
+    def _close_saver(self) -> None:
+        alarm = None if self.stopper.finished else self.stopper.alarm
+        self._saver.close(None if alarm is None else max(0.0, alarm.deadline.remaining_s()))
 
     def _require_entered(self, what: str) -> None:
         if self not in _entered:

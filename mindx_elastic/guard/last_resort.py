@@ -111,7 +111,7 @@ class LastResort:
         self._closed = True
         self._wake()
         alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.way_out.coming_out:
+        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
             self._thread.name = "lingering-last-resort"
             atexit.register(self._exiting.set)
             return
@@ -146,7 +146,7 @@ class LastResort:
                 logger.exception("the last resort met an unexpected error; it goes on watching")
                 pause = _AGAIN_S
         alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.way_out.coming_out:
+        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
             self._close()
             self._linger(alarm)
 
@@ -159,18 +159,18 @@ class LastResort:
         if self._alarm is None:
             return self._look_for_signals(stopper)
         alarm, now = self._alarm, time.monotonic()
-        if stopper.settled:
-            if alarm.kind in ("exception", "peer") and stopper.comes_out:
+        if stopper.state.is_settled:
+            if alarm.kind in ("exception", "peer") and stopper.is_leaving:
                 return None  # nobody has set a time by which it must be gone
             left = alarm.deadline.at - _LEAVE_S - now
             if left <= 0:
-                stopper.way_out.leave_now(alarm)
+                stopper.leave_behind(alarm)
             return max(0.0, left)
         if now < self._save_at:
             return self._save_at - now
         if stopper.is_stuck(_AGAIN_S) or now >= alarm.deadline.at - _BEGIN_S:
             stopper.save_as_last_resort(alarm)
-            return 0.0 if stopper.settled else _AGAIN_S
+            return 0.0 if stopper.state.is_settled else _AGAIN_S
         return _AGAIN_S
 
     def _look_for_signals(self, stopper: Stopper) -> float | None:

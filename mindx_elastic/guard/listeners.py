@@ -12,7 +12,8 @@ from contextlib import ExitStack
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
-from mindx_elastic.alarm.alarm import Alarm, exit_code_of_signal, signal_name
+from mindx_elastic.alarm.alarm import Alarm, signal_name
+from mindx_elastic.alarm.exit_codes import exit_code_of_signal
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
@@ -23,7 +24,7 @@ from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
 from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile, watch_flag_file
 
-__all__ = ["Listening", "find_peers", "share_answered_flags"]
+__all__ = ["Listeners", "find_peers", "share_answered_flags"]
 
 _START_TIMEOUT_S = 1800.0
 _FAULT_POLL_S = 1.0
@@ -48,7 +49,7 @@ def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exc
         flags.take_over(each)
 
 
-class Listening:
+class Listeners:
     """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
 
     def __init__(self, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
@@ -64,8 +65,8 @@ class Listening:
         """Main thread. `stack` restores the handlers at the end."""
         self._watcher, self._stopper, self._link = stopper.watcher, stopper, link
         alarms, post = stopper.alarms, self._watcher.post
-        trusted = exchange.is_sealed
-        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, trusted=trusted))))
+        is_sealed = exchange.is_sealed
+        exchange.listen(lambda content: post(lambda: stopper.hear(alarms.of_peer(content, is_sealed=is_sealed))))
         peers.start(self._watcher, stopper.hear_death)
         for policy in self._policies:
             if policy.flag_file is not None and "flag" in policy.alarms and self._settings.graceful_exit is not False:

@@ -12,28 +12,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from mindx_elastic.alarm.alarm import ALARM_KINDS, Alarm
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 
 __all__ = [
-    "ALARM_KINDS",
-    "EXIT_TEMPORARY",
     "ExitPolicy",
     "PeriodicPolicy",
     "breakpoint_name",
     "breakpoint_policy",
     "check_policies",
+    "exit_codes_of",
     "final_name",
     "is_another_job",
     "job_names",
     "keep_consistent",
+    "policies_for",
 ]
 
-ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
 _LONGEST_NAME = 180  # file systems take 255 bytes; epoch, step and the temporary suffix come on top
 _DEFAULT_NAMES = frozenset({"ckpt", "CKP", "Net"})  # of Guard and ExceptionCheckpoint, ModelCheckpoint, OnRequestExit
-EXIT_TEMPORARY = 75  # EX_TEMPFAIL of sysexits.h: worth a restart
 
 
 def breakpoint_name(prefix: str) -> Callable[[Position], str]:
@@ -71,7 +70,7 @@ class ExitPolicy:
     flag_file: Path | None = None
     """JSON file ``{"GracefulExit": 1}`` to watch; only with ``"flag"`` in `alarms`."""
     exit_codes: Mapping[str, int] = field(default_factory=dict)
-    """Exit code by alarm kind; a signal's default is 128 + number, everything else 75."""
+    """Exit code by alarm kind, instead of the one that `alarm.exit_codes` gives."""
     append_info: Sequence[object] = ()
     """JSON-able values of the user, written into the header."""
     prefix: str = ""
@@ -117,6 +116,27 @@ def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
             json.dumps(list(policy.append_info))
         except (TypeError, ValueError) as error:
             raise UsageError(f"append_info={policy.append_info!r} cannot be written as JSON: {error}") from None
+
+
+def policies_for(policies: Sequence[ExitPolicy], alarm: Alarm) -> list[ExitPolicy]:
+    """The policies that want a save after `alarm`, or at least a graceful stop."""
+
+    def answers(policy: ExitPolicy) -> bool:
+        if alarm.signum is not None and policy.signals and alarm.signum not in policy.signals:
+            return False
+        return alarm.kind in policy.alarms
+
+    return [policy for policy in policies if answers(policy)]
+
+
+def exit_codes_of(policies: Sequence[ExitPolicy]) -> dict[str, int]:
+    """The exit codes that policies ask for, by alarm kind; the first policy with one wins."""
+    codes: dict[str, int] = {}
+    for policy in policies:
+        for kind, code in policy.exit_codes.items():
+            if kind in policy.alarms:
+                codes.setdefault(kind, code)
+    return codes
 
 
 def keep_consistent(policies: Sequence[ExitPolicy], kind: str, *, replicated: bool) -> list[ExitPolicy]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -31,6 +29,7 @@ from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reserve import Reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
+from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
 from mindx_elastic.persist.writer import SaveResult, previous_path, write_checkpoint
 from mindx_elastic.platforms.flag_file import AnsweredFlags
@@ -39,7 +38,6 @@ __all__ = ["Saver"]
 
 _BASE = ("base_attempt", "base_step")
 """Coordinates of a header: the step that the file's attempt went on from."""
-_MOST_COPIES = 2
 
 
 class Saver:
@@ -84,7 +82,7 @@ class Saver:
         """The step that this process has saved last where a start looks, and its file."""
         self.flags = AnsweredFlags()
         """The flag files that have stopped this run."""
-        self._background = _Background()
+        self._queue = SaveQueue()
         self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
 
     def folder(self, directory: Path) -> Path:
@@ -106,7 +104,7 @@ class Saver:
         self.flags.answer()
         paths = [self._path(policy, position) for policy in policies]
         info = self._info(position, kind=policies[0].kind, reason=reason, append_info=policies[0].append_info)
-        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        state = self._state()
         finishing = dict(zip(paths, policies, strict=True))
         result = self._write(
             paths[0],
@@ -119,6 +117,10 @@ class Saver:
         if self.mirror is not None:
             self.mirror.deliver(result.path, info.step, began + time_left_s - time.monotonic())
         return result
+
+    def _state(self, *, copy: bool = False) -> Any:
+        """The state of the last boundary in host memory. Without a `copy` it must not change until it is written."""
+        return to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=copy)
 
     def _path(self, policy: ExitPolicy, position: Position) -> Path:
         if policy.place is None:
@@ -147,23 +149,21 @@ class Saver:
         def work(state: Any) -> bool:
             try:
                 self._write(path, state, info)
-                self._prune(policy, path)
+                self.prune(policy)
             except Exception as error:
                 return self._report(error, info)
             return True
 
         if policy.asynchronous:
-            self._background.reserve()  # before the copy is made: a third one has no room in memory
+            self._queue.reserve()  # before the copy is made: a third one has no room in memory
         try:
-            state = to_host(
-                self.collector.state(), boundary_event=self.collector.boundary_event, copy=policy.asynchronous
-            )
+            state = self._state(copy=policy.asynchronous)
             if policy.asynchronous:
-                self._background.submit(partial(work, state))
+                self._queue.submit(partial(work, state))
                 return True
         except BaseException as error:
             if policy.asynchronous:
-                self._background.give_up()
+                self._queue.give_up()
             if not isinstance(error, Exception):
                 raise
             return self._report(error, info)
@@ -183,7 +183,7 @@ class Saver:
         position = self.collector.position
         name = f"{prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
         info = self._info(position, kind="manual", reason=reason, append_info=())
-        state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+        state = self._state()
         before = self.newest
         result = self._write(self.folder(directory) / name if path is None else path, state, info)
         if path is not None:
@@ -196,7 +196,7 @@ class Saver:
         position = self.collector.position
         info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
         try:
-            state = to_host(self.collector.state(), boundary_event=self.collector.boundary_event, copy=False)
+            state = self._state()
             result = self._write(self.folder(policy.directory) / policy.final_name(position), state, info)
         except Exception as error:
             return self._report(error, info, remedy="the training has ended well; older checkpoints are untouched")
@@ -228,18 +228,18 @@ class Saver:
         try:
             self.reserve = Reserve(len(self.collector.parameters))
             if asynchronous:
-                self._background.start()
+                self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
             logger.warning("no memory or thread can be kept back for a dying save (%s)", error)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
-        return self._background.drain(timeout_s)
+        return self._queue.drain(timeout_s)
 
     def close(self, timeout_s: float | None = None) -> None:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        self._background.close(timeout_s)
+        self._queue.close(timeout_s)
         if self.reserve is not None:
             self.reserve.close()
         if self.mirror is not None:
@@ -308,7 +308,27 @@ class Saver:
         finish: Callable[[Path], Path] = lambda path: path,
         dying: bool = False,
     ) -> SaveResult:
-        result = self._write_files(path, state, info, also, reserve=self.reserve if dying else None)
+        def write() -> SaveResult:
+            for target in (path, *also):
+                make_directory_durable(target.parent)
+            return write_checkpoint(
+                path,
+                state,
+                info,
+                layout=self.collector.layout(),
+                also=also,
+                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
+                reserve=self.reserve if dying else None,
+            )
+
+        try:
+            result = write()
+        except OSError as error:  # a SaveError is one
+            if error.errno != errno.ENOENT:
+                raise
+            result = write()  # another rank has renamed a tree that looked finished to it
+        if self.first_save is not None:
+            self.first_save.after_publish()
         moved = [finish(name) for name in dict.fromkeys((path, *also))]
         result = replace(result, path=moved[0])
         self.newest_step = max(self.newest_step, info.step)
@@ -330,40 +350,15 @@ class Saver:
             self.mirror.submit(result.path, info.step)
         return result
 
-    def _write_files(
-        self, path: Path, state: Any, info: CheckpointInfo, also: Sequence[Path], *, reserve: Reserve | None = None
-    ) -> SaveResult:
-        def write() -> SaveResult:
-            for target in (path, *also):
-                make_directory_durable(target.parent)
-            return write_checkpoint(
-                path,
-                state,
-                info,
-                layout=self.collector.layout(),
-                also=also,
-                before_publish=self.first_save.before_publish if self.first_save is not None else lambda temp: None,
-                reserve=reserve,
-            )
-
-        try:
-            result = write()
-        except OSError as error:  # a SaveError is one
-            if error.errno != errno.ENOENT:
-                raise
-            result = write()  # another rank has renamed a tree that it took for finished
-        if self.first_save is not None:
-            self.first_save.after_publish()
-        return result
-
-    def _prune(self, policy: PeriodicPolicy, newest: Path) -> None:
+    def prune(self, policy: PeriodicPolicy) -> None:
         """Delete what the policy no longer keeps: only files that it wrote itself, in this run and on this rank.
 
         Two policies may share a directory, and neither may count or delete the other's files, let alone those of
-        `guard.save`.
+        `guard.save`. Called after each save, and at the end, when the other ranks have had time to finish theirs.
         """
         if policy.keep_max is None and policy.keep_per_n_minutes is None:
             return
+        folder = self.folder(policy.directory)
         root = self._resolved.get(policy.directory, policy.directory)
         catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root), owners=self.trust.of(root))
         facts = [
@@ -379,7 +374,7 @@ class Saver:
             for entry in catalog.entries
             if (info := entry.info) is not None
             and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
-            and entry.path.parent == newest.parent
+            and entry.path.parent == folder
             and _is_of(policy, entry.path, info)
         ]
         doomed = choose_deletions(
@@ -403,68 +398,8 @@ class Saver:
         kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
         return kept if whole is None else {*kept, whole.moment}
 
-    def prune(self, policy: PeriodicPolicy) -> None:
-        """Apply the policy's retention once more, when the other ranks have had time to finish."""
-        self._prune(policy, self.folder(policy.directory) / "_")
-
 
 def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:
     """Whether `policy` wrote the file: it is periodic and has, or had, the name that the policy gives its position."""
     name = policy.name(Position(info.step, info.epoch, info.step_in_epoch, info.batch_num))
     return info.kind == "periodic" and path.name in (name, previous_path(name).name)
-
-
-class _Background:
-    """The persist thread: one job at a time, in order. Memory holds two copies of the state at most: the one that is
-    written, and the next one, which waits or is still being made.
-    """
-
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[Callable[[], bool] | None] = queue.Queue()
-        self._thread: threading.Thread | None = None
-        self._idle = threading.Condition()
-        self._open = 0
-
-    def start(self) -> None:
-        """Make the thread now, as long as one can be had. Raises RuntimeError."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
-            thread.start()
-            self._thread = thread
-
-    def reserve(self) -> None:
-        """Training thread, before it copies: wait until there is room for one more. `submit` or `give_up` follows."""
-        with self._idle:
-            self._idle.wait_for(lambda: self._open < _MOST_COPIES)
-            self._open += 1
-
-    def give_up(self) -> None:
-        """There is no job after all."""
-        with self._idle:
-            self._open -= 1
-            self._idle.notify_all()
-
-    def submit(self, job: Callable[[], bool]) -> None:
-        self.start()
-        self._jobs.put(job)
-
-    def drain(self, timeout_s: float | None) -> bool:
-        with self._idle:
-            return self._idle.wait_for(lambda: self._open == 0, timeout_s)
-
-    def close(self, timeout_s: float | None) -> None:
-        if self._thread is not None and self.drain(timeout_s):
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-
-    def _run(self) -> None:
-        job: Callable[[], bool] | None
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception:
-                logger.exception("a background save met an unexpected error")
-            finally:
-                job = None  # with it goes the copy, before there is room for another one
-                self.give_up()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.alarm.deadline import Deadline, reserve_s
 
 GiB = 1 << 30
@@ -35,9 +33,3 @@ def test_the_reserve_leaves_half_of_the_grace_period(nbytes: int, grace_s: float
 
 def test_a_measured_speed_replaces_the_assumed_one() -> None:
     assert reserve_s(GiB, 600, bytes_per_s=2e9) < reserve_s(GiB, 600) < reserve_s(GiB, 600, bytes_per_s=5e7)
-
-
-@pytest.mark.parametrize(("signum", "name"), [(15, "SIGTERM"), (2, "SIGINT"), (63, "signal 63")])
-def test_signals_have_names_and_exit_codes(signum: int, name: str) -> None:
-    assert signal_name(signum) == name
-    assert exit_code_of_signal(signum) == 128 + signum

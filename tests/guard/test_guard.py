@@ -196,7 +196,7 @@ def test_request_stop_from_any_thread(tmp_path: Path) -> None:
             thread.start()
             thread.join()
             done = threading.Event()
-            job.guard._watcher.post(done.set)
+            job.guard.stopper.watcher.post(done.set)
             assert done.wait(30)
 
     leaving = stopped(Job(tmp_path), middle=ask)
@@ -209,7 +209,7 @@ def test_the_flag_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def set_flag(job: Job, step: int) -> None:
         if step == 3:
             flag.write_text('{"GracefulExit": 1}')
-            while not job.guard._events.counters.get("agreement"):
+            while job.guard.stopper.agreed_step is None:
                 threading.Event().wait(0.01)
 
     leaving = stopped(Job(tmp_path, flag_file=flag), middle=set_flag)
@@ -266,7 +266,7 @@ def test_a_stop_for_another_reason_answers_the_flag_too(tmp_path: Path) -> None:
         if step == 3:
             stop_and_wait(job)
             flag.write_text('{"GracefulExit": 1}')
-            while not job.guard._saver.flags.waiting:
+            while not job.guard.stopper.saver.flags.waiting:
                 threading.Event().wait(0.01)
 
     leaving = stopped(Job(tmp_path, flag_file=flag), middle=both)
@@ -309,7 +309,7 @@ def test_a_flag_set_while_nothing_was_trained_since_the_resume_is_noted_in_a_new
     def set_flag(job: Job) -> None:
         with job.guard.outside_step():
             flag.write_text('{"GracefulExit": 1}')
-            while not job.guard._events.counters.get("agreement"):
+            while job.guard.stopper.agreed_step is None:
                 threading.Event().wait(0.01)
 
     leaving = stopped(Job(tmp_path, flag_file=flag), begin=set_flag)
@@ -444,8 +444,12 @@ def test_positions_count_boundaries(tmp_path: Path) -> None:
 
 
 def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
-    def run(guard: Guard, weight: nn.Parameter, stop: int) -> None:
-        optimizer = guard._targets["optimizer"]
+    def run(directory: Path, stop: int = 0) -> tuple[Guard, torch.Tensor]:
+        weight = nn.Parameter(torch.ones(2))
+        optimizer = torch.optim.Adam([weight], lr=0.1)
+        module = nn.Module()
+        module.weight = weight
+        guard = Guard(model=module, optimizer=optimizer, directory=directory)
         with guard:
             for step in range(guard.position.step + 1, 8):
                 weight.sum().mul(step).backward()
@@ -454,26 +458,17 @@ def test_a_loop_without_epochs_or_loader(tmp_path: Path) -> None:
                 if step == stop:
                     guard.request_stop("enough")
                     done = threading.Event()
-                    guard._watcher.post(done.set)
+                    guard.stopper.watcher.post(done.set)
                     assert done.wait(30)
                 guard.step_end()
+        return guard, weight.detach()
 
-    def make(directory: Path) -> tuple[Guard, nn.Parameter]:
-        weight = nn.Parameter(torch.ones(2))
-        optimizer = torch.optim.Adam([weight], lr=0.1)
-        module = nn.Module()
-        module.weight = weight
-        return Guard(model=module, optimizer=optimizer, directory=directory), weight
-
-    guard, expected = make(tmp_path / "a")
-    run(guard, expected, 0)
-    guard, weight = make(tmp_path / "b")
+    _, expected = run(tmp_path / "a")
     with pytest.raises(GracefulExit):
-        run(guard, weight, 4)
-    guard, weight = make(tmp_path / "b")
-    run(guard, weight, 0)
+        run(tmp_path / "b", stop=4)
+    guard, weight = run(tmp_path / "b")
     assert guard.resumed_from_step == 4
-    assert_same(weight.detach(), expected.detach())
+    assert_same(weight, expected)
 
 
 def test_what_kind_of_loader_it_is_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

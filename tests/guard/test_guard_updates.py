@@ -170,8 +170,8 @@ def train_by_hand(directory: Path, *, stop: int = 0, steps: int = 8) -> tuple[Gu
                 p.data.sub_(p.grad, alpha=0.1)
             if step == stop:
                 guard.request_stop("enough")
-                guard._watcher.post(lambda: None)
-                while not guard._events.counters.get("agreement"):
+                guard.stopper.watcher.post(lambda: None)
+                while guard.stopper.agreed_step is None:
                     pass
             guard.step_end()
     return guard, network

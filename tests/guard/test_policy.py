@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from mindx_elastic.alarm.alarm import ALARM_KINDS
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import (
-    ALARM_KINDS,
     ExitPolicy,
     breakpoint_name,
     breakpoint_policy,

@@ -179,15 +179,6 @@ def test_a_failed_periodic_save_does_not_end_training(
     assert sum("training goes on" in record.getMessage() for record in caplog.records) == 3
 
 
-def remove_directory(job: Job, step: int) -> None:
-    """Somebody deletes the directory and something else takes its place."""
-    directory = job.guard._periodic[0].directory
-    if step == 2:
-        assert job.guard._saver.drain(30)  # a save in progress would create the directory anew
-        shutil.rmtree(directory)
-        directory.write_text("in the way")
-
-
 class Turning:
     """State that a checkpoint can hold at first, and later not."""
 
@@ -203,7 +194,15 @@ class Turning:
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_lost_directory_does_not_end_training(tmp_path: Path, asynchronous: bool) -> None:
+    """It is deleted and something else takes its place."""
     every = Every(tmp_path / "lost", 1, asynchronous)
+
+    def remove_directory(job: Job, step: int) -> None:
+        if step == 2:
+            assert job.guard.stopper.saver.drain(30)  # a save in progress would create the directory anew
+            shutil.rmtree(every.directory)
+            every.directory.write_text("in the way")
+
     Job(tmp_path / "main", periodic=[every]).run(epochs=1, middle=remove_directory)
     assert [e["outcome"][:6] for e in events(tmp_path / "main", "save")].count("failed") >= 4
 

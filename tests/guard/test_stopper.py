@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,29 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
+from mindx_elastic.guard.last_resort import LastResort
+from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.stop_phase import MOVES, StopPhase
-from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.stop_state import StopPhase
+from mindx_elastic.guard.stopper import LAST_MOMENT_S, Stopper
 from mindx_elastic.persist.format import read_header
 from tests.harness import events, wait_until
+
+
+class Timers(Watcher):
+    """Keeps what was ordered for later; the test says when it is time."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda signum: None)
+        self.ordered: list[tuple[float, Callable[[], None]]] = []
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> None:
+        self.ordered.append((when, callback))
+
+    def pass_time(self) -> None:
+        for _, callback in sorted([self.ordered.pop(0) for _ in list(self.ordered)], key=lambda timer: timer[0]):
+            callback()
 
 
 class Parts:
@@ -39,7 +56,8 @@ class Parts:
         self.collector = Collector({"model": nn.Linear(2, 2)})
         self.collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
         self.events = EventLog(directory / "events.jsonl")
-        self.watcher = Watcher(lambda signum: None)
+        self.watcher = Timers()
+        self.last_resort = LastResort(self.watcher)
         self.durable: Path | None = None
         fields: dict[str, Any] = {
             "kind": "breakpoint",
@@ -59,6 +77,8 @@ class Parts:
             settings=Settings(grace_s=grace_s),
             policies=[self.policy],
             events=self.events,
+            last_resort=self.last_resort,
+            relay=LogRelay(),
             already_durable=lambda: self.durable,
         )
 
@@ -86,6 +106,7 @@ def make_parts(tmp_path: Path) -> Iterator[Make]:
 
     yield make
     for parts in made:
+        parts.last_resort.stop()
         parts.watcher.stop()
 
 
@@ -280,30 +301,6 @@ def test_a_step_that_is_durable_already_is_not_written_again(parts: Parts) -> No
     assert (parts.stopper.path, parts.stopper.saved_step, parts.files()) == (parts.durable, 5, [])
 
 
-@pytest.mark.parametrize(
-    ("content", "code"), [({"kind": "signal", "exit_code": 143}, 143), ({"kind": "exception", "exit_code": 1}, 75)]
-)
-def test_a_peers_alarm_keeps_its_deadline_and_says_where_it_came_from(
-    parts: Parts, content: dict[str, Any], code: int
-) -> None:
-    request = {"reason": "SIGTERM", "origin": 3, "signum": 15, "grace_left_s": 4.0, **content}
-    parts.stopper.hear(parts.stopper.alarms.of_peer(request))
-    alarm = parts.stopper.alarm
-    assert alarm is not None
-    assert (alarm.reason, alarm.origin, alarm.exit_code) == ("SIGTERM on rank 3", 3, code)
-    assert 3 < alarm.deadline.remaining_s() <= 4
-
-
-def test_a_peer_never_gives_more_time_than_this_rank_has(make_parts: Make) -> None:
-    parts = make_parts(grace_s=2.0)
-    parts.stopper.hear(
-        parts.stopper.alarms.of_peer(
-            {"kind": "flag", "reason": "x", "exit_code": 75, "origin": 1, "grace_left_s": 900.0}
-        )
-    )
-    assert parts.stopper.alarm is not None and parts.stopper.alarm.deadline.remaining_s() <= 2
-
-
 def test_what_comes_after_the_save_gets_the_deadline_and_may_fail(
     make_parts: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -332,15 +329,71 @@ def test_exit_codes_of_a_policy_replace_the_defaults(make_parts: Make) -> None:
     assert flagged.stopper.exit().code == 75
 
 
-@pytest.mark.parametrize(("before", "after"), list(itertools.product(StopPhase, StopPhase)))
-def test_only_the_moves_of_the_table_are_possible(parts: Parts, before: StopPhase, after: StopPhase) -> None:
-    parts.stopper._phase = before
-    if after in MOVES[before]:
-        parts.stopper._move(after)
-        assert parts.stopper.phase is after
-    else:
-        with pytest.raises(RuntimeError, match=f"cannot go from {before.name} to {after.name}"):
-            parts.stopper._move(after)
+# --- the end of the process ---
+
+
+@pytest.fixture
+def exit_codes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The codes with which the process would have been ended."""
+    codes: list[int] = []
+    monkeypatch.setattr("mindx_elastic.guard.stopper.end_process", lambda code, relay: codes.append(code))
+    return codes
+
+
+def salvage(parts: Parts) -> float:
+    """The watcher saves between two steps; returns when it wants to end the process (`time.monotonic` seconds)."""
+    parts.steps.leave_step()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert parts.files() == [5]
+    return parts.watcher.ordered[-1][0]
+
+
+def test_a_training_thread_that_comes_out_has_until_the_deadline(parts: Parts, exit_codes: list[int]) -> None:
+    soon = salvage(parts)
+    alarm = parts.stopper.alarm
+    assert alarm is not None and soon < time.monotonic() + 10 < alarm.deadline.at
+    at_deadline, _, (_, lose_patience) = parts.watcher.ordered
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)  # and exports its network, say
+    lose_patience()
+    assert exit_codes == []
+    assert at_deadline[0] == pytest.approx(alarm.deadline.at - LAST_MOMENT_S)
+    at_deadline[1]()
+    assert exit_codes == [143]
+
+
+def test_a_training_thread_that_hangs_is_left_behind(parts: Parts, exit_codes: list[int]) -> None:
+    salvage(parts)
+    parts.watcher.ordered[-1][1]()
+    assert exit_codes == [143]
+
+
+def test_a_job_that_has_finished_is_never_ended(parts: Parts, exit_codes: list[int]) -> None:
+    salvage(parts)
+    parts.stopper.dismiss()
+    parts.watcher.pass_time()
+    assert exit_codes == []
+
+
+def test_a_save_in_progress_is_not_cut_off(
+    parts: Parts, exit_codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = parts.saver.save_dying
+
+    def late(*args: Any, **more: Any) -> Any:
+        (_, end_at_deadline), *_ = parts.watcher.ordered
+        parts.watcher.ordered.clear()
+        end_at_deadline()  # the deadline comes while the file is being written
+        return save(*args, **more)
+
+    monkeypatch.setattr(parts.saver, "save_dying", late)
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert parts.reach(6)
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)
+    assert exit_codes == [] and len(parts.watcher.ordered) == 1, "it looks again later"
+    parts.watcher.pass_time()
+    assert exit_codes == [143] and parts.files() == [6]
 
 
 # --- the last resort ---
@@ -406,55 +459,3 @@ def test_the_last_resort_refuses_what_is_no_boundary(parts: Parts) -> None:
     parts.stopper.save_as_last_resort(alarm)
     assert (parts.stopper.phase, parts.files()) == (StopPhase.FAILED, [])
     assert parts.stopper.failure == "an optimizer.step() was in progress or failed half-way"
-
-
-REQUEST = {"kind": "request", "reason": "enough", "exit_code": 0, "origin": 1, "signum": None, "grace_left_s": 30.0}
-
-
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({}, 75),  # never as if the training had finished
-        ({"exit_code": 9}, 9),
-        ({"kind": "signal", "signum": 15, "exit_code": 0}, 143),
-        ({"kind": "signal", "exit_code": 0}, 75),
-        ({"kind": "flag", "exit_code": 143}, 0),  # this rank's own policy says so
-        ({"kind": "fault", "exit_code": 0}, 75),
-        ({"kind": "peer", "exit_code": 0}, 75),
-        ({"kind": "exception", "exit_code": 0}, 75),
-    ],
-)
-def test_how_to_leave_is_not_for_a_stranger_to_say(make_parts: Make, change: dict[str, Any], code: int) -> None:
-    alarms = make_parts(exit_codes={"flag": 0}).stopper.alarms
-    assert alarms.of_peer({**REQUEST, **change}).exit_code == code
-
-
-def test_another_rank_that_is_known_may_say_how_to_leave(parts: Parts) -> None:
-    assert parts.stopper.alarms.of_peer(REQUEST, trusted=True).exit_code == 0
-    assert parts.stopper.alarms.of_peer({**REQUEST, "kind": "exception"}, trusted=True).exit_code == 75
-
-
-@pytest.mark.parametrize("left_s", [-5.0, 0.0, 0.1])
-def test_a_stranger_cannot_take_the_time_to_save(parts: Parts, left_s: float) -> None:
-    assert parts.stopper.alarms.of_peer({**REQUEST, "grace_left_s": left_s}).deadline.remaining_s() > 2
-    assert parts.stopper.alarms.of_peer({**REQUEST, "grace_left_s": left_s}, trusted=True).deadline.grace_s == 0.5
-
-
-def test_a_reason_is_shown_not_obeyed(parts: Parts) -> None:
-    alarms = parts.stopper.alarms
-    foreign = "\x1b[31mred\r\nline"
-    for alarm in (
-        alarms.of_request(foreign, 0),
-        alarms.of_fault(foreign),
-        alarms.of_exception(ValueError(foreign)),
-        alarms.of_agent({"kind": "peer", "reason": foreign}),
-    ):
-        assert alarm.reason.isprintable() and "red" in alarm.reason
-
-
-@pytest.mark.parametrize(
-    "content", [{"exit_code": "x"}, {"exit_code": -1}, {"grace_s": "x"}, {"grace_s": float("nan")}]
-)
-def test_an_order_without_sense_still_stops(parts: Parts, content: dict[str, Any]) -> None:
-    alarm = parts.stopper.alarms.of_agent({"kind": "fault", "reason": "x", **content})
-    assert (alarm.exit_code, alarm.deadline.grace_s) == (75, 30.0)

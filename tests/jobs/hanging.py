@@ -61,7 +61,7 @@ class Trainer(loop.Trainer):
                 # The lock of the handler is held by a thread that hangs in its write.
                 threading.Thread(target=log_for_ever, daemon=True).start()
             elif fault == "watcher":
-                self.guard._watcher.post(lambda: hang("watcher"))
+                self.guard.stopper.watcher.post(lambda: hang("watcher"))
             elif fault == "log":
                 log = Path(self.args.directory) / "events.jsonl"
                 log.rename(log.with_suffix(".kept"))

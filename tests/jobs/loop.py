@@ -28,7 +28,7 @@ import mindx_elastic as mx
 from mindx_elastic.guard import guard as guard_module
 from mindx_elastic.guard import resuming as resuming_module
 from mindx_elastic.guard import saver as saving_module
-from mindx_elastic.guard.stop_phase import StopPhase
+from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 
 
@@ -285,7 +285,7 @@ def inject(environment: Mapping[str, str]) -> None:
         def slow(*args: Any, **kwargs: Any) -> Any:
             say("SAVING")
             end = time.monotonic() + 60
-            while guard_module._entered[0]._events.counters.get("alarm", 0) < 2:
+            while guard_module._entered[0].stopper.events.counters.get("alarm", 0) < 2:
                 if time.monotonic() > end:
                     sys.exit("no second alarm came in 60 s")
                 time.sleep(0.005)

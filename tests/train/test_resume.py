@@ -69,11 +69,10 @@ class At(Callback):
 
 
 def sigterm(number: int = signal.SIGTERM) -> None:
-    """Signal this process and let the watcher close the step gate, so that the stop comes at a known step."""
-    gate = _entered[0]._step_gate
-    before = gate._limit
+    """Signal this process and wait until the stop step is agreed on: it is the coming boundary."""
+    stopper = _entered[0].stopper
     os.kill(os.getpid(), number)
-    while gate._limit == before:
+    while stopper.agreed_step is None:
         time.sleep(0.001)
 
 

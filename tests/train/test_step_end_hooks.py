@@ -60,7 +60,7 @@ def sigterm_and_let_the_watcher_decide() -> None:
     guard = _entered[0]
     sigterm()
     done = threading.Event()
-    guard._watcher.post(done.set)
+    guard.stopper.watcher.post(done.set)
     assert done.wait(30)
 
 

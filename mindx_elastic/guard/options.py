@@ -1,0 +1,93 @@
+"""What a program asks of its `Guard`: the arguments, checked and never changed."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from mindx_elastic.config import Settings, SharingSettings
+from mindx_elastic.core.layout import Layout
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
+
+__all__ = ["DEFAULT_SIGNALS", "GuardOptions"]
+
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardOptions:
+    """The arguments of `Guard` but for the training state itself; `Guard` says more of each. Raises UsageError."""
+
+    directory: str | Path
+    """Folder for checkpoints."""
+    prefix: str = "ckpt"
+    """First part of the checkpoints' names."""
+    resume: str | Path = "auto"
+    """``auto``, ``never``, or the path to resume from."""
+    grace_s: float | None = None
+    """Seconds from an alarm until the process must be gone; None: as the environment says."""
+    final_save: bool | None = None
+    """Whether to save the last boundary of a training that ends by itself; None: as the environment says."""
+    save_on_exception: bool = True
+    """Whether an exception that leaves the block saves the last boundary; without effect beside `policies`."""
+    signals: Sequence[int] = DEFAULT_SIGNALS
+    """Signal numbers that stop the job; without effect beside `policies`, as are the next two."""
+    flag_file: str | Path | None = None
+    """JSON file that stops the job once it holds ``{"GracefulExit": 1}``."""
+    append_info: Sequence[object] = ()
+    """JSON-able values for the files' headers."""
+    policies: Sequence[ExitPolicy] | None = None
+    """What to save at a stop; None: one breakpoint, made from the arguments above."""
+    periodic: Sequence[PeriodicPolicy] = ()
+    """What to save now and then."""
+    allow_shared_directory: bool = False
+    """Whether to accept a directory that every user may write to."""
+    trusted_users: Sequence[int | str] = ()
+    """Further users, by number or name, whose files count."""
+    snapshot_every: int | str | None = None
+    """Steps between snapshots in shared memory, 0, or ``auto``; None: as the environment says."""
+    redundancy: int | None = None
+    """On how many nodes to keep each file; None: as the environment says."""
+    layouts: Mapping[str, Layout] | None = None
+    """Layouts of parameters that no DTensor describes, by name pattern."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, (str, Path)) or not str(self.directory):
+            raise UsageError(f"directory={self.directory!r}: give the path of the folder for checkpoints")
+        if self.final_save is not None and not isinstance(self.final_save, bool):
+            raise UsageError(f"final_save={self.final_save!r}: give True, False or None")
+        check_policies([*self.exit_policies(), *self.periodic])
+
+    @property
+    def folder(self) -> Path:
+        """`directory`, as a path."""
+        return Path(self.directory)
+
+    def exit_policies(self) -> tuple[ExitPolicy, ...]:
+        """`policies`, or the default one."""
+        if self.policies is not None:
+            return tuple(self.policies)
+        return (
+            breakpoint_policy(
+                self.prefix,
+                self.folder,
+                self.signals,
+                self.flag_file,
+                self.append_info,
+                exceptions=self.save_on_exception,
+            ),
+        )
+
+    def settings(self) -> Settings:
+        """The environment's settings, where these options do not say otherwise. Raises UsageError."""
+        settings = Settings.from_env()
+        if self.final_save is not None:
+            settings = replace(settings, final_save=self.final_save)
+        return settings if self.grace_s is None else settings.with_grace(self.grace_s)
+
+    def sharing(self) -> SharingSettings:
+        """Which directories and whose files to accept: what the environment and these options allow."""
+        return SharingSettings.from_env().with_arguments(self.allow_shared_directory, self.trusted_users)
