@@ -30,7 +30,8 @@ from mindx_elastic.platforms.mindspore import (
     stage_size_of,
     with_shapes,
 )
-from mindx_elastic.platforms.small_files import messages, parse_message, read_bounded, write_whole
+from mindx_elastic.platforms.protobuf import messages, parse_message
+from mindx_elastic.platforms.small_files import read_bounded, write_whole
 
 __all__ = ["Content", "load_strategy", "read_strategy", "save_strategy", "with_shapes"]
 

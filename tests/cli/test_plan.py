@@ -23,8 +23,8 @@ from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import plan_resume
+from mindx_elastic.platforms.protobuf import messages
 from mindx_elastic.platforms.saved_plan import read_plan
-from mindx_elastic.platforms.small_files import messages
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, replace_by_link, write, write_step
 
 Run = Callable[..., Any]

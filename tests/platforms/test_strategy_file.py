@@ -17,7 +17,7 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.platforms import small_files, strategy_file
-from mindx_elastic.platforms.small_files import messages
+from mindx_elastic.platforms.protobuf import messages
 from mindx_elastic.platforms.strategy_file import load_strategy, read_strategy, save_strategy, with_shapes
 from mindx_elastic.platforms.transform import merge_strategies
 from tests.platforms.wire import bytes_field, group_info, layout_item, number_field, strategy_item, strategy_map, varint
