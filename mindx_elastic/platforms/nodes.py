@@ -52,8 +52,8 @@ class NodeMap:
 
 
 def read_node_map(rank_table: Path) -> NodeMap:
-    """The nodes of a rank table, links followed. Raises UsageError, with the path, for one that is missing, malformed or
-    not complete."""
+    """The nodes of a rank table, links followed. Raises UsageError, with the path, for one that is missing, malformed
+    or not complete."""
     with named_errors(rank_table, "rank table"):
         return parse_rank_table(read_text(rank_table)[0])
 
