@@ -140,7 +140,7 @@ def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) 
     Tensors that are in no file, and whose shape nobody knows, are left out.
     """
     from mindx_elastic.persist.places import shape_of_node, tensor_places
-    from mindx_elastic.platforms.mindspore import with_shapes
+    from mindx_elastic.platforms.mindspore_layout import with_shapes
 
     shapes: dict[str, dict[int, tuple[int, ...]]] = {}
     for rank, header in headers.items():

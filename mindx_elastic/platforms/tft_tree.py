@@ -1,4 +1,4 @@
-"""The documented tree of TTP checkpoints, without a leader.
+"""The tree of TTP checkpoints, as MindSpore's ``train/callback/_train_fault_tolerance.py`` makes it, without a leader.
 
 ``{root}/tft_saved_checkpoints-step_{step}/rank_{r}/ttp_rank_{r}-{epoch}_{step_in_epoch}.safetensors``; while it is
 being made its first folder carries ``_tmp``. In MindIO a controller renames that folder once every good rank has
