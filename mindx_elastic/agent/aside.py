@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mindx_elastic.agent.holder import flush, trust_in
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.errors import MindxError
 from mindx_elastic.persist.catalog import read_entry, scan
@@ -65,4 +66,4 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     folder = path.parent
     if re.fullmatch(r"rank_\d+", folder.name):
         folder = folder.parent
-    return folder.parent if folder.name.startswith("tft_saved_checkpoints") else folder
+    return folder.parent if STEP_FOLDER.fullmatch(folder.name) else folder

@@ -5,7 +5,7 @@ in MindSpore's fields, as far as they can say it, and exactly, in fields that Mi
 has the layouts but not the shapes: such tensors come back with shape ``()``, and `with_shapes` fills them in from what
 the checkpoint files hold. Pipeline stages: a file of one stage has plain names, a file of several ``{stage}-{name}``.
 
-Source of the form: MindSpore's ``train/node_strategy_pb2.py`` (the messages) and ``parallel/_parallel_serialization.py``
+Source of the form: MindSpore's ``train/node_strategy_pb2.py`` (messages) and ``parallel/_parallel_serialization.py``
 (what they mean) in version 2.10. `merge_strategies` and `rank_list_for_transform` take and return what
 ``merge_pipeline_strategys`` and ``rank_list_for_transform`` in ``parallel/checkpoint_transform.py`` do. Errors are
 `UsageError`, and TypeError or NotADirectoryError too where MindSpore raises those.
