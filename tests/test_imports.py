@@ -7,6 +7,7 @@ import importlib
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -140,6 +141,23 @@ def forbidden_arrows(module: Module, *, known: set[str] = NAMES) -> list[str]:
 @every_module
 def test_a_stage_imports_only_what_is_to_its_left(module: Module) -> None:
     assert not forbidden_arrows(module)
+
+
+PLATFORM_FREE = {*STAGES, "agent", "config", "guard"}
+FOREIGN_WORDS = re.compile(r"\b(?i:mindspore|modelarts|mindio|hccl|ascend\b)|(?i:tft|rank_table)|\bMS_[A-Z]")
+KNOWS_THE_VARIABLES = "mindx_elastic.config"
+"""Every environment variable that is documented is read there, those of platforms too."""
+
+
+def test_the_engine_does_not_know_the_platforms() -> None:
+    """Their names and formats are in ``platforms/``, and what it hands over has names of its own."""
+    lines = {
+        f"{module}:{number}": line.strip()
+        for module in MODULES
+        if module.part in PLATFORM_FREE and module.name != KNOWS_THE_VARIABLES
+        for number, line in enumerate(module.source.splitlines(), 1)
+    }
+    assert not {place: line for place, line in lines.items() if FOREIGN_WORDS.search(line)}
 
 
 def test_every_folder_has_its_place_on_the_path() -> None:

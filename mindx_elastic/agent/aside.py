@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mindx_elastic.agent.holder import flush, trust_in
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.errors import MindxError
@@ -60,4 +61,4 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     folder = path.parent
     if re.fullmatch(r"rank_\d+", folder.name):
         folder = folder.parent
-    return folder.parent if folder.name.startswith("tft_saved_checkpoints") else folder
+    return folder.parent if STEP_FOLDER.fullmatch(folder.name) else folder

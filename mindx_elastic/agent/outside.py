@@ -18,8 +18,8 @@ class Outside:
     """Used by one thread. Neither method raises for what a file holds."""
 
     def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings) -> None:
-        """``graceful_exit.json`` is looked for in `run_dir`, and with ``MS_ENABLE_GRACEFUL_EXIT=1`` in the working
-        directory too; with 0 nowhere."""
+        """Looks for ``graceful_exit.json`` in `run_dir`; in the working directory too where `Settings.graceful_exit` is
+        on; nowhere where it is off."""
         self.faults = FaultWatch(paths)
         folders: Sequence[Path] = [run_dir, Path.cwd()] if settings.graceful_exit else [run_dir]
         wanted = [] if settings.graceful_exit is False else [folder / FLAG_NAME for folder in folders]

@@ -10,39 +10,16 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
 from mindx_elastic.agreement.job_key import find_key
-from mindx_elastic.agreement.other_launchers import refusal
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["connect_store", "current_ranks", "current_seal", "open_exchange", "store_host"]
+__all__ = ["connect_store", "current_seal", "open_exchange", "store_host"]
 
 _MISSING_S = 1.0  # how long a call may wait for keys that are said to be there
 _guards = itertools.count()
 _seals: list[Seal] = []
-
-
-def current_ranks(env: RankInfo) -> RankInfo:
-    """Rank and world size as torch.distributed has them, else as the environment says.
-
-    Raises UsageError for one of several ranks without torch.distributed, whoever has started it.
-    """
-    import torch.distributed as dist
-
-    if dist.is_available() and dist.is_initialized():
-        return RankInfo(
-            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=env.local_rank, attempt=env.attempt
-        )
-    if env.world_size > 1:
-        raise UsageError(
-            f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
-            "torch.distributed.init_process_group() before entering the guard (Model.train does it by itself)"
-        )
-    refused = refusal(os.environ)
-    if refused:
-        raise UsageError(refused)
-    return env
 
 
 def open_exchange(ranks: RankInfo) -> Exchange:

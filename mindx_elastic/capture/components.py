@@ -67,7 +67,8 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside `OptTFTWrapper`, so that a checkpoint with the wrapper and one without fit each other."""
+    """The optimizer inside a wrapper that holds it as ``_wrapped_optimizer``: a checkpoint with the wrapper and one
+    without fit each other."""
     while isinstance(inner := getattr(optimizer, "_wrapped_optimizer", None), torch.optim.Optimizer):
         optimizer = inner
     return optimizer

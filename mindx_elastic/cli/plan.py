@@ -15,7 +15,7 @@ from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, fail, is
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked, Found
     from mindx_elastic.plan.facts import Refusal, ResumePlan
-    from mindx_elastic.platforms.fault_report import Faults
+    from mindx_elastic.platforms.faults import Faults
 
 __all__ = ["plan_command"]
 
@@ -165,7 +165,7 @@ def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
         "directory": str(path),
         "reasons": [],
         "faults_from": result.faults.source,
-        "faults_problems": [*_initializing(result.faults), *result.faults.problems],
+        "faults_problems": [*_initializing(result.faults), *map(str, result.faults.problems)],
         "digests_checked": checked is not None,
         "checked_files": 0 if checked is None else checked.files,
         "checked_bytes": 0 if checked is None else checked.nbytes,

@@ -18,22 +18,13 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.planner import order_of_moments, plan_resume
 from mindx_elastic.plan.targets import remesh
-from mindx_elastic.platforms.fault_report import (
-    Faults,
-    default_fault_sources,
-    default_node_map,
-    merge,
-    parse_rank_list,
-    read_faults,
-    read_node_map,
-    widen,
-)
+from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
+from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import Catalog, CatalogEntry
     from mindx_elastic.persist.format import Header
-    from mindx_elastic.platforms.rank_table import NodeMap
 
 __all__ = ["Checked", "Found", "find", "gather_faults", "make_plan", "new_world", "parse_mesh", "plan_and_check"]
 
@@ -150,7 +141,7 @@ def _as_in_files(strategy: Strategy, headers: Mapping[int, Header], path: Path) 
     Tensors that are in no file, and whose shape nobody knows, are left out.
     """
     from mindx_elastic.persist.places import shape_of_node, tensor_places
-    from mindx_elastic.platforms.mindspore import with_shapes
+    from mindx_elastic.platforms.mindspore_layout import with_shapes
 
     shapes: dict[str, dict[int, tuple[int, ...]]] = {}
     for rank, header in headers.items():
@@ -221,7 +212,8 @@ def gather_faults(
     if node_names:
         if nodes is None:
             raise UsageError("--fault-node: which ranks a node has is not known; give --rank-table FILE")
-        typed = Faults(widen((), nodes, node_names), tuple(node_names), source="--fault-node")
+        named = {rank for name in node_names for rank in nodes.ranks(name)}
+        typed = Faults(frozenset(named), tuple(node_names), source="--fault-node")
         faults = merge(faults, typed)
     if world_size is not None and max(faults.ranks, default=0) >= world_size:
         raise UsageError(

@@ -255,7 +255,7 @@ def _whole_shape(spec: TensorSpec, files: Mapping[int, PlainFile]) -> tuple[int,
     if spec.shape:
         return spec.shape
     from mindx_elastic.core.strategy import Strategy
-    from mindx_elastic.platforms.strategy_file import with_shapes
+    from mindx_elastic.platforms.mindspore_layout import with_shapes
 
     entries = {rank: files[rank].entries.get(spec.name) for rank in spec.layout.ranks if rank in files}
     shapes = {rank: entry.shape for rank, entry in entries.items() if entry is not None}

@@ -12,13 +12,13 @@ from pathlib import Path
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.folders import step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
 from mindx_elastic.persist.directory_lock import hold_directory
 from mindx_elastic.persist.first_save import settle
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
-from mindx_elastic.platforms.tft_tree import remove_stale_tft_temps
 
 __all__ = ["EVENTS_FILE", "check_state_and_space", "hold_directories", "prepare_directories"]
 
@@ -121,10 +121,9 @@ def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s
     for directory in trust.roots:
         settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
     for directory in trust.roots:
-        folder = _folder(directory, ranks)
-        if folder.is_dir():
-            remove_stale_temps(folder)
-        remove_stale_tft_temps(directory, ranks.rank)
+        for folder in (_folder(directory, ranks), *step_folders_of_rank(directory, ranks.rank)):
+            if folder.is_dir():
+                remove_stale_temps(folder)
 
 
 def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.watcher import Watcher
@@ -45,6 +45,7 @@ from mindx_elastic.guard.resuming import GradientOrders, Start, is_replicated, o
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.starting import start_job
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 

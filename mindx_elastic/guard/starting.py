@@ -25,7 +25,8 @@ from mindx_elastic.guard.resuming import Start, start_or_resume
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.persist.first_save import FirstSave, find_notes
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
-from mindx_elastic.platforms.fault_report import Faults, default_fault_sources, default_node_map, merge, read_faults
+from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
+from mindx_elastic.platforms.nodes import default_node_map
 
 __all__ = ["STRATEGY_FILE", "faults_at_start", "start_job", "write_start_files"]
 

@@ -45,8 +45,8 @@ from typing import Any
 import torch
 import xxhash
 
+from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.errors import CorruptCheckpointError
-from mindx_elastic.persist.catalog import TFT_FOLDER
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
 from mindx_elastic.persist.storage import (
@@ -88,13 +88,13 @@ _FILE_NAME = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}\.safetensors")
 def rank_of(name: object) -> int | None:
     """The rank whose file the relative path `name` is; None for a path that our own writer would not make.
 
-    ``rank_{r}/{file}.safetensors``, and the same below the folder of a TFT tree; nothing else.
+    ``rank_{r}/{file}.safetensors``, and the same below the folder of a step; nothing else.
     """
     if not isinstance(name, str):
         return None
     *above, folder, file = ["", *name.split("/")]  # one more, so that there are two at least
     in_rank = _RANK_FOLDER.fullmatch(folder)
-    if len(above) not in (1, 2) or (len(above) == 2 and not TFT_FOLDER.fullmatch(above[1])):
+    if len(above) not in (1, 2) or (len(above) == 2 and not STEP_FOLDER.fullmatch(above[1])):
         return None
     return int(in_rank[1]) if in_rank is not None and _FILE_NAME.fullmatch(file) else None
 

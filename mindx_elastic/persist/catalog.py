@@ -1,7 +1,7 @@
 """What checkpoints there are under a directory, judged by their headers and never by their names.
 
-Looked at: the directory itself, ``rank_*/``, ``tft_saved_checkpoints-step_*/`` and the rank folders inside it; also
-where such a tree still carries ``_tmp``, because each file in it is whole by itself. Not looked at: ``quarantine/``,
+Looked at: the directory itself, ``rank_*/``, the folders of steps (`core.folders`) and the rank folders inside them;
+also where such a folder is not finished, because each file in it is whole by itself. Not looked at: ``quarantine/``,
 temporary files, anything deeper. A *folder* may be a symbolic link (people put ranks on different disks); a checkpoint
 *file* that is one is listed as a problem and never opened: whoever can plant a link must not choose which bytes a job
 loads.
@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.core.posix import read_small
@@ -30,7 +31,6 @@ from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 
 __all__ = [
     "KIND_ORDER",
-    "TFT_FOLDER",
     "Catalog",
     "CatalogEntry",
     "StepSet",
@@ -49,8 +49,6 @@ KIND_ORDER = ("breakpoint", "ttp", "request_exit", "final", "periodic", "manual"
 
 _SUFFIX = ".safetensors"
 _RANK_FOLDER = re.compile(r"rank_(\d+)")
-TFT_FOLDER = re.compile(r"tft_saved_checkpoints-step_\d+(_tmp)?")
-"""Folders that hold the rank folders of one step, finished or not."""
 _OUR_NAME = re.compile(r"(.*-\d+_\d+|.*_breakpoint|.*_final|.*_train|.*\.prev|ttp_rank_\d+.*)\.safetensors", re.DOTALL)
 _SNIFF_BYTES = 4096  # our metadata stands at the very beginning
 _FILE_TYPES = {
@@ -210,7 +208,7 @@ def root_of(path: Path, rank: int) -> Path:
     folder = path.parent
     if folder.name != f"rank_{rank}":
         return folder
-    return folder.parent.parent if TFT_FOLDER.fullmatch(folder.parent.name) else folder.parent
+    return folder.parent.parent if STEP_FOLDER.fullmatch(folder.parent.name) else folder.parent
 
 
 def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | None = None) -> CatalogEntry | None:
@@ -350,14 +348,14 @@ def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | Catalo
 
 
 def _is_our_folder(path: Path, root: Path, rank: int | None) -> bool:
-    """Whether to go down into `path`: rank folders in the root and in TFT folders, TFT folders in the
+    """Whether to go down into `path`: rank folders in the root and in folders of steps, folders of steps in the
     root."""
     in_rank = _RANK_FOLDER.fullmatch(path.name)
     if in_rank is None:
-        return path.parent == root and TFT_FOLDER.fullmatch(path.name) is not None
+        return path.parent == root and STEP_FOLDER.fullmatch(path.name) is not None
     if rank is not None and int(in_rank[1]) != rank:
         return False
-    return path.parent == root or TFT_FOLDER.fullmatch(path.parent.name) is not None
+    return path.parent == root or STEP_FOLDER.fullmatch(path.parent.name) is not None
 
 
 def _unlisted(folder: Path, error: OSError, *, is_root: bool) -> CatalogEntry | None:

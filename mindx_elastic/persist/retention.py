@@ -1,11 +1,10 @@
 """Which old checkpoints may go: a pure decider, no clock and no file system.
 
-The two rules and their precedence are those of MindSpore's ``CheckpointConfig``: ``keep_checkpoint_max``
-keeps the newest so many; ``keep_checkpoint_per_n_minutes`` keeps one for each n minutes; where both are set
-the second one is without effect. MindSpore keeps whatever was oldest inside the n minutes before the newest
-save, which lets the kept files creep closer than n minutes; here a kept file is at least n minutes younger
-than the one kept before it, and because the rule looks at the past only, deciding after each save and
-deciding once at the end keep the same files.
+The two rules and their precedence are those of ``CheckpointConfig``: ``keep_checkpoint_max`` keeps the newest so
+many; ``keep_checkpoint_per_n_minutes`` keeps one for each n minutes; where both are set the second one is without
+effect. A rule that keeps whatever was oldest inside the n minutes before the newest save would let the kept files
+creep closer than n minutes; here a kept file is at least n minutes younger than the one kept before it, and because
+the rule looks at the past only, deciding after each save and deciding once at the end keep the same files.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ def choose_deletions(
     files: every finished file of one rank, or of all ranks of the directory; any order.
     keep_max: how many moments (a step of an attempt of a run) to keep, newest first; None or 0: no such limit.
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
-        effect where `keep_max` is set (MindSpore's rule). With neither nothing is deleted.
+        effect where `keep_max` is set. With neither nothing is deleted.
     protect: moments that stay whatever the rules say. The caller puts the newest complete one here (from
         `Catalog.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
         one just committed (the clock may have been set back, and then the newest file does not look it). A

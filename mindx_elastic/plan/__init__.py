@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from mindx_elastic.platforms.group_info import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
     from mindx_elastic.platforms.group_info import restore_group_info_list as restore_group_info_list
     from mindx_elastic.platforms.strategy_file import load_strategy as load_strategy
+    from mindx_elastic.platforms.strategy_file import merge_strategies as merge_strategies
+    from mindx_elastic.platforms.strategy_file import rank_list_for_transform as rank_list_for_transform
     from mindx_elastic.platforms.strategy_file import save_strategy as save_strategy
-    from mindx_elastic.platforms.transform import merge_strategies as merge_strategies
-    from mindx_elastic.platforms.transform import rank_list_for_transform as rank_list_for_transform
 
 _HOME = {
     "FileFact": "plan.facts",
@@ -37,9 +37,9 @@ _HOME = {
     "World": "plan.facts",
     "get_ckpt_path_with_strategy": "platforms.group_info",
     "load_strategy": "platforms.strategy_file",
-    "merge_strategies": "platforms.transform",
+    "merge_strategies": "platforms.strategy_file",
     "plan_resume": "plan.planner",
-    "rank_list_for_transform": "platforms.transform",
+    "rank_list_for_transform": "platforms.strategy_file",
     "restore_group_info_list": "platforms.group_info",
     "save_strategy": "platforms.strategy_file",
 }

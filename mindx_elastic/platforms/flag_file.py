@@ -1,4 +1,4 @@
-"""The JSON flag file of MindSpore's graceful exit: ``{"GracefulExit": 1}``.
+"""The JSON flag file of MindSpore's graceful exit (``train/callback/_on_request_exit.py``): ``{"GracefulExit": 1}``.
 
 A flag asks for *one* stop: the job stops, saves, is started again, and the file still says 1. So the checkpoint of
 that stop notes which flags it has answered (`AnsweredFlags`, the header's ``flags``), and a run that goes on from there

@@ -1,7 +1,8 @@
-"""Who holds the same as this rank: the group info file that ``GROUP_INFO_FILE`` names, one for each rank.
+"""The group info file that ``GROUP_INFO_FILE`` names, one for each rank: the ranks that hold the same as this one.
 
-In MindSpore's form (``ParallelGroupMap``), with the two functions of MindSpore's that find, with its help, a stand-in
-for a checkpoint that is missing.
+Source of the form: MindSpore's message ``ParallelGroupMap`` (``train/node_strategy_pb2.py``). The two functions that
+find a replica's checkpoint with its help take and return what those in MindSpore 2.10 do: `restore_group_info_list` in
+``parallel/checkpoint_transform.py``, `get_ckpt_path_with_strategy` in ``train/serialization.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from pathlib import Path
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UsageError
-from mindx_elastic.platforms.small_files import ArgumentTypeError, messages, parse_message, read_bounded, write_whole
+from mindx_elastic.platforms.protobuf import messages, parse_message
+from mindx_elastic.platforms.small_files import ArgumentTypeError, read_bounded, write_whole
 from mindx_elastic.platforms.strategy_file import load_strategy
 
 __all__ = [
@@ -148,7 +150,7 @@ def _groups(layout: Layout, rank: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{name}-{ranks[0]}-{ranks[-1]}", ranks
 
 
-# --- a stand-in for a checkpoint ---
+# --- a replica's checkpoint ---
 
 
 def get_ckpt_path_with_strategy(cur_ckpt_path: StrPath, cur_strategy_path: StrPath) -> str | None:

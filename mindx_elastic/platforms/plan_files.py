@@ -1,8 +1,14 @@
-"""What a plan looks like outside of this process: ``resume_plan.json``, ``resume_plan.pb``, a shell file of exports.
+"""A plan for other programs: ``resume_plan.json``, ``resume_plan.pb``, and exports for a start script's shell.
 
 All three say the same, and the same plan gives the same bytes. A refusal is written, too: a start script must never
-find yesterday's plan. Paths are relative to the checkpoint directory where they lie under it, so that a directory that
-is mounted elsewhere tomorrow keeps its plan. `saved_plan` reads them back.
+find yesterday's plan. Paths under the checkpoint directory are relative to it, so that a directory that is mounted
+elsewhere tomorrow keeps its plan. This package writes these files and never reads them: each start plans anew.
+
+``RESTORE_RANKS`` and ``RESTORE_RANKS_MAP`` are the variables that start scripts on ModelArts and MindCluster read: a
+donor for each group of ranks that hold the same parts, or ``-1`` where the files that the job wrote when it died are
+not enough and the script has to take the last periodic checkpoint. Such a script knows whole files only: every rank of
+the group loads the donor's file as it is. So ``-1`` also stands for a plan that works, but that puts tensors together
+from parts of several files, or that reads periodic files.
 """
 
 from __future__ import annotations
@@ -10,34 +16,33 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import StrPath
-from mindx_elastic.plan.facts import Refusal, ResumePlan
-from mindx_elastic.platforms.restore_ranks import RestoreRanks, restore_ranks_of
+from mindx_elastic.plan.facts import DYING_KINDS, Refusal, ResumePlan
 from mindx_elastic.platforms.small_files import write_whole
 
 __all__ = [
-    "NOTHING",
     "PLAN_JSON",
     "PLAN_PB",
-    "SCHEMA",
     "env_lines",
+    "export_restore_ranks",
     "mesh_of",
     "plan_to_bytes",
     "plan_to_json",
-    "plan_to_proto",
+    "restore_ranks",
     "write_env_file",
     "write_plan",
 ]
 
 PLAN_JSON, PLAN_PB = "resume_plan.json", "resume_plan.pb"
-SCHEMA = 1
-NOTHING: dict[str, Any] = {
+_SCHEMA = 1
+_MAX_VARIABLE = 131_000  # bytes; Linux takes no string of 128 KiB or more in an environment
+_NOTHING: dict[str, Any] = {
     **dict.fromkeys(("run_id", "attempt", "step", "epoch", "step_in_epoch", "created"), None),
     **dict.fromkeys(
         ("old_world_size", "new_world_size", "old_mesh", "new_mesh", "resharded", "exact", "steps_lost"), None
@@ -70,7 +75,7 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
                                         the rest
     replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
                                         null
-    restore_ranks, restore_ranks_map    see `restore_ranks`; the map as an object
+    restore_ranks, restore_ranks_map    see the module; the map as an object
     found_anything                      there were usable files; a refusal without is no reason to worry, if `rejected`
                                         is empty, too
     other_worlds                        of a refusal: numbers of ranks with which a start would work
@@ -82,17 +87,17 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
         return path if directory is None else _relative(path, directory)
 
     rejected = plan.reasons if isinstance(plan, Refusal) else plan.rejected
-    document: dict[str, Any] = {"schema": SCHEMA, "restorable": isinstance(plan, ResumePlan), **deepcopy(NOTHING)}
-    restore = RestoreRanks()
+    document: dict[str, Any] = {"schema": _SCHEMA, "restorable": isinstance(plan, ResumePlan), **deepcopy(_NOTHING)}
+    donors: dict[tuple[int, ...], int] = {}
     if isinstance(plan, ResumePlan):
         groups = plan.source.replica_groups()
-        restore = restore_ranks_of(plan, groups)
+        donors = restore_ranks(plan, groups)
         document |= _plan_values(plan, shown)
         document["replica_groups"] = [{"ranks": list(group), "donor": _donor(plan, group)} for group in groups]
     document |= {
         "faults": sorted(plan.faults),
-        "restore_ranks": restore.ranks_text,
-        "restore_ranks_map": {",".join(map(str, group)): donor for group, donor in restore.donors.items()},
+        "restore_ranks": _ranks_text(donors),
+        "restore_ranks_map": _donors_by_text(donors),
         "found_anything": isinstance(plan, ResumePlan) or plan.found_anything,
         "other_worlds": [] if isinstance(plan, ResumePlan) else list(plan.other_worlds),
         "rejected": [{"what": shown(each.what), "reason": each.reason} for each in rejected],
@@ -158,17 +163,16 @@ def _relative(path: str, directory: StrPath) -> str:
 # --- protobuf ---
 
 
-def plan_to_proto(document: Mapping[str, Any]) -> Any:
-    """The message ``ResumePlan`` of resume_plan.proto, from what `plan_to_json` gives."""
+def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
+    """resume_plan.pb (the message ``ResumePlan`` of resume_plan.proto), from what `plan_to_json` gives."""
     from mindx_elastic.platforms import resume_plan_pb2
 
     pb2: Any = resume_plan_pb2
     message = pb2.ResumePlan()
-    renamed = {"kinds": "kind", "faults": "fault", "other_worlds": "other_world"}
-    lists = ("inexact", *renamed)
-    for key in lists:
-        getattr(message, renamed.get(key, key)).extend(map(_text, document[key]))
-    for key in ("schema", "restorable", "restore_ranks", "found_anything", "total_bytes", *NOTHING):
+    renamed = {"inexact": "inexact", "kinds": "kind", "faults": "fault", "other_worlds": "other_world"}
+    for key, name in renamed.items():
+        getattr(message, name).extend(map(_text, document[key]))
+    for key in ("schema", "restorable", "restore_ranks", "found_anything", "total_bytes", *_NOTHING):
         if document[key] is not None and not isinstance(document[key], (list, dict)):
             setattr(message, key, _text(document[key]))
     for key in ("old_mesh", "new_mesh"):
@@ -182,12 +186,7 @@ def plan_to_proto(document: Mapping[str, Any]) -> Any:
         message.restore_ranks_map.add(rank=map(int, key.split(",")), donor=donor)
     for each in document["rejected"]:
         message.rejected.add(what=_text(each["what"]), reason=_text(each["reason"]))
-    return message
-
-
-def plan_to_bytes(document: Mapping[str, Any]) -> bytes:
-    """resume_plan.pb, from what `plan_to_json` gives."""
-    data: bytes = plan_to_proto(document).SerializeToString(deterministic=True)
+    data: bytes = message.SerializeToString(deterministic=True)
     return data
 
 
@@ -213,13 +212,14 @@ def write_plan(directory: StrPath, plan: ResumePlan | Refusal) -> tuple[Path, Pa
 
 def env_lines(plan: ResumePlan | Refusal) -> list[str]:
     """Lines of the shell file: ``RESTORE_RANKS``, ``RESTORE_RANKS_MAP``, and which step it is (empty: none)."""
-    restore, values = RestoreRanks(), ("", "", "")
+    donors: dict[tuple[int, ...], int] = {}
+    values = ("", "", "")
     if isinstance(plan, ResumePlan):
-        restore = restore_ranks_of(plan)
+        donors = restore_ranks(plan)
         values = (plan.moment[0], str(plan.moment[1]), str(plan.step))
     names = ("MINDX_RESUME_RUN_ID", "MINDX_RESUME_ATTEMPT", "MINDX_RESUME_STEP")
     exports = [f"export {name}={shlex.quote(_one_line(value))}" for name, value in zip(names, values, strict=True)]
-    return [*restore.export_lines(), *exports]
+    return [*export_restore_ranks(donors), *exports]
 
 
 def write_env_file(path: StrPath, plan: ResumePlan | Refusal) -> None:
@@ -229,3 +229,59 @@ def write_env_file(path: StrPath, plan: ResumePlan | Refusal) -> None:
 
 def _one_line(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+# --- RESTORE_RANKS ---
+
+
+def restore_ranks(plan: ResumePlan, groups: Sequence[tuple[int, ...]] | None = None) -> dict[tuple[int, ...], int]:
+    """Replica group -> the lowest healthy rank of it whose dying save can be loaded whole; empty: not possible.
+
+    groups: ``plan.source.replica_groups()``, where the caller has them. A faulty rank whose file the plan trusts (it
+    is of an earlier attempt) is a donor where its group has no healthy one.
+    """
+    if not plan.resharded:
+        candidates = {group: group for group in groups or plan.source.replica_groups()}
+    elif _is_replicated(plan.source) and plan.world.strategy is not None and _is_replicated(plan.world.strategy):
+        candidates = {tuple(range(plan.world.size)): tuple(plan.files)}  # one file is enough for all
+    else:
+        return {}
+    donors: dict[tuple[int, ...], int] = {}
+    for readers, ranks in candidates.items():
+        found = [(rank in plan.faults, rank) for rank in ranks if _has_dying_save(plan, rank, readers)]
+        if not found:
+            return {}
+        donors[readers] = min(found)[1]
+    return donors
+
+
+def _is_replicated(strategy: Strategy) -> bool:
+    """Whether every rank holds everything."""
+    return len(strategy.replica_groups()) == 1 and not any(group.layout.splitting for group in strategy.classes)
+
+
+def _has_dying_save(plan: ResumePlan, rank: int, readers: Sequence[int]) -> bool:
+    """Whether all of `readers` can read a dying save of `rank`. Snapshots count: those that outlive a job are its last
+    boundary, and the agent writes them out under a breakpoint's name."""
+    return any(
+        fact.kind in DYING_KINDS and (fact.visible_to is None or fact.visible_to.issuperset(readers))
+        for fact in plan.files.get(rank, ())
+    )
+
+
+def _ranks_text(donors: Mapping[tuple[int, ...], int]) -> str:
+    return ",".join(map(str, donors.values())) or "-1"
+
+
+def _donors_by_text(donors: Mapping[tuple[int, ...], int]) -> dict[str, int]:
+    return {",".join(map(str, group)): donor for group, donor in donors.items()}
+
+
+def export_restore_ranks(donors: Mapping[tuple[int, ...], int]) -> list[str]:
+    """Lines for a shell to read. A map that is too long for an environment is left empty, with a remark."""
+    lines = [f"export RESTORE_RANKS={shlex.quote(_ranks_text(donors))}"]
+    text = json.dumps(_donors_by_text(donors))
+    if len(text) > _MAX_VARIABLE:
+        lines.append(f"# {len(text)} characters are too many for a variable: take the map from {PLAN_JSON}")
+        text = ""
+    return [*lines, f"export RESTORE_RANKS_MAP={shlex.quote(text)}"]

@@ -1,63 +1,60 @@
-"""Small files of the planner: read whole with a bound, written whole or not at all, protobuf messages on demand.
-
-Unlike the platform's ConfigMaps these are files of ours, beside checkpoints: no link is followed, nothing blocks.
-"""
+"""Small files that this process shares with others: bounded reading, and writing whole or not at all."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import SaveError, StrPath, UsageError
 from mindx_elastic.persist.storage import create_temp, fsync_dir, make_directory_durable, publish
 
-__all__ = [
-    "MAX_FIELDS",
-    "MAX_FILE_BYTES",
-    "ArgumentTypeError",
-    "messages",
-    "parse_message",
-    "read_bounded",
-    "write_whole",
-]
+__all__ = ["MAX_FILE_BYTES", "ArgumentTypeError", "named_errors", "read_bounded", "read_regular", "write_whole"]
 
 MAX_FILE_BYTES = 64 << 20
-MAX_FIELDS = 1_000_000
-"""Of a message, its repeated fields counted each."""
 
 
 class ArgumentTypeError(UsageError, TypeError):
     """An argument of a wrong type, where MindSpore's function of the same name raises TypeError."""
 
 
-def read_bounded(path: StrPath, what: str) -> bytes:
-    """The bytes of a regular file of at most `MAX_FILE_BYTES`. Raises UsageError with what is wrong; links, pipes and
-    devices are refused. `what` names the kind of file in the message."""
+def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[bytes, float]:
+    """Content and modification time (unix seconds) of a regular file of at most `limit` bytes; never blocks on a pipe.
+
+    Raises OSError, or ValueError with what is wrong.
+    """
     try:
-        text = os.fspath(path)
-        fd = open_regular(text)
+        fd = open_regular(path, follow_link=follow_links)
+    except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise ValueError("is no regular file") from None
+        raise
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ValueError(f"is larger than {limit >> 20} MiB")
+    return data, status.st_mtime
+
+
+def read_bounded(path: StrPath, what: str) -> bytes:
+    """The bytes of a file beside checkpoints: regular, no link, not empty, at most `MAX_FILE_BYTES`.
+
+    `what` names the kind of file. Raises UsageError with what is wrong.
+    """
+    try:
+        data, _ = read_regular(path, MAX_FILE_BYTES, follow_links=False)
     except TypeError:
         raise ArgumentTypeError(f"{path!r:.80} where the path of a {what} should be") from None
-    except (OSError, ValueError) as error:  # ValueError: a null character
-        problem = getattr(error, "strerror", None) or str(error)
-        if os.path.islink(text):
-            problem = "is a symbolic link"
-        elif isinstance(error, OSError) and error.errno == errno.EINVAL:
-            problem = "is no regular file"
+    except (OSError, ValueError) as error:  # ValueError: also a null character in the path
+        linked = isinstance(error, OSError) and os.path.islink(path)
+        problem = "is a symbolic link" if linked else getattr(error, "strerror", None) or str(error)
         raise UsageError(f"{what} {path}: {problem}") from None
-    try:
-        with open(fd, "rb") as file:
-            small = os.fstat(fd).st_size <= MAX_FILE_BYTES
-            data = file.read(MAX_FILE_BYTES + 1) if small else b"x" * (MAX_FILE_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"{what} {path}: {error.strerror}") from None
-    if not 0 < len(data) <= MAX_FILE_BYTES:
-        problem = f"is larger than {MAX_FILE_BYTES >> 20} MiB" if data else "is empty"
-        raise UsageError(f"{what} {path}: {problem}")
+    if not data:
+        raise UsageError(f"{what} {path}: is empty")
     return data
 
 
@@ -83,56 +80,16 @@ def write_whole(path: StrPath, data: bytes) -> Path:
     return final
 
 
-def messages() -> Any:
-    """The generated module, imported when it is needed."""
-    return importlib.import_module("mindx_elastic.platforms.strategy_pb2")
-
-
-def parse_message(kind: str, data: bytes, where: str) -> Any:
-    """A message of ``strategy.proto`` from bytes of unknown quality. Raises UsageError."""
-    # Counted first: 64 MiB hold 33 million empty items, and with so many the runtime's own checks crash the process.
-    if _has_more_fields(data, MAX_FIELDS):
-        raise UsageError(f"{where}: more than {MAX_FIELDS} entries")
-    message = getattr(messages(), kind)()
-    decode_error = importlib.import_module("google.protobuf.message").DecodeError
+@contextmanager
+def named_errors(source: StrPath, kind: str) -> Iterator[None]:
+    """Turn every OSError and ValueError inside into a UsageError that names the file `source` of this `kind`."""
     try:
-        message.MergeFromString(data)
-    except (decode_error, ValueError, RecursionError, MemoryError) as error:
-        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {error!s:.200}") from None
-    missing = message.FindInitializationErrors() if not message.IsInitialized() else ()
-    if missing:
-        raise UsageError(f"{where}: damaged, or no protobuf file of this kind: {missing[0]:.200} is missing")
-    return message
-
-
-def _has_more_fields(data: bytes, limit: int) -> bool:
-    """Whether a message consists of more than `limit` fields; False where it is malformed before that."""
-    place = count = 0
-    try:
-        while place < len(data) and count <= limit:
-            tag, place = _varint(data, place)
-            count += 1
-            kind = tag & 7
-            if kind == 0:
-                _, place = _varint(data, place)
-            elif kind == 2:
-                length, place = _varint(data, place)
-                place += length
-            elif kind in (1, 5):
-                place += 8 if kind == 1 else 4
-            elif kind not in (3, 4):  # groups: their ends have tags of their own
-                return False
-    except IndexError:
-        return False
-    return count > limit
-
-
-def _varint(data: bytes, place: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = data[place]
-        place += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80 or shift > 63:
-            return value, place
-        shift += 7
+        yield
+    except FileNotFoundError:
+        raise UsageError(f"{kind} {source}: there is no such file") from None
+    except OSError as error:
+        raise UsageError(f"{kind} {source} cannot be read ({error.strerror})") from error
+    except RecursionError:
+        raise UsageError(f"{kind} {source} is nested too deeply") from None
+    except ValueError as error:
+        raise UsageError(f"{kind} {source} {error}") from None

@@ -1,4 +1,4 @@
-"""The documented tree of TTP checkpoints, without a leader.
+"""The tree of TTP checkpoints, as MindSpore's ``train/callback/_train_fault_tolerance.py`` makes it, without a leader.
 
 ``{root}/tft_saved_checkpoints-step_{step}/rank_{r}/ttp_rank_{r}-{epoch}_{step_in_epoch}.safetensors``; while it is
 being made its first folder carries ``_tmp``. In MindIO a controller renames that folder once every good rank has
@@ -19,19 +19,18 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from mindx_elastic.persist.catalog import TFT_FOLDER, rank_of_folder
+from mindx_elastic.core.folders import UNFINISHED, step_folder
+from mindx_elastic.persist.catalog import rank_of_folder
 from mindx_elastic.persist.storage import (
     TEMP_SUFFIX,
     fsync_dir,
     keep_as,
     make_directory_durable,
-    remove_stale_temps,
 )
 from mindx_elastic.persist.writer import previous_path
 
-__all__ = ["remove_stale_tft_temps", "settle_tft_file", "tft_path"]
+__all__ = ["settle_tft_file", "tft_path"]
 
-_TMP = "_tmp"
 _QUIET_S = 0.5  # a rank that has not begun by then is dead, or has another disk
 _PATIENCE_S = 3.0
 _POLL_S = 0.01
@@ -40,7 +39,7 @@ _POLL_S = 0.01
 def tft_path(root: Path, *, step: int, rank: int, epoch: int, step_in_epoch: int) -> Path:
     """Where a rank's file of a step is written."""
     name = f"ttp_rank_{rank}-{epoch}_{step_in_epoch}.safetensors"
-    return root / f"tft_saved_checkpoints-step_{step}{_TMP}" / f"rank_{rank}" / name
+    return root / f"{step_folder(step)}{UNFINISHED}" / f"rank_{rank}" / name
 
 
 def settle_tft_file(
@@ -53,7 +52,7 @@ def settle_tft_file(
     file is sound where it is then. Any thread; the other ranks do the same at the same time.
     """
     own, temporary = path.parent, path.parent.parent
-    final = temporary.with_name(temporary.name.removesuffix(_TMP))
+    final = temporary.with_name(temporary.name.removesuffix(UNFINISHED))
     target = final / own.name / path.name
     began = time.monotonic()
     while path.exists() and not final.exists():
@@ -78,13 +77,6 @@ def settle_tft_file(
     if not target.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target))
     return target
-
-
-def remove_stale_tft_temps(root: Path, rank: int) -> None:
-    """Delete what killed writers have left in this rank's folders; see `storage.remove_stale_temps`."""
-    for folder in root.glob(f"tft_saved_checkpoints-step_*/rank_{rank}"):
-        if TFT_FOLDER.fullmatch(folder.parent.name) and folder.is_dir():
-            remove_stale_temps(folder)
 
 
 def _look(temporary: Path) -> tuple[set[int], bool]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from mindx_elastic.agreement.connect import current_ranks, open_exchange
+from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.components import Stateful, unwrap_module
@@ -22,6 +22,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.data import from_loader
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
+from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.train.adoption import START_TIMEOUT_S, Policies, adopt, gather_policies
 from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
 from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list

@@ -23,9 +23,9 @@ from mindx_elastic.persist.storage import quarantine
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World
 from mindx_elastic.plan.planner import plan_resume
-from mindx_elastic.platforms.saved_plan import read_plan
-from mindx_elastic.platforms.small_files import messages
+from mindx_elastic.platforms.protobuf import messages
 from tests.checkpoint_files import cut_off_end, flip_bit_in_data, replace_by_link, write, write_step
+from tests.platforms.plan_pb import read_plan_pb
 
 Run = Callable[..., Any]
 REPLICAS = {"replicas": 4}
@@ -302,15 +302,15 @@ def test_files_for_scripts(run: Run, ddp: Path, tmp_path: Path) -> None:
     script = f'. {env}; printf "%s %s" "$RESTORE_RANKS" "$MINDX_RESUME_STEP"'
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20)
     assert done.stdout == "0 17"
-    saved = [read_plan(ddp / name) for name in ("resume_plan.json", "resume_plan.pb")]
-    assert saved[0] == saved[1] and saved[0].step == 17
-    assert saved[0].ranks[3].path == "rank_3/resnet-2_7_breakpoint.safetensors"
+    saved = json.loads((ddp / "resume_plan.json").read_text())
+    assert read_plan_pb(ddp / "resume_plan.pb") == saved and saved["step"] == 17
+    assert saved["ranks"][3]["path"] == "rank_3/resnet-2_7_breakpoint.safetensors"
     assert run("inspect", ddp).exit_code == 0 and "resume_plan" not in run("inspect", ddp).stdout
     for rank in range(4):
         for path in (ddp / f"rank_{rank}").iterdir():
             cut_off_end(path)
     assert run("plan", ddp, "--emit-env", env, "--write").exit_code == 1
-    assert not read_plan(ddp / "resume_plan.pb").restorable and "RESTORE_RANKS=-1\n" in env.read_text()
+    assert not read_plan_pb(ddp / "resume_plan.pb")["restorable"] and "RESTORE_RANKS=-1\n" in env.read_text()
 
 
 def test_nothing_is_written_unless_asked_for(run: Run, ddp: Path) -> None:

@@ -17,15 +17,10 @@ from hypothesis import strategies as st
 
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.config import FaultPaths
-from mindx_elastic.platforms import files as platform_files
-from mindx_elastic.platforms.fault_watch import (
-    FaultEvent,
-    FaultWatch,
-    parse_fault_report,
-    parse_reset_info,
-    watch_fault_info,
-)
-from mindx_elastic.platforms.rank_table import parse_rank_table
+from mindx_elastic.platforms import config_map
+from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
+from mindx_elastic.platforms.faults import parse_key
+from mindx_elastic.platforms.nodes import parse_rank_table
 from tests.harness import wait_until
 
 LONG_AGO = 1_600_000_000.0
@@ -86,7 +81,7 @@ def ranks(event: FaultEvent | None) -> list[int] | None:
     ],
 )
 def test_the_documented_reports(content: object, expected: set[int], created: float | None) -> None:
-    report = parse_fault_report(json.dumps(content), Path("x"))
+    report = parse_key("fault-npus", json.dumps(content))
     assert report.ranks == expected and report.created == created and not report.problems
 
 
@@ -214,7 +209,7 @@ def test_two_keys_are_read_from_the_same_update(
     """The mount is swapped after the report was read and before its check code is."""
     folder = tmp_path / "fault"
     publish(folder, "..2024_01", report(1))
-    read = platform_files.read_small_file
+    read = config_map.read_text
     swapped: list[Path] = []
 
     def swap_after_first(path: Path) -> tuple[str, float]:
@@ -224,7 +219,7 @@ def test_two_keys_are_read_from_the_same_update(
             publish(folder, "..2024_02", report(4))
         return result
 
-    monkeypatch.setattr(platform_files, "read_small_file", swap_after_first)
+    monkeypatch.setattr(config_map, "read_text", swap_after_first)
     watch = FaultWatch(FaultPaths(fault_dir=folder, reset_dir=tmp_path), started_at=time.time() - 1)
     assert ranks(watch.poll()) == [4]
     assert swapped and not warnings(caplog)
@@ -371,6 +366,8 @@ def test_reset_json_from_before_the_start_is_done_until_it_changes(mount: Mount)
         ({"FaultFlushing": []}, '"FaultFlushing": []'),
         ({"RankList": [entry("one")]}, "names 'one' in RankList"),
         ({"RankList": ["one"]}, "names 'one' in RankList"),
+        ({"RankList": [entry(1, status="lost")]}, "has the Status 'lost' for rank 1"),
+        ('{"GracefulExit": 0, "GracefulExit": 0}', "has the key 'GracefulExit' twice"),
     ],
 )
 def test_a_bad_reset_json_is_one_warning(
@@ -420,9 +417,9 @@ contents = st.dictionaries(keys | st.text(max_size=5), json_values, max_size=5).
 @given(text=contents, world_size=st.none() | st.integers(1, 8))
 def test_no_text_crashes_a_parser(text: str, world_size: int | None) -> None:
     readers: list[Callable[[], frozenset[int]]] = [
-        lambda: parse_fault_report(text, Path("x"), world_size=world_size).ranks,
-        lambda: parse_reset_info(text, world_size=world_size).faulty,
-        lambda: parse_rank_table(text).ranks,
+        lambda: parse_key("fault-npus", text, world_size=world_size).ranks,
+        lambda: parse_key("reset.json", text, world_size=world_size).unrecovered,
+        lambda: frozenset(rank for ranks in parse_rank_table(text).ranks_of.values() for rank in ranks),
     ]
     for number, read in enumerate(readers):
         limit = world_size if world_size is not None and number < 2 else 1 << 24

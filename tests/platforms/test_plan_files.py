@@ -1,11 +1,10 @@
-"""The plan as JSON, protobuf and shell lines, and read back."""
+"""The plan as JSON, protobuf and shell lines, and what a start script is told of it."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,22 +15,26 @@ from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
-from mindx_elastic.errors import SaveError, UsageError
-from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World
+from mindx_elastic.errors import SaveError
+from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.platforms.plan_files import (
     PLAN_JSON,
     PLAN_PB,
     env_lines,
+    export_restore_ranks,
     mesh_of,
-    plan_to_bytes,
     plan_to_json,
+    restore_ranks,
     write_env_file,
     write_plan,
 )
-from mindx_elastic.platforms.saved_plan import SavedRank, parse_plan, read_plan
+from tests.platforms.plan_pb import read_plan_pb
 
 MESH = ("dp", "tp")
+MOMENT = ("run", 0, 9)
+DDP = replicated(4, {"model.w": (8,)}, "F32")
+GROUPS_OF_TWO = Strategy(4, (TensorSpec("model.w", (8,), Layout((2, 2), ("R", "S(0)")), "F32"),))  # type: ignore[arg-type]
 HSDP = Strategy(4, (TensorSpec("model.w", (8, 4), Layout((2, 2), ("R", "S(0)"), (), MESH), "F32"),))  # type: ignore[arg-type]
 
 
@@ -92,18 +95,14 @@ def test_a_refusal_has_the_same_keys(tmp_path: Path) -> None:
     assert plan_to_json(refusal, tmp_path)["ranks"] == []
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
+def test_both_files_say_the_same(tmp_path: Path) -> None:
     (tmp_path / "rank_2").mkdir()
     plan = make(tmp_path, faults=(1,))
     paths = write_plan(tmp_path, plan)
     assert [path.name for path in paths] == [PLAN_JSON, PLAN_PB]
     assert sorted(os.listdir(tmp_path)) == ["rank_2", PLAN_JSON, PLAN_PB]
-    one, other = map(read_plan, paths)
-    assert one == other and one.restorable
-    assert (one.run_id, one.attempt, one.step, one.old_world_size, one.new_world_size) == ("run-a", 0, 9, 4, 4)
-    assert one.ranks[2] == SavedRank(2, "rank_0/x-1_9.safetensors", 0, False, 64)
-    assert one.restore.ranks_text == plan_to_json(plan)["restore_ranks"] and one.inexact == plan.inexact
-    assert one.faults == {1} and one.steps_lost is None and one.rejected[0].what == "rank_2/x-1_9.safetensors"
+    assert json.loads(paths[0].read_text()) == plan_to_json(plan, tmp_path) == read_plan_pb(paths[1])
+    assert read_plan_pb(paths[1])["faults"] == [1]
     before = [path.read_bytes() for path in paths]
     write_plan(tmp_path, plan)
     assert [path.read_bytes() for path in paths] == before
@@ -112,19 +111,16 @@ def test_written_and_read_back(tmp_path: Path) -> None:
 def test_an_older_plan_is_replaced_by_a_refusal(tmp_path: Path) -> None:
     write_plan(tmp_path, make(tmp_path))
     refusal = Refusal((Rejected("step 9", "rank 1 missing"),), True, (2,), frozenset({3}))
-    for path in write_plan(tmp_path, refusal):
-        saved = read_plan(path)
-        assert (saved.restorable, saved.step, saved.ranks, saved.restore.ranks_text) == (False, -1, (), "-1")
-        assert saved.rejected == refusal.reasons and saved.faults == {3}
+    paths = write_plan(tmp_path, refusal)
+    for saved in (json.loads(paths[0].read_text()), read_plan_pb(paths[1])):
+        assert (saved["restorable"], saved["step"], saved["ranks"], saved["restore_ranks"]) == (False, None, [], "-1")
+        assert saved["rejected"] == [{"what": "step 9", "reason": "rank 1 missing"}] and saved["faults"] == [3]
 
 
 def test_the_same_document_from_both_forms(tmp_path: Path) -> None:
-    from mindx_elastic.platforms.saved_plan import _parse_pb
-
     for plan in (make(tmp_path), make(tmp_path, world=World(2)), Refusal((), False)):
-        document = plan_to_json(plan, tmp_path)
-        assert _parse_pb(plan_to_bytes(document)) == document
-        assert json.loads(json.dumps(document)) == document
+        one, other = write_plan(tmp_path, plan)
+        assert json.loads(one.read_text()) == read_plan_pb(other) == plan_to_json(plan, tmp_path)
 
 
 def test_paths_outside_stay_whole(tmp_path: Path) -> None:
@@ -139,8 +135,9 @@ def test_text_that_is_none(tmp_path: Path) -> None:
     first = FileFact(f"{tmp_path}/a\udce9.safetensors", 0, (odd, 0, 1), 1, replicated(1, {"w": (2,)}))
     plan = plan_resume([first], World(1), rejected=[Rejected("a\udce9", odd)])
     assert isinstance(plan, ResumePlan)
-    saved = [read_plan(path) for path in write_plan(tmp_path, plan)]
-    assert [each.ranks[0].path for each in saved] == ["a\udce9.safetensors"] * 2
+    one, other = write_plan(tmp_path, plan)
+    for saved in (json.loads(one.read_text()), read_plan_pb(other)):
+        assert saved["ranks"][0]["path"] == "a\udce9.safetensors"
     write_env_file(tmp_path / "env.sh", plan)
     script = '. ./env.sh; printf %s "$MINDX_RESUME_RUN_ID"'
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=20)
@@ -176,73 +173,6 @@ def test_mesh_of() -> None:
     assert mesh_of(Strategy(4, (*HSDP.tensors, tp))) is None
 
 
-# --- malformed ---
-
-Spoil = Callable[[dict[str, Any]], object]
-SPOILS: dict[str, Spoil] = {
-    "schema": lambda d: d.update(schema=2),
-    "no key": lambda d: d.pop("step"),
-    "text for a number": lambda d: d.update(step="9"),
-    "true for a number": lambda d: d.update(attempt=True),
-    "negative": lambda d: d.update(step=-1),
-    "a rank twice": lambda d: d["ranks"].append(d["ranks"][0]),
-    "a rank missing": lambda d: d["ranks"].pop(),
-    "donor outside": lambda d: d["ranks"][2].update(donor=4),
-    "path upwards": lambda d: d["ranks"][0].update(path="../../etc/passwd"),
-    "no path": lambda d: d["ranks"][0].update(path=""),
-    "null in a path": lambda d: d["ranks"][0].update(path="a\0b"),
-    "fault outside": lambda d: d.update(faults=[4]),
-    "exact and not": lambda d: d.update(exact=True),
-    "donors disagree": lambda d: d.update(restore_ranks="1,0"),
-    "donor of the map outside": lambda d: d.update(restore_ranks="0,9", restore_ranks_map={"0,2": 0, "1,3": 9}),
-    "huge world": lambda d: d.update(new_world_size=1 << 60),
-    "rejected is text": lambda d: d.update(rejected=["x"]),
-    "restorable is 1": lambda d: d.update(restorable=1),
-}
-
-
-@pytest.mark.parametrize("name", SPOILS)
-def test_documents_that_contradict_themselves(tmp_path: Path, name: str) -> None:
-    document = plan_to_json(make(tmp_path), tmp_path)
-    assert parse_plan(document).restorable
-    SPOILS[name](document)
-    with pytest.raises(UsageError):
-        parse_plan(document)
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 40, b"[]", b"{}", b"null", b"[" * 200_000, b'{"schema": 1}'])
-@pytest.mark.parametrize("name", [PLAN_JSON, PLAN_PB])
-def test_files_that_are_no_plan(tmp_path: Path, name: str, content: bytes) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UsageError, match=f"resume plan {tmp_path / name}"):
-        read_plan(tmp_path / name)
-
-
-def test_links_and_pipes_are_not_read(tmp_path: Path) -> None:
-    write_plan(tmp_path, make(tmp_path))
-    (tmp_path / "link.json").symlink_to(tmp_path / PLAN_JSON)
-    os.mkfifo(tmp_path / "pipe.json")
-    for name in ("link.json", "pipe.json", "none.json"):
-        with pytest.raises(UsageError, match=name):
-            read_plan(tmp_path / name)
-
-
-@given(st.data())
-@settings(max_examples=60, deadline=None)
-def test_a_damaged_pb_is_an_error_or_a_sound_plan(data: st.DataObject) -> None:
-    """Protobuf has no digest, so a flipped bit may give another plan; it never gives another exception."""
-    good = plan_to_bytes(plan_to_json(make(Path("/ckpt")), "/ckpt"))
-    place = data.draw(st.integers(0, len(good) - 1))
-    bad = data.draw(st.sampled_from([good[:place], good[:place] + bytes([good[place] ^ 0x41]) + good[place + 1 :]]))
-    from mindx_elastic.platforms.saved_plan import _parse_pb
-
-    try:
-        saved = parse_plan(_parse_pb(bad))
-    except UsageError:
-        return
-    assert not saved.restorable or [each.rank for each in saved.ranks] == list(range(saved.new_world_size))
-
-
 def test_many_ranks_are_quick(tmp_path: Path) -> None:
     size = 16_384
     layout = Layout((16, 1024), ("R", "S(0)"), (), MESH)  # type: ignore[arg-type]
@@ -251,4 +181,114 @@ def test_many_ranks_are_quick(tmp_path: Path) -> None:
     plan = plan_resume(facts, World(size))
     assert isinstance(plan, ResumePlan)
     paths = write_plan(tmp_path, plan)
-    assert read_plan(paths[0]) == read_plan(paths[1])
+    assert json.loads(paths[0].read_text()) == read_plan_pb(paths[1])
+
+
+# --- RESTORE_RANKS ---
+
+
+def fact_of(
+    rank: int,
+    strategy: Strategy = DDP,
+    *,
+    kind: str = "breakpoint",
+    moment: tuple[str, int, int] = MOMENT,
+    visible_to: frozenset[int] | None = None,
+) -> FileFact:
+    path = f"rank_{rank}/x-{moment[1]}_{moment[2]}_{kind}.safetensors"
+    return FileFact(path, rank, moment, strategy.world_size, strategy, kind, 1e9, 100, visible_to=visible_to)
+
+
+def planned(facts: list[FileFact], world: World | None = None, faults: tuple[int, ...] = ()) -> ResumePlan:
+    plan = plan_resume(facts, world or World(facts[0].world_size), faults=faults)
+    assert isinstance(plan, ResumePlan), plan
+    return plan
+
+
+def test_replicas_share_a_donor() -> None:
+    plan = planned([fact_of(r) for r in range(4)])
+    assert plan_to_json(plan)["restore_ranks_map"] == {"0,1,2,3": 0}
+    plan = planned([fact_of(r) for r in range(1, 4)], faults=(1,))
+    assert plan_to_json(plan)["restore_ranks_map"] == {"0,1,2,3": 2}
+
+
+def test_groups_of_shards() -> None:
+    plan = planned([fact_of(r, GROUPS_OF_TWO) for r in (1, 2, 3)])
+    assert plan_to_json(plan)["restore_ranks_map"] == {"0,2": 2, "1,3": 1}
+    assert restore_ranks(plan, plan.source.replica_groups()) == restore_ranks(plan)
+
+
+def test_a_periodic_file_is_no_dying_save() -> None:
+    facts = [
+        fact_of(0, GROUPS_OF_TWO),
+        fact_of(2, GROUPS_OF_TWO),
+        fact_of(1, GROUPS_OF_TWO, kind="periodic"),
+        fact_of(3, GROUPS_OF_TWO, kind="periodic"),
+    ]
+    assert plan_to_json(planned(facts))["restore_ranks"] == "-1"
+    assert plan_to_json(planned([*facts, fact_of(3, GROUPS_OF_TWO, kind="ttp")]))["restore_ranks"] == "0,3"
+
+
+@pytest.mark.parametrize(("kind", "text"), [("snapshot", "0"), ("request_exit", "0"), ("manual", "-1")])
+def test_kinds(kind: str, text: str) -> None:
+    assert plan_to_json(planned([fact_of(r, kind=kind) for r in range(4)]))["restore_ranks"] == text
+
+
+def test_files_that_say_nothing_of_others_are_groups_of_one() -> None:
+    plan = planned([fact_of(r, single_rank_strategy(r, 2)) for r in range(2)])
+    assert plan_to_json(plan)["restore_ranks_map"] == {"0": 0, "1": 1}
+
+
+def test_a_faulty_rank_whose_file_is_trusted_is_the_last_resort() -> None:
+    old = [fact_of(r, GROUPS_OF_TWO, moment=("run", 0, 9)) for r in (1, 2, 3)]
+    newer = [fact_of(0, GROUPS_OF_TWO, moment=("run", 1, 12), kind="periodic")]
+    plan = planned([*old, *newer], faults=(1, 3))
+    assert plan.moment == ("run", 0, 9)
+    assert plan_to_json(plan)["restore_ranks_map"] == {"0,2": 2, "1,3": 1}
+
+
+def test_a_donor_must_be_seen_by_the_whole_group() -> None:
+    facts = [fact_of(r, visible_to=frozenset({r, r ^ 1})) for r in range(4)]
+    assert plan_to_json(planned(facts))["restore_ranks"] == "-1"
+    assert plan_to_json(planned([*facts[:3], fact_of(3)]))["restore_ranks_map"] == {"0,1,2,3": 3}
+
+
+def test_another_number_of_ranks() -> None:
+    plan = planned([fact_of(r) for r in (2, 3)], World(2))
+    assert plan.resharded and plan_to_json(plan)["restore_ranks_map"] == {"0,1": 2}
+    sharded = planned([fact_of(r, GROUPS_OF_TWO) for r in range(4)], World(2))
+    assert sharded.resharded and restore_ranks(sharded) == {}
+
+
+def test_export_lines_are_what_a_shell_reads() -> None:
+    lines = export_restore_ranks({(0, 4): 0, (1, 5): 1})
+    assert lines[0] == "export RESTORE_RANKS=0,1"
+    script = "\n".join([*lines, 'printf "%s|%s" "$RESTORE_RANKS" "$RESTORE_RANKS_MAP"'])
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True, timeout=20)
+    assert done.stdout == '0,1|{"0,4": 0, "1,5": 1}'
+    assert export_restore_ranks({}) == ["export RESTORE_RANKS=-1", "export RESTORE_RANKS_MAP='{}'"]
+
+
+def test_a_map_that_no_environment_can_hold_is_left_out_and_said_to_be() -> None:
+    lines = export_restore_ranks({tuple(range(40_000)): 0})
+    assert lines[0] == "export RESTORE_RANKS=0" and lines[1].startswith("# ") and lines[2].endswith("=''")
+    assert all(len(line) < 131_072 for line in export_restore_ranks({tuple(range(16_384)): 0}))
+
+
+@given(st.integers(1, 3), st.integers(1, 4), st.data())
+@settings(max_examples=60, deadline=None)
+def test_donors_are_the_lowest_healthy(dp: int, tp: int, data: st.DataObject) -> None:
+    size = dp * tp
+    layout = Layout((dp, tp), ("R", "S(0)"), ())  # type: ignore[arg-type]
+    strategy = Strategy(size, (TensorSpec("model.w", (8 * tp,), layout, "F32"),))
+    there = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    faults = tuple(data.draw(st.sets(st.integers(0, size - 1))))
+    plan = plan_resume([fact_of(r, strategy) for r in sorted(there)], World(size), faults=faults)
+    if isinstance(plan, Refusal):
+        return
+    groups = strategy.replica_groups()
+    donors = restore_ranks(plan)
+    assert list(donors) == list(groups)
+    for group, donor in donors.items():
+        assert donor == min(set(group) & set(plan.files), key=lambda rank: (rank in faults, rank))
+        assert donor in there

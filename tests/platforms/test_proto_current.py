@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.platforms.small_files import messages
+from mindx_elastic.platforms.protobuf import messages
 from tests.platforms.generate_proto import PROTOS, ROOT, find_protoc, generate
 
 needs_protoc = pytest.mark.skipif(not find_protoc().exists(), reason="no protoc for this platform")

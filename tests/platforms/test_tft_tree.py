@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from mindx_elastic.core.folders import step_folders_of_rank
 from mindx_elastic.persist.catalog import root_of, scan
-from mindx_elastic.persist.storage import create_temp
+from mindx_elastic.persist.storage import create_temp, remove_stale_temps
 from mindx_elastic.persist.writer import previous_path
 from mindx_elastic.platforms import tft_tree
-from mindx_elastic.platforms.tft_tree import remove_stale_tft_temps, settle_tft_file, tft_path
+from mindx_elastic.platforms.tft_tree import settle_tft_file, tft_path
 from tests import checkpoint_files
 
 FINAL = "tft_saved_checkpoints-step_7"
@@ -116,9 +117,9 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
     (folder / ".ttp.0123.mindx-tmp").write_bytes(b"half")
     settle_tft_file(write(tmp_path, 0), world_size=3, timeout_s=0.05)
     assert files(tmp_path) == [*final(0), f"{FINAL}_tmp/rank_1/.ttp.0123.mindx-tmp"]
-    remove_stale_tft_temps(tmp_path, 0)
-    assert (folder / ".ttp.0123.mindx-tmp").exists()
-    remove_stale_tft_temps(tmp_path, 1)
+    assert step_folders_of_rank(tmp_path, 0) == [tmp_path / FINAL / "rank_0"]
+    assert step_folders_of_rank(tmp_path, 1) == [folder]  # where a start clears up after the dead writer
+    remove_stale_temps(folder)
     assert files(tmp_path) == final(0)
 
 

@@ -1,17 +1,47 @@
-"""Finds out that a launcher has started this process as one of several, in variables that are not read as ranks.
+"""The ranks of this job as its launcher has set them, and launchers whose variables are not read as ranks.
 
+MindSpore's msrun, mpirun, srun and Horovod start several processes and name each one's rank in variables of their own.
 Each such process would take itself for the whole job: all train alone, into one directory, and a killed one resumes
 from another one's end. So the start is refused with the way out. What a launcher sets for a job of one process is
-none of that, nor is an allocation in which only one process was started: of Slurm's variables only those of a step
-(``srun``) count, since SLURM_NTASKS and SLURM_PROCID are set for a batch script and (the first) in ``salloc`` too.
+no reason to refuse, nor is an allocation in which only one process was started: of Slurm's variables only those of a
+step (``srun``) count, since SLURM_NTASKS and SLURM_PROCID are set for a batch script and (the first) in ``salloc`` too.
+
+Sources: MindSpore's page on environment variables (MS_ROLE, MS_WORKER_NUM, RANK_ID, RANK_SIZE), Open MPI's and
+MVAPICH2's FAQ, ``srun(1)``, MPICH's PMI.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["refusal"]
+from mindx_elastic.config import RankInfo
+from mindx_elastic.errors import UsageError
+
+__all__ = ["current_ranks", "refusal"]
+
+
+def current_ranks(env: RankInfo) -> RankInfo:
+    """Rank and world size as torch.distributed has them, else as the environment says.
+
+    Raises UsageError for one of several ranks without torch.distributed, whoever has started it.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return RankInfo(
+            rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=env.local_rank, attempt=env.attempt
+        )
+    if env.world_size > 1:
+        raise UsageError(
+            f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
+            "torch.distributed.init_process_group() before entering the guard (Model.train does it by itself)"
+        )
+    refused = refusal(os.environ)
+    if refused:
+        raise UsageError(refused)
+    return env
 
 
 @dataclass(frozen=True, kw_only=True)

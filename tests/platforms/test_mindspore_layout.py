@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindx_elastic.core.layout import Box, Layout, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.mindspore import (
+from mindx_elastic.platforms.mindspore_layout import (
     Fields,
     fields_of,
     layout_of,

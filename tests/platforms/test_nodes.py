@@ -1,4 +1,4 @@
-"""The rank table: which rank runs where; anything else is a ValueError that says why."""
+"""Which ranks run on which node: the rank table, torchrun's variables, and what is neither."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.rank_table import (
-    nodes_from_rank_table,
-    nodes_from_torchrun,
-    parse_rank_table,
-    read_rank_table,
-)
+from mindx_elastic.platforms.nodes import nodes_from_torchrun, parse_rank_table, read_node_map
 
 TABLE = {
     "status": "completed",
@@ -29,12 +24,10 @@ TABLE = {
 def test_a_rank_table(tmp_path: Path) -> None:
     path = tmp_path / "hccl.json"
     path.write_text(json.dumps(TABLE))
-    table = read_rank_table(path)
-    assert table.completed and table.ranks == {0, 1, 2}
-    server = table.server_of(1)
-    assert server is not None and (server.server_id, server.host_ip) == ("b", "") and server.ranks == {1, 2}
-    assert table.server_of(3) is None
-    assert not parse_rank_table('{"status": "initializing"}').completed
+    link = tmp_path / "link"  # as a mount has it
+    link.symlink_to(path)
+    for each in (path, link):
+        assert read_node_map(each).ranks_of == {"a": {0}, "10.0.0.1": {0}, "b": {1, 2}}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +58,7 @@ def test_a_node_is_known_by_all_its_names() -> None:
         {"server_id": "c", "host_ip": "10.0.0.1", "device": [{"rank_id": "2"}]},
         {"server_id": {"x": 1}, "device": [{"rank_id": "3"}]},
     ]
-    nodes = nodes_from_rank_table(parse_rank_table(json.dumps({"status": "completed", "server_list": servers})))
+    nodes = parse_rank_table(json.dumps({"status": "completed", "server_list": servers}))
     assert {name: set(ranks) for name, ranks in nodes.ranks_of.items()} == {
         "a": {0},
         "172.0.0.1": {0},
@@ -79,8 +72,9 @@ def test_a_node_is_known_by_all_its_names() -> None:
 
 
 def test_a_table_that_is_not_complete_tells_of_no_nodes() -> None:
-    with pytest.raises(UsageError, match="not complete"):
-        nodes_from_rank_table(parse_rank_table('{"status": "initializing", "server_list": []}'))
+    for text in ('{"status": "initializing", "server_list": []}', '{"status": "initializing"}', '{"server_list": []}'):
+        with pytest.raises(ValueError, match="is not complete"):
+            parse_rank_table(text)
 
 
 def test_nodes_from_the_environment_of_torchrun() -> None:

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic.agreement.connect import current_ranks
-from mindx_elastic.agreement.other_launchers import refusal
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
+from mindx_elastic.platforms.launchers import current_ranks, refusal
 
 # As Slurm 22.05 sets them.
 SLURM_ALLOCATION = {"SLURM_JOB_ID": "4", "SLURM_NTASKS": "2", "SLURM_NPROCS": "2", "SLURM_TASKS_PER_NODE": "2"}

@@ -1,4 +1,4 @@
-"""A layout in MindSpore's words (``ParallelLayouts``), and back. Pure arithmetic; `strategy_file` reads and writes it.
+"""A layout in MindSpore's terms (``ParallelLayouts``), and back. Pure arithmetic; `strategy_file` reads and writes it.
 
 The mesh is ``dev_matrix``, its ranks count row by row from the first rank of the pipeline stage. ``tensor_map[i] = k``:
 the tensor's dimension i is split over mesh dimension ``len(dev_matrix) - 1 - k``; -1: not split. Mesh dimensions that
@@ -21,7 +21,6 @@ from mindx_elastic.core.strategy import MAX_TENSOR_DIMS, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 
 __all__ = [
-    "MAX_TENSOR_DIMS",
     "Fields",
     "fields_of",
     "layout_of",

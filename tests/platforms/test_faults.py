@@ -17,19 +17,16 @@ from hypothesis import strategies as st
 
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.errors import UsageError
-from mindx_elastic.platforms.fault_report import (
+from mindx_elastic.platforms.faults import (
     Faults,
-    NodeMap,
+    Problem,
     default_fault_sources,
-    default_node_map,
     merge,
-    parse_faults,
     parse_rank_list,
-    read_default_faults,
+    parse_text,
     read_faults,
-    read_node_map,
-    widen,
 )
+from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
 
 REPORT = '{"FaultRankIds":["1","3"],"CreatTime":1690000000}'
 NODES = NodeMap({"a": range(4), "10.0.0.1": range(4), "b": range(4, 8)})
@@ -96,7 +93,8 @@ def refusal(path: Path, **options: Any) -> str:
 def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], created: float | None) -> None:
     path = put(tmp_path, content)
     faults = read_faults(path, world_size=8)
-    assert faults == Faults(frozenset(ranks), created=created, source=str(path))
+    assert (set(faults.ranks), faults.created, faults.source) == (ranks, created, str(path))
+    assert (faults.nodes, faults.initializing, faults.problems) == ((), False, ())
 
 
 @pytest.mark.parametrize("content", [{"status": "initializing"}, {"FaultFlushing": True, "RankList": [entry(1)]}])
@@ -104,11 +102,39 @@ def test_a_platform_that_has_not_finished(tmp_path: Path, content: object) -> No
     assert read_faults(put(tmp_path, content), world_size=8).initializing
 
 
-def test_what_does_not_matter_for_the_ranks_is_a_problem_only() -> None:
-    faults = parse_faults('{"FaultRank": [1], "CreatTime": NaN, "FaultRanks": [2], "Comment": "x"}')
-    assert faults.ranks == {1} and faults.created is None
-    time, key = faults.problems
+def test_what_does_not_matter_for_the_ranks_is_a_problem_only(tmp_path: Path) -> None:
+    path = put(tmp_path, '{"FaultRank": [1], "CreatTime": NaN, "FaultRanks": [2], "Comment": "x"}')
+    faults = read_faults(path, world_size=None)
+    assert faults.ranks == {1} and faults.created is None and not faults.serious_problems
+    time, key = map(str, faults.problems)
     assert "CreatTime that is no time: nan" in time and "'FaultRanks' meant to be FaultRank?" in key
+
+
+def test_the_parser_lists_its_problems_and_where_they_stand() -> None:
+    report = json.dumps({"FaultRank": [1, 9, "x"], "CreatTime": "noon"})
+    whole = config_map(fault_npus=report, reset_json=json.dumps({"RankList": [entry(2), entry(3, "Lost")]}))
+    whole["data"]["reset.json"] = whole["data"].pop("reset-json")
+    faults = parse_text(json.dumps(whole), world_size=8)
+    assert faults.ranks == {1, 2} == faults.unrecovered
+    assert [(problem.where, problem.matters, str(problem)) for problem in faults.problems] == [
+        ("fault-npus", True, "names rank 9 in FaultRank, but the job has ranks 0..7"),
+        ("fault-npus", True, "names 'x' in FaultRank, which is no rank"),
+        ("fault-npus", False, "has a CreatTime that is no time: 'noon'"),
+        ("reset.json", True, "has the Status 'Lost' for rank 3; known: unrecovered, recovered, failed"),
+    ]
+    assert [problem.where for problem in parse_text(report, world_size=8).problems] == ["", "", ""]
+
+
+def test_a_strict_caller_raises_on_the_problems(tmp_path: Path) -> None:
+    text = refusal(put(tmp_path, config_map(fault_npus='{"FaultRank": [1, 9, "x"]}')))
+    assert "has a key fault-npus that names rank 9 in FaultRank" in text
+    assert "; has a key fault-npus that names 'x' in FaultRank" in text
+
+
+def test_a_failed_recovery_is_a_fault_that_stops_no_job() -> None:
+    content = {"RankList": [entry(1), entry(2, "failed")], "GracefulExit": 1}
+    faults = parse_text(json.dumps(content), world_size=8)
+    assert faults.ranks == {1, 2} and faults.unrecovered == {1} and faults.exit_requested
 
 
 # --- a ConfigMap, in all its shapes ---
@@ -204,7 +230,7 @@ def test_the_nodes_of_a_whole_cluster(tmp_path: Path) -> None:
     for content in (text, config_map("cluster-info-node-cm", cluster_info_node_cm=text)):
         faults = read_faults(put(tmp_path, content), world_size=8, nodes=NODES)
         assert faults.ranks == {4, 5, 6, 7} and faults.nodes == ("b",)
-        assert sorted(problem.split(",")[0].split(" (")[0] for problem in faults.problems) == [
+        assert sorted(str(problem).split(",")[0].split(" (")[0] for problem in faults.problems) == [
             "has no known NodeStatus for the node d",
             "names the faulty node other",
         ]
@@ -229,10 +255,9 @@ def test_the_nodes_of_the_scheduler(tmp_path: Path, node: dict[str, object], is_
 
 
 def test_ranks_of_nodes_that_a_person_names() -> None:
-    assert widen({7}, NODES, [" 10.0.0.1"]) == {0, 1, 2, 3, 7}
-    assert widen([], NODES, []) == frozenset()
+    assert NODES.ranks(" 10.0.0.1") == {0, 1, 2, 3}
     with pytest.raises(UsageError, match=r"no node '10.0.0.2'; did you mean 10.0.0.1\? its nodes: a, 10.0.0.1, b"):
-        widen([], NODES, ["10.0.0.2"])
+        NODES.ranks("10.0.0.2")
 
 
 # --- what is refused ---
@@ -258,7 +283,7 @@ def test_ranks_of_nodes_that_a_person_names() -> None:
         ("x" * (2 << 20), "larger than 1 MiB"),
         ("hello", "neither JSON nor a ConfigMap|holds 'hello'"),
         ({"RankList": [entry(8)]}, "names rank 8 in RankList"),
-        ({"RankList": [entry(8, "failed")]}, "names 8 in RankList"),
+        ({"RankList": [entry(8, "failed")]}, "names rank 8 in RankList"),
         ({"RankList": [entry(1, "Unrecoverd")]}, "has the Status 'Unrecoverd' for rank 1"),
         ({"RankList": [1]}, "has 1 in RankList"),
         ({"RankList": [], "FaultFlushing": "perhaps"}, "FaultFlushing"),
@@ -344,26 +369,27 @@ def test_a_rank_list_has_a_bound() -> None:
 
 
 def test_merging() -> None:
-    one = Faults(frozenset({1}), ("a",), 5.0, False, "x", ("p",))
-    other = Faults(frozenset({2}), ("a", "b"), 7.0, True, "y", ("p", "q"))
-    assert merge(one, other) == Faults(frozenset({1, 2}), ("a", "b"), 7.0, True, "x, y", ("p", "q"))
+    p, q = Problem("p"), Problem("q", "reset.json")
+    one = Faults(frozenset({1}), ("a",), 5.0, False, "x", (p,), frozenset({1}))
+    other = Faults(frozenset({2}), ("a", "b"), 7.0, True, "y", (p, q), frozenset(), True)
+    both = Faults(frozenset({1, 2}), ("a", "b"), 7.0, True, "x, y", (p, q), frozenset({1}), True)
+    assert merge(one, other) == both
     assert merge(one, Faults.none()) == merge(Faults.none(), one) == one
 
 
 def test_the_mounted_files_by_default(tmp_path: Path) -> None:
     env = {"MINDX_FAULT_DIR": str(tmp_path / "fault"), "MINDX_RESET_DIR": str(tmp_path / "reset")}
-    assert read_default_faults(env, world_size=8) == Faults.none()
     assert default_fault_sources(FaultPaths.from_env(env)) == ()
     first = put(tmp_path / "fault", REPORT, "fault-npus")
     second = put(tmp_path / "reset", {"RankList": [entry(6)]}, "reset.json")
     assert default_fault_sources(FaultPaths.from_env(env)) == (first, second)
-    faults = read_default_faults(env, world_size=8)
+    faults = merge(*(read_faults(source, world_size=8) for source in (first, second)))
     assert faults.ranks == {1, 3, 6} and faults.source == f"{first}, {second}"
     put(tmp_path / "reset", "{}", "reset.json")
-    assert read_default_faults(env, world_size=8).ranks == {1, 3}
+    assert read_faults(second, world_size=8).ranks == set()
     put(tmp_path / "reset", "{", "reset.json")
     with pytest.raises(UsageError, match=r"reset\.json"):
-        read_default_faults(env, world_size=8)
+        read_faults(second, world_size=8)
 
 
 def test_the_node_map_by_default(tmp_path: Path) -> None:
@@ -388,10 +414,10 @@ T = TypeVar("T")
 
 
 def outcome(call: Callable[[], T]) -> tuple[T | None, str]:
-    """What it gives, or what its UsageError says; any other exception fails the test."""
+    """What it gives, or what its ValueError (a UsageError is one) says; any other exception fails the test."""
     try:
         return call(), ""
-    except UsageError as error:
+    except ValueError as error:
         return None, str(error)
 
 
@@ -433,13 +459,15 @@ texts = objects.map(json.dumps) | objects.map(yaml.safe_dump) | st.text(max_size
 )
 @example(text="? [a]\n: b", cut=0, world_size=1)
 @example(text="a: !!int ''", cut=0, world_size=1)
-def test_any_text_is_a_report_or_a_usage_error(text: str, cut: int, world_size: int | None) -> None:
+def test_any_text_is_a_report_or_a_value_error(text: str, cut: int, world_size: int | None) -> None:
     for part in (text, text[: max(len(text) - cut, 0)]):
-        faults, said = outcome(partial(parse_faults, part, "the/path", world_size=world_size))
+        faults, said = outcome(partial(parse_text, part, world_size=world_size))
         if faults is None:
-            assert "the/path" in said
+            assert said
             said.encode()  # can be printed
             continue
+        "; ".join(map(str, faults.problems)).encode()
+        assert faults.unrecovered <= faults.ranks
         assert all(type(rank) is int and rank >= 0 for rank in faults.ranks)
         assert world_size is None or max(faults.ranks, default=0) < world_size
 
