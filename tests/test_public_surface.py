@@ -101,7 +101,7 @@ def is_protocol(cls: type) -> bool:
 
 
 def constructor(cls: type) -> str:
-    made_by: Any = cls.__init__  # also where a __new__ in front of it accepts anything
+    made_by = inspect.getattr_static(cls, "__init__")  # also where a __new__ in front of it accepts anything
     if made_by is object.__init__:
         return "()"
     return re.sub(r"^\(self(, )?", "(", signature(made_by)) if inspect.isfunction(made_by) else "(...)"
