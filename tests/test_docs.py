@@ -179,6 +179,15 @@ def test_the_variables_of_the_start_script_are_on_the_page() -> None:
     assert all(f"`{name}`" in page for name in re.findall(r"^#   ([A-Z_]{3,})", exported, re.MULTILINE))
 
 
+def test_the_variables_of_the_porting_page_are_on_the_page_of_variables() -> None:
+    names = re.findall(
+        r"`((?:MS|RANK|MINDIO|GROUP)_[A-Z_]+)\b", (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
+    )
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert len(set(names)) > 10
+    assert not [name for name in names if f"`{name}" not in page]
+
+
 def emitted_events() -> Iterator[tuple[str, set[str]]]:
     """(event, keyword arguments) of every call of `EventLog.emit` in the package."""
     for path in SOURCES:
