@@ -179,6 +179,15 @@ def test_the_variables_of_the_start_script_are_on_the_page() -> None:
     assert all(f"`{name}`" in page for name in re.findall(r"^#   ([A-Z_]{3,})", exported, re.MULTILINE))
 
 
+def test_the_variables_of_the_porting_page_are_on_the_page_of_variables() -> None:
+    names = re.findall(
+        r"`((?:MS|RANK|MINDIO|GROUP)_[A-Z_]+)\b", (ROOT / "docs" / "porting.md").read_text(encoding="utf-8")
+    )
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    assert len(set(names)) > 10
+    assert not [name for name in names if f"`{name}" not in page]
+
+
 def emitted_events() -> Iterator[tuple[str, set[str]]]:
     """(event, keyword arguments) of every call of `EventLog.emit` in the package."""
     for path in SOURCES:
@@ -266,11 +275,22 @@ def test_the_states_of_a_stop_are_on_the_page() -> None:
     assert re.findall(r"^\| ([A-Z]+) \|", page, re.MULTILINE) == [phase.name for phase in StopPhase]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_to_files_that_exist(page: Path) -> None:
+def anchors(page: Path) -> set[str]:
+    """The fragments that lead to the headings of a page, as GitHub makes them."""
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)#\s]+)", text):
-        assert "://" in target or (page.parent / target).exists(), target
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_to_files_and_headings_that_exist() -> None:
+    broken = []
+    for page in PAGES:
+        text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for target, fragment in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]+))?\)", text):
+            there = page.parent / target if target else page
+            if "://" not in target and (not there.exists() or (fragment and fragment not in anchors(there))):
+                broken.append((str(page.relative_to(ROOT)), target, fragment))
+    assert not broken
 
 
 def test_files_that_the_architecture_page_names_exist() -> None:
@@ -284,15 +304,23 @@ def test_files_that_the_architecture_page_names_exist() -> None:
                 assert not missing, (first, missing)
 
 
-def readme_programs() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+def test_tests_and_builders_that_the_contributing_page_names_exist() -> None:
+    named = re.findall(r"`((?:test_\w+|[a-z]+_[a-z_]+))`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
+    defined = {
+        name
+        for path in (ROOT / "tests").rglob("*.py")
+        for name in re.findall(r"^ *def (\w+)\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert len(named) > 10
+    assert not [name for name in named if name not in defined]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_the_programs_of_the_readme_run(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("page", ["README.md", "docs/porting.md"])
+def test_the_program_of_a_page_runs(tmp_path: Path, page: str) -> None:
+    (text,) = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL)
     program = tmp_path / "program.py"
-    program.write_text(readme_programs()[number].replace("time.sleep(0.1)", "pass"), encoding="utf-8")
+    program.write_text(text.replace("time.sleep(0.1)", "pass"), encoding="utf-8")
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     for resumed in (r"None", r"\d+"):  # the end is kept: the second time nothing is left to train
         command = [sys.executable, "-W", "error", str(program), "out"]

@@ -29,28 +29,26 @@ _REMOVED, _WOULD, _KEPT, _IN_USE, _FAILED = "removed", "would remove", "kept", "
 
 
 def clean_command(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be removed.")] = False,
     everything: Annotated[
-        bool, typer.Option("--all", help="Remove snapshots too that a job could still go on from.")
+        bool, typer.Option("--all", help="Also remove snapshots from which a job could still resume.")
     ] = False,
     base: Annotated[
         Path | None,
-        typer.Option(
-            help="The memory file system to look at; without it MINDX_ARENA_DIR, else /dev/shm.", metavar="DIR"
-        ),
+        typer.Option(help="The memory file system to clean; default: MINDX_ARENA_DIR, else /dev/shm.", metavar="DIR"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Remove what dead jobs of this user have left in shared memory.
 
-    A job that ends well leaves nothing there. One that was killed whole leaves its agent's folder, which is
-    removed, and its snapshots. Those may be the only copy of its newest steps, and the next start with the same
-    command goes on from them: they stay, and are listed, unless their checkpoint directory has gone or --all is
-    given. What a living process uses is never removed, nor anything of another user.
+    A job that ends well leaves nothing there. A job whose agent and workers were all killed leaves its agent's
+    folder, which is removed, and its snapshots. Those may be the only copy of its newest steps, and the next start
+    with the same command resumes from them. So they are listed and kept, unless their checkpoint directory is gone
+    or --all is given. What a living process uses, or another user owns, is never removed.
 
     \b
     [bold]Exit code[/bold]
-    0  done, also when there was nothing to remove (no checkpoint on a disk is ever touched)
+    0  done, also when there was nothing to remove (no checkpoint on a disk is ever removed)
     1  something could not be removed
     2  wrong usage, for example no such DIR
 

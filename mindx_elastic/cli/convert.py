@@ -31,41 +31,44 @@ def convert_command(
     source: Annotated[
         Path,
         typer.Argument(
-            metavar="SOURCE", help="A checkpoint file, or a checkpoint directory.", show_default=False, readable=False
+            metavar="SOURCE", help="A checkpoint file or a checkpoint directory.", show_default=False, readable=False
         ),
     ],
     destination: Annotated[
-        Path, typer.Argument(metavar="DESTINATION", help="The file, for dcp the folder, to make.", show_default=False)
+        Path, typer.Argument(metavar="DESTINATION", help="The file to write; for dcp the folder.", show_default=False)
     ],
     source_kind: Annotated[
-        str | None, typer.Option("--from", metavar=_FORMATS, help="What SOURCE is; without it found by its content.")
+        str | None,
+        typer.Option("--from", metavar=_FORMATS, help="The format of SOURCE; default: found by its content."),
     ] = None,
     destination_kind: Annotated[
         str | None,
         typer.Option(
-            "--to", metavar=_FORMATS, help="What to make; without it torch for .pt, .pth, .bin, dcp without a suffix."
+            "--to",
+            metavar=_FORMATS,
+            help="The format to write; default: torch for .pt, .pth, .bin, dcp without a suffix.",
         ),
     ] = None,
     component: Annotated[
         str | None,
-        typer.Option(help="What of SOURCE is the model, for example state_dict; without it what is called model."),
+        typer.Option(help="The key of SOURCE that holds the model, for example state_dict; default: model."),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help="Keep the optimizer and all the rest, not the model alone.")
+        bool, typer.Option("--all", help="Keep the optimizer and all the rest, not only the model.")
     ] = False,
     step: Annotated[
         int | None,
         typer.Option(
-            help="Which step of a mindx directory, or of rank_*/ folders with several files; else the newest that all "
-            "ranks have. From others to mindx: the file's number."
+            help="Step of a mindx directory, or of rank_*/ folders with several files; default: the newest that all "
+            "ranks have. From other formats to mindx: the step that the file gets."
         ),
     ] = None,
     epoch: Annotated[int | None, typer.Option(help="To mindx: the epoch that the file gets.")] = None,
     strategy: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The strategy file that says how MindSpore's rank_*/ files are laid out."),
+        typer.Option(metavar="FILE", help="The strategy file with the layout of MindSpore's rank_*/ files."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION where it exists.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace DESTINATION if it exists.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of lines.")] = False,
 ) -> None:
     """Convert a checkpoint: from and to DCP, torch.save files, MindSpore's safetensors, and this package's own.
@@ -73,23 +76,23 @@ def convert_command(
     \b
     [bold]Formats[/bold]
     dcp        a folder of torch.distributed.checkpoint
-    torch      a file of torch.save, read with weights_only=True: nothing in it is run
+    torch      a torch.save file, read with weights_only=True: no code in it runs
     mindspore  plain safetensors: name -> tensor; or a folder of rank_*/ files and --strategy; no .ckpt
     mindx      a checkpoint directory or file of this package; sharded ones are put together
 
-    The model alone is converted, its names as they are, unless --all is given (torch, dcp and mindx). To mindx: a
-    file for initial weights. No job resumes from it, because random generators, the loader's position and every
-    rank's own state are not in it; keep it out of a job's checkpoint directory.
+    Converts the model alone and keeps its names, unless --all is given (torch, dcp and mindx). A file converted to
+    mindx has initial weights. No job resumes from it, because it lacks random generators, the loader's position and
+    every rank's own state; keep it out of a job's checkpoint directory.
 
-    DESTINATION is never overwritten without --force, and appears whole or not at all. Tensors are read where they
-    lie when they are written, and those that are put together from parts go through a scratch file beside
-    DESTINATION: memory for one tensor is enough. Memory for everything is needed by torch.save files of torch 1.5
-    and older. Tied weights stay tied in torch and mindx files, and are written once for each name in the others.
+    DESTINATION is never overwritten without --force, and appears whole or not at all. Each tensor is read when it is
+    written, and tensors that are put together from parts go through a scratch file beside DESTINATION, so
+    memory for one tensor is enough. Files of torch 1.5 and older need memory for everything. Tied weights
+    stay tied in torch and mindx files; the other formats get one copy for each name.
 
     \b
     [bold]Exit code[/bold]
-    0  DESTINATION was made
-    1  SOURCE is damaged, incomplete or holds what would have to be run, or DESTINATION cannot be written
+    0  DESTINATION was written
+    1  SOURCE is damaged, incomplete or needs code to be run, or DESTINATION cannot be written
     2  wrong usage, for example DESTINATION exists
     3  no checkpoint was found
 

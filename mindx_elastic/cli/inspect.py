@@ -45,12 +45,12 @@ _Findings = dict[Path, list[str]]  # of the files whose digests were recomputed:
 def inspect_command(
     path: PathArgument,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-    verify: Annotated[bool, typer.Option("--verify", help="Recompute the digests too: reads every byte.")] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="Also recompute the digests; reads every byte.")] = False,
 ) -> None:
-    """Show the checkpoints under a directory, newest run, attempt and step first; for one file, what is in it.
+    """List the checkpoints under a directory, newest run, attempt and step first; of one file show the content.
 
-    Reads headers only (never the file names) unless --verify is given; until then the column "verified" says
-    "-". A step is complete when every rank's file is there. Files that cannot be used are listed below the
+    Reads only headers (and never trusts file names) unless --verify is given; without it the column "verified?"
+    shows "-". A step is complete when every rank's file exists. Files that cannot be used are listed below the
     table with the reason.
 
     \b

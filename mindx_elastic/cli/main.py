@@ -1,6 +1,6 @@
 """The console command ``mindx-elastic``.
 
-Nothing here imports torch: each command brings in what it needs when it runs, so that ``--help``,
+Nothing here imports torch: each command imports what it needs when it runs, so that ``--help``,
 ``--version`` and a mistyped option answer at once.
 """
 
@@ -58,19 +58,19 @@ def _common(
         typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Run training jobs that lose no steps, and look at what they have written: checkpoints, runs, left-overs.
+    """Run training jobs that lose no steps, and inspect what they have written: checkpoints, runs, leftovers.
 
     \b
     [bold]Examples[/bold]
-    mindx-elastic run --nproc-per-node 2 train.py  as torchrun, and it stays alive
-    mindx-elastic inspect ckpt                    what is there, newest first
+    mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
+    mindx-elastic inspect ckpt                    list the checkpoints, newest first
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors
     mindx-elastic verify ckpt                     recompute every digest
-    mindx-elastic plan ckpt                       what the next start would go on from, and why
-    mindx-elastic status run                      what happened to a job that an agent ran
-    mindx-elastic convert ckpt weights.pt         for other programs; also from theirs
-    mindx-elastic clean --dry-run                 what dead jobs have left in shared memory
+    mindx-elastic plan ckpt                       say from which step the next start would resume, and why
+    mindx-elastic status mindx-run                show what happened to a job under mindx-elastic run
+    mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
+    mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
     """
 
 

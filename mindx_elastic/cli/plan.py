@@ -1,4 +1,4 @@
-"""``mindx-elastic plan``: what a start would go on from, worked out before any process is started."""
+"""``mindx-elastic plan``: the plan of the next start, made before any process is started."""
 
 from __future__ import annotations
 
@@ -42,48 +42,49 @@ def plan_command(
     ] = None,
     faults: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="The fault report; default: the mounted one, if any. none: look at none."),
+        typer.Option(metavar="FILE", help="The fault report; default: the mounted one, if any. none: read no report."),
     ] = None,
     fault_ranks: Annotated[str | None, typer.Option(metavar="RANKS", help="Faulty ranks: 1,3 or 0-7.")] = None,
     fault_node: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A faulty node; may be repeated.")
     ] = None,
     rank_table: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The rank table (hccl.json) that says which ranks a node has.")
+        Path | None, typer.Option(metavar="FILE", help="The rank table (hccl.json): which ranks a node has.")
     ] = None,
     world_size: Annotated[
         int | None, typer.Option(min=1, max=1 << 18, metavar="N", help="Ranks of the new start; default: as before.")
     ] = None,
     mesh: Annotated[
-        str | None, typer.Option(metavar="SIZES", help="Mesh of the new start: dp=2,tp=2; others keep their size.")
+        str | None,
+        typer.Option(metavar="SIZES", help="Mesh of the new start: dp=2,tp=2; other dimensions keep their size."),
     ] = None,
-    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Only this step, not the newest.")] = None,
-    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Only this run's files.")] = None,
+    step: Annotated[int | None, typer.Option(min=0, metavar="N", help="Plan for this step, not the newest.")] = None,
+    run: Annotated[str | None, typer.Option(metavar="RUN_ID", help="Use only this run's files.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses, compare their digests.")
+        bool, typer.Option("--verify/--no-verify", help="Read the files that the plan uses and compare their digests.")
     ] = True,
     explain: Annotated[
-        bool, typer.Option("--explain", help="Also: each layout's parts, and the replica groups.")
+        bool, typer.Option("--explain", help="Also show each layout's parts and the replica groups.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     emit_env: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write RESTORE_RANKS and the like as lines for a shell.")
+        Path | None, typer.Option(metavar="FILE", help="Write RESTORE_RANKS and others as export lines for a shell.")
     ] = None,
     write: Annotated[bool, typer.Option("--write", help="Write resume_plan.json and resume_plan.pb into DIR.")] = False,
 ) -> None:
-    """Say what the next start would go on from, and why: chosen step, who reads what from whom, what is lost.
+    """Show the plan of the next start: which step it would load and why, which rank reads which file, what is lost.
 
-    Needs no running process: it reads the headers, takes what the fault report says into account and plans as a start
-    does. The files of the plan are then read whole and checked (--no-verify leaves that out); a damaged one is dropped
-    and the rest planned anew. What is left in the memory of a node is not seen here, so a start may find a newer step.
+    Reads the headers and the fault report and plans as a start does; no process of the job needs to run. Then reads and
+    checks the files of the plan (not with --no-verify); if one is damaged, plans again without it. Does not see what is
+    left in the memory of a node, so a start may find a newer step.
 
-    Nothing is changed but the files asked for with --emit-env and --write. These are written with exit codes 1 and 3,
-    too, as RESTORE_RANKS=-1 and "restorable": false, so that no script takes yesterday's plan for today's; not with 2.
+    Writes nothing but the files asked for with --emit-env and --write. These are also written with exit codes 1 and 3,
+    as RESTORE_RANKS=-1 and "restorable": false, so that no script takes yesterday's plan for today's; not with 2.
 
     \b
     [bold]Exit code[/bold]
     0  restorable
-    1  not restorable: something is there, and none of it can be gone on from
+    1  not restorable: there are files, but no step can be resumed from them
     2  wrong usage: no such directory, a malformed report or strategy
     3  no checkpoint was found: a fresh start
 

@@ -1,4 +1,4 @@
-"""``mindx-elastic run``: torchrun with an agent that keeps what can be kept."""
+"""``mindx-elastic run``: torchrun with an agent that restarts the job without losing steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RUN_SETTINGS: dict[str, Any] = {"help_option_names": []}
 
 
 class RunCommand(TyperCommand):
-    """Everything is the launcher's to read: its options are torchrun's, and what follows the script is the script's."""
+    """Passes every argument on: the launcher reads torchrun's options, the script those after its name."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         # Behind this one nothing is looked at. Without it a "--" of the user's would be taken out.
@@ -25,7 +25,7 @@ def run_command(
         list[str] | None, typer.Argument(metavar="[OPTIONS] SCRIPT [ARGUMENTS]", show_default=False)
     ] = None,
 ) -> None:
-    """Start a training job as torchrun does, and keep it alive: restarts without losing steps.
+    """Start a training job as torchrun does, and restart it after a failure without losing steps.
 
     Takes torchrun's options and more; `mindx-elastic run --help` shows them all.
     """

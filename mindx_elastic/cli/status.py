@@ -1,4 +1,4 @@
-"""``mindx-elastic status``: what happened to a job that an agent ran, and where its workers are now."""
+"""``mindx-elastic status``: what happened to a job under the agent, and where its workers are now."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ def status_command(
 ) -> None:
     """Show what happened to a job: its attempts, why each ended, what was saved and lost, how long it took.
 
-    Times are seconds after the failure. While the agent runs on this machine, the live steps of its workers are
-    shown too. Where several agents have written to the same directory, the newest is shown.
+    Times are seconds after the failure. While the agent runs on this machine, the current steps of its workers are
+    shown too. If several agents have written to the same directory, the newest is shown.
 
     \b
     [bold]Exit code[/bold]
     0  a run was found and shown, however it went
     2  wrong usage, for example no such RUN_DIR
-    3  no agent has run there (no checkpoint is looked at: inspect does that)
+    3  no agent has run there (no checkpoint is read: inspect does that)
 
     \b
     [bold]Examples[/bold]
-    mindx-elastic status run
-    mindx-elastic status run --json | jq '.totals'
+    mindx-elastic status mindx-run
+    mindx-elastic status mindx-run --json | jq '.totals'
     """
     from mindx_elastic.agent.ledger_file import EVENTS_FILE, load_runs
 

@@ -38,9 +38,8 @@ def verify_command(
     """Read every checkpoint file completely and compare its digests.
 
     Reports each file as ok or BAD with what is wrong: flipped bits, a cut-off end, a damaged header, a
-    symbolic link (never followed), a file of something else in a place of ours. Files of others outside such
-    places are passed over. Nothing is changed; damaged files are put into quarantine by the next start of the
-    job, not here.
+    symbolic link (never followed), a foreign file under a name of ours. Other foreign files are skipped.
+    Changes nothing; the next start of the job moves damaged files into quarantine.
 
     \b
     [bold]Exit code[/bold]
