@@ -30,8 +30,8 @@ def saved_steps(directory: Path) -> dict[int, int]:
     return {event["rank"]: event["step"] for event in events(directory, "durable")}
 
 
-def resume(directory: Path, ranks: int, *args: object) -> Job:
-    job = run_job("loop.py", directory, *args, ranks=ranks)
+def resume(directory: Path, ranks: int, *args: object, torchrun: bool = False) -> Job:
+    job = run_job("loop.py", directory, *args, ranks=ranks, torchrun=torchrun)
     assert len(job.matches(r"INFO resumed from")) == ranks, job.report()
     return job
 
@@ -64,7 +64,8 @@ def test_sigterm_in_mid_epoch(
     steps = saved_steps(tmp_path)
     assert sorted(steps) == list(range(ranks)), job.report()
     assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
-    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args))
+    # The very same command again.
+    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args, torchrun=True))
 
 
 def test_at_three_ranks_the_bucket_order_matters(tmp_path: Path, reference: Reference) -> None:
