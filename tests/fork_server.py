@@ -43,13 +43,17 @@ class ForkedProcess:
         request = json.dumps({"arguments": [*arguments], "env": env, "cwd": os.getcwd()}).encode()
         read, write = os.pipe()
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        server, said = _server()
         with _lock:
-            socket.send_fds(_server(), [request], [write, theirs.fileno()])
+            socket.send_fds(server, [request], [write, theirs.fileno()])
         os.close(write)
         theirs.close()
         self.args = [sys.executable, *arguments]
         self.stdout: IO[str] = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115 - the caller's
-        self.pid = int(self._status.recv(32))
+        try:
+            self.pid = int(self._status.recv(32))
+        except ValueError:
+            raise RuntimeError(f"the fork server has ended:\n{said.read().decode()}") from None
         self.returncode: int | None = None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -78,8 +82,8 @@ class ForkedProcess:
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """The connection to this process's server, which ends when it is closed."""
+def _server() -> tuple[socket.socket, IO[bytes]]:
+    """The connection to this process's server, which ends when it is closed, and what it has to say."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC"))}
@@ -90,18 +94,20 @@ def _server() -> socket.socket:
         env=env,
         cwd=_ROOT,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,  # as in the jobs: Python's streams depend on what they are opened on
+        stderr=subprocess.STDOUT,
         pass_fds=[theirs.fileno()],
         start_new_session=True,
     )
     theirs.close()
+    assert process.stdout is not None
 
     def end() -> None:
         mine.close()
         process.wait(10)
 
     atexit.register(end)
-    return mine
+    return mine, process.stdout
 
 
 def serve() -> CodeType:

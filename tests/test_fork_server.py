@@ -24,6 +24,7 @@ print(json.dumps({
     "threads": threading.active_count(), "leader": os.getsid(0) == os.getpid(),
     "open": len(os.listdir("/proc/self/fd")),
 }), flush=True)
+sys.stdout.reconfigure(errors="backslashreplace")
 print("TO STDERR", file=sys.stderr)
 sys.exit(7)
 """
