@@ -43,24 +43,28 @@ class ForkedProcess:
         request = json.dumps({"arguments": [*arguments], "env": env, "cwd": os.getcwd()}).encode()
         read, write = os.pipe()
         self._status, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        server, said = _server()
+        server, self._said = _server()
         with _lock:
             socket.send_fds(server, [request], [write, theirs.fileno()])
         os.close(write)
         theirs.close()
         self.args = [sys.executable, *arguments]
         self.stdout: IO[str] = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115 - the caller's
-        try:
-            self.pid = int(self._status.recv(32))
-        except ValueError:
-            raise RuntimeError(f"the fork server has ended:\n{said.read().decode()}") from None
+        self.pid = self._hear()
         self.returncode: int | None = None
+
+    def _hear(self) -> int:
+        """The process id, which comes at once, or the exit code."""
+        message = self._status.recv(32)
+        if not message:
+            raise RuntimeError(f"the fork server has ended:\n{self._said.read().decode()}")
+        return int(message)
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             if not select.select([self._status], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.args, timeout or 0)
-            self.returncode = int(self._status.recv(32))
+            self.returncode = self._hear()
             self._status.close()
         return self.returncode
 

@@ -244,15 +244,15 @@ def run_job(
     ranks: int = 1,
     env: dict[str, str] | None = None,
     code: int = 0,
-    torchrun: bool = False,
+    fresh: bool = False,
 ) -> Job:
     """Run a job to its end and insist on its exit code.
 
-    torchrun: start several ranks as users do; else those of a job that should end well are forked, see ``ranks.py``.
+    fresh: start it as users do; else several ranks are forked too, if they should end well: see ``jobs/ranks.py``.
     """
-    if ranks > 1 and code == 0 and not torchrun:
+    if ranks > 1 and code == 0 and not fresh:
         script, args, ranks = "ranks.py", (ranks, JOBS / script, *args), 1
-    with start_job(script, *args, ranks=ranks, env=env) as job:
+    with start_job(script, *args, ranks=ranks, env=env, fresh=fresh) as job:
         return job.expect(code)
 
 
