@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 DONE := $(VENV)/.done
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 INSTALL := $(PIP) install --quiet $(PIP_ARGS)
+# In the order of the files: the files of few tests, which would come last, are those that take longest.
+IN_PARALLEL := -n 2 --dist loadfile --no-loadscope-reorder
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 
@@ -95,7 +97,7 @@ types: $(DONE)/dev
 	$(BIN)/mypy
 
 pytest: $(DONE)/dev
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(IN_PARALLEL) $(PYTEST_ARGS)
 
 fast: $(DONE)/dev
 	$(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS)
@@ -104,7 +106,7 @@ fast: $(DONE)/dev
 drill: $(DONE)/dev
 	@failed=(); \
 	part() { echo "== $$*"; "$$@" || failed+=("$$* (exit code $$?)"); }; \
-	part $(BIN)/python -m pytest -n 2 --dist loadfile -m drill $(PYTEST_ARGS); \
+	part $(BIN)/python -m pytest $(IN_PARALLEL) -m drill $(PYTEST_ARGS); \
 	part $(BIN)/python -m tests.drill $(DRILL_ARGS); \
 	part $(BIN)/python -m tests.drill_kills $(DRILL_ARGS); \
 	if (( $${#failed[@]} )); then printf 'drill: FAILED: %s\n' "$${failed[@]}" >&2; exit 1; fi; \

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fork_server import ForkedProcess
 from tests.watchdog import IDLE_S, Stalled, Watchdog, children
 
 __all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job", "unignore_signals"]
@@ -29,18 +30,24 @@ _ROOT = Path(__file__).parent.parent
 class Job:
     """One launched job: a plain process, or torchrun with its workers."""
 
-    def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
+    def __init__(self, command: Sequence[str], env: dict[str, str], *, fresh: bool = True) -> None:
+        """fresh: a new interpreter; else one that is forked, see `tests.fork_server`."""
         self.command = list(command)
+        self.process: subprocess.Popen[str] | ForkedProcess
         # A session of its own: what is left of the job can be ended by its group and session, never by name.
-        self.process = subprocess.Popen(
-            self.command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            env=env,
-            start_new_session=True,
-        )
+        if fresh:
+            self.process = subprocess.Popen(
+                self.command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                errors="replace",
+                env=env,
+                start_new_session=True,
+            )
+        else:
+            assert self.command[0] == sys.executable
+            self.process = ForkedProcess(self.command[1:], env)
         self.lines: list[str] = []
         self._more = threading.Condition()
         self._closed = False
@@ -166,14 +173,22 @@ def _environment(extra: dict[str, str] | None) -> dict[str, str]:
 
 @contextmanager
 def start_job(
-    script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, restarts: int = 0
+    script: str,
+    *args: object,
+    ranks: int = 1,
+    env: dict[str, str] | None = None,
+    restarts: int = 0,
+    fresh: bool = False,
 ) -> Iterator[Job]:
-    """Start ``tests/jobs/{script}`` alone or under torchrun; ends it on leaving, whatever happened."""
+    """Start ``tests/jobs/{script}`` alone or under torchrun; ends it on leaving, whatever happened.
+
+    fresh: see `Job`. What torchrun starts is always fresh.
+    """
     launcher = [sys.executable]
     if ranks > 1:
         launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         launcher += ["--max-restarts", str(restarts)]
-    job = Job([*launcher, str(JOBS / script), *map(str, args)], _environment(env))
+    job = Job([*launcher, str(JOBS / script), *map(str, args)], _environment(env), fresh=fresh)
     try:
         yield job
     finally:
@@ -201,7 +216,7 @@ def start_agent(
     command += [] if run_dir is None else ["--run-dir", str(run_dir)]
     if script is not None:
         args = (script if "/" in script else JOBS / script, *args)
-    job = Job([*command, *options, *map(str, args)], _environment(env))
+    job = Job([*command, *options, *map(str, args)], _environment(env), fresh=bool(under))
     try:
         yield job
     finally:
@@ -223,9 +238,21 @@ def unignore_signals() -> None:
             signal.signal(number, lambda signum, frame: None)
 
 
-def run_job(script: str, *args: object, ranks: int = 1, env: dict[str, str] | None = None, code: int = 0) -> Job:
-    """Run a job to its end and insist on its exit code."""
-    with start_job(script, *args, ranks=ranks, env=env) as job:
+def run_job(
+    script: str,
+    *args: object,
+    ranks: int = 1,
+    env: dict[str, str] | None = None,
+    code: int = 0,
+    fresh: bool = False,
+) -> Job:
+    """Run a job to its end and insist on its exit code.
+
+    fresh: start it as users do; else several ranks are forked too, if they should end well: see ``jobs/ranks.py``.
+    """
+    if ranks > 1 and code == 0 and not fresh:
+        script, args, ranks = "ranks.py", (ranks, JOBS / script, *args), 1
+    with start_job(script, *args, ranks=ranks, env=env, fresh=fresh) as job:
         return job.expect(code)
 
 

@@ -9,8 +9,9 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ class Module:
     def part(self) -> str:
         return part_of(self.name)
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source, filename=str(self.path), feature_version=(3, 10))
 
@@ -88,7 +89,11 @@ def find_modules(root: Path = ROOT) -> list[Module]:
 
 MODULES = find_modules()
 NAMES = {module.name for module in MODULES}
-every_module = pytest.mark.parametrize("module", MODULES, ids=str)
+
+
+def offenders(find: Callable[[Module], Collection[str]]) -> dict[str, Collection[str]]:
+    """What `find` finds, by file; files in which it finds nothing are left out."""
+    return {str(module): found for module in MODULES if (found := find(module))}
 
 
 def is_type_checking(test: ast.expr) -> bool:
@@ -138,9 +143,8 @@ def forbidden_arrows(module: Module, *, known: set[str] = NAMES) -> list[str]:
     return sorted(name for name in ours if part_of(name) not in allowed)
 
 
-@every_module
-def test_a_stage_imports_only_what_is_to_its_left(module: Module) -> None:
-    assert not forbidden_arrows(module)
+def test_a_stage_imports_only_what_is_to_its_left() -> None:
+    assert not offenders(forbidden_arrows)
 
 
 PLATFORM_FREE = {*STAGES, "agent", "config", "guard"}
@@ -191,12 +195,11 @@ def test_the_arrow_check_sees_what_it_must(name: str, source: str, wrong: list[s
     assert forbidden_arrows(module, known={f"{PACKAGE}.{part}" for part in parts}) == wrong
 
 
-@pytest.mark.parametrize("name", PURE)
-def test_pure_deciders_touch_nothing(name: str) -> None:
-    matches = [module for module in MODULES if module.path == ROOT / PACKAGE / name]
-    if not matches:
-        pytest.skip(f"{name} is not written yet")
-    assert not {imported.split(".")[0] for imported in imported_names(matches[0])} & IMPURE_MODULES
+def test_pure_deciders_touch_nothing() -> None:
+    pure = [module for module in MODULES if module.path in {ROOT / PACKAGE / name for name in PURE}]
+    assert len(pure) == len(PURE), "PURE names a file that does not exist"
+    used = {str(module): {name.split(".")[0] for name in imported_names(module)} for module in pure}
+    assert not {name: imported & IMPURE_MODULES for name, imported in used.items() if imported & IMPURE_MODULES}
 
 
 def aliases(tree: ast.Module) -> dict[str, str]:
@@ -237,9 +240,8 @@ def risky_code(module: Module) -> list[str]:
     return sorted(found)
 
 
-@every_module
-def test_nothing_runs_code_from_data(module: Module) -> None:
-    assert not risky_code(module)
+def test_nothing_runs_code_from_data() -> None:
+    assert not offenders(risky_code)
 
 
 @pytest.mark.parametrize(
@@ -278,21 +280,25 @@ def test_one_module_reads_weights(name: str, call: str, allowed: bool) -> None:
     assert (not risky_code(Module(ROOT / PACKAGE / "x.py", name, f"import torch\n{call}"))) is allowed
 
 
-@every_module
-def test_files_are_short(module: Module) -> None:
-    num_lines = module.source.count("\n")
-    assert num_lines <= MAX_LINES
+def test_files_are_short() -> None:
+    lengths = {str(module): module.source.count("\n") for module in MODULES}
+    assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
 
-@every_module
-def test_the_first_sentence_of_a_docstring_is_not_broken(module: Module) -> None:
-    """A summary that runs over into the next paragraph, or quotes that a re-wrap has left in it."""
-    tree = ast.parse(module.source)
-    texts = [n.value.value for n in ast.walk(tree) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+def broken_docstrings(module: Module) -> list[str]:
+    """First lines of docstrings whose summary runs over into the next paragraph, or has quotes that a re-wrap left."""
+    nodes = ast.walk(module.tree)
+    texts = [n.value.value for n in nodes if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    found = []
     for lines in [text.split("\n") for text in texts if isinstance(text, str)]:
         broken = len(lines) > 2 and not lines[1].strip() and lines[0].rstrip()[-1:] not in (*".:!?`)",)
-        assert not broken, lines[0]
-        assert not any(a.endswith(' "') and b.strip()[:1] == '"' for a, b in itertools.pairwise(lines)), lines
+        if broken or any(a.endswith(' "') and b.strip()[:1] == '"' for a, b in itertools.pairwise(lines)):
+            found.append(lines[0])
+    return found
+
+
+def test_the_first_sentence_of_a_docstring_is_not_broken() -> None:
+    assert not offenders(broken_docstrings)
 
 
 def defined_names(tree: ast.Module) -> set[str]:
@@ -301,14 +307,19 @@ def defined_names(tree: ast.Module) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")}
 
 
-@every_module
-def test_all_names_are_the_real_public_names(module: Module) -> None:
+def wrong_all(module: Module) -> list[str]:
+    """What is wrong with the module's ``__all__``."""
     imported = importlib.import_module(module.name)
     declared: list[str] = list(getattr(imported, "__all__", ()))
-    assert len(declared) == len(set(declared)), "a name twice"
-    assert [name for name in declared if not hasattr(imported, name)] == []
+    wrong = [f"{name}: twice" for name in sorted(set(declared)) if declared.count(name) > 1]
+    wrong += [f"{name}: does not exist" for name in declared if not hasattr(imported, name)]
     if module.name.rpartition(".")[2] != "__main__":
-        assert defined_names(module.tree) <= set(declared), "a public name that __all__ does not have"
+        wrong += [f"{name}: public, and not in __all__" for name in sorted(defined_names(module.tree) - set(declared))]
+    return wrong
+
+
+def test_all_names_are_the_real_public_names() -> None:
+    assert not offenders(wrong_all)
 
 
 def test_the_package_exports_what_it_says() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PARTS = {
-    "pytest": "-m pytest -n 2 --dist loadfile -m drill",
+    "pytest": "-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m drill",
     "drill": "-m tests.drill --rounds 1",
     "drill_kills": "-m tests.drill_kills --rounds 1",
 }

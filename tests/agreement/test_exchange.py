@@ -7,6 +7,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -19,25 +20,40 @@ from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, O
 from mindx_elastic.errors import UntrustedMessageError
 
 _jobs = itertools.count()
+_idle: list[Any] = []
 
 
 @functools.cache
 def _server() -> Any:
-    """One for all tests, to which connections are cloned: torch's constructor takes 5 s now and then."""
+    """One for all tests, to which connections are cloned."""
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)
+
+
+@contextmanager
+def connections(timeout_s: float = 30) -> Iterator[Callable[[], Any]]:
+    """What gives a test its connections, all under one prefix of its own.
+
+    The next test uses them again: to open one takes 5 s now and then.
+    """
+    prefix, used = f"test{next(_jobs)}", []
+
+    def connect() -> Any:
+        store = _idle.pop() if _idle else _server().clone()
+        store.set_timeout(timedelta(seconds=timeout_s))
+        used.append(store)
+        return dist.PrefixStore(prefix, store)
+
+    yield connect
+    _idle.extend(used)
 
 
 @pytest.fixture
 def ranks() -> Iterator[list[StoreExchange]]:
-    prefix = f"test{next(_jobs)}"
-
-    def connect() -> Any:
-        return dist.PrefixStore(prefix, _server().clone())
-
-    exchanges = [StoreExchange(connect, rank=r, world_size=3) for r in range(3)]
-    yield exchanges
-    for exchange in exchanges:
-        exchange.close()
+    with connections() as connect:
+        exchanges = [StoreExchange(connect, rank=r, world_size=3) for r in range(3)]
+        yield exchanges
+        for exchange in exchanges:
+            exchange.close()
 
 
 def request(reason: str, origin: int = 0) -> dict[str, Any]:
@@ -282,29 +298,28 @@ def test_one_rank_decides_alone_at_once() -> None:
 class Attacked:
     """Three ranks with a key, or without, and the store's own client for whoever is not one of them."""
 
-    def __init__(self, key: bytes | None) -> None:
-        self._prefix = f"test/{next(_jobs)}"
-        self.stranger = self._connect()
-        self.ranks = [
-            StoreExchange(self._connect, rank=r, world_size=3, seal=Seal(key, "mindx/0/0", r)) for r in range(3)
-        ]
+    def __init__(self, key: bytes | None, connect: Callable[[], Any]) -> None:
+        self.stranger = connect()
+        self.ranks = [StoreExchange(connect, rank=r, world_size=3, seal=Seal(key, "mindx/0/0", r)) for r in range(3)]
         for exchange in self.ranks:
             exchange.publish("first", f"of {exchange.rank}")
         for exchange in self.ranks:
             assert exchange.collect("first", 30) == ["of 0", "of 1", "of 2"]
 
-    def _connect(self) -> Any:
-        store = _server().clone()
-        store.set_timeout(timedelta(seconds=0.5))
-        return dist.PrefixStore(self._prefix, store)
+
+@contextmanager
+def attack(key: bytes | None) -> Iterator[Attacked]:
+    with connections(timeout_s=0.5) as connect:
+        attacked = Attacked(key, connect)
+        yield attacked
+        for exchange in attacked.ranks:
+            exchange.close()
 
 
 @pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
 def attacked(request: pytest.FixtureRequest) -> Iterator[Attacked]:
-    attacked = Attacked(request.param)
-    yield attacked
-    for exchange in attacked.ranks:
-        exchange.close()
+    with attack(request.param) as attacked:
+        yield attacked
 
 
 NONSENSE = [
@@ -403,14 +418,12 @@ def test_closing_ends_a_listener_that_strangers_ring(attacked: Attacked) -> None
 
 
 def test_a_value_that_its_rank_has_not_written_is_named() -> None:
-    attacked = Attacked(b"0123456789abcdef")
-    for exchange in attacked.ranks:
-        exchange.publish("second", "x")
-    attacked.stranger.set("start/second/1", "x")
-    with pytest.raises(UntrustedMessageError, match=r"'second' of rank 1 .*MINDX_JOB_KEY"):
-        attacked.ranks[0].collect("second", 30)
-    for exchange in attacked.ranks:
-        exchange.close()
+    with attack(b"0123456789abcdef") as attacked:
+        for exchange in attacked.ranks:
+            exchange.publish("second", "x")
+        attacked.stranger.set("start/second/1", "x")
+        with pytest.raises(UntrustedMessageError, match=r"'second' of rank 1 .*MINDX_JOB_KEY"):
+            attacked.ranks[0].collect("second", 30)
 
 
 def test_an_end_that_a_stranger_offers_is_no_end(attacked: Attacked) -> None:

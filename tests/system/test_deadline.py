@@ -75,7 +75,7 @@ def test_a_dying_save_needs_no_new_thread_and_little_memory(
     tmp_path: Path, reference: Reference, spare_mib: int, ranks: int
 ) -> None:
     env = {"SCARCE_MIB": str(spare_mib), "MINDX_ARENA_DIR": "none"}
-    with start_job("scarce.py", tmp_path, "--hold-at", 7, ranks=ranks, env=env) as job:
+    with start_job("scarce.py", tmp_path, "--hold-at", 7, ranks=ranks, env=env, fresh=True) as job:
         job.wait_for(f"SCARCE {spare_mib}", count=ranks)
         job.wait_for("HOLD", count=ranks)
         job.signal_rank(0)

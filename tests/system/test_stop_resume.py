@@ -30,8 +30,8 @@ def saved_steps(directory: Path) -> dict[int, int]:
     return {event["rank"]: event["step"] for event in events(directory, "durable")}
 
 
-def resume(directory: Path, ranks: int, *args: object) -> Job:
-    job = run_job("loop.py", directory, *args, ranks=ranks)
+def resume(directory: Path, ranks: int, *args: object, fresh: bool = False) -> Job:
+    job = run_job("loop.py", directory, *args, ranks=ranks, fresh=fresh)
     assert len(job.matches(r"INFO resumed from")) == ranks, job.report()
     return job
 
@@ -53,7 +53,8 @@ def resume(directory: Path, ranks: int, *args: object) -> Job:
 def test_sigterm_in_mid_epoch(
     tmp_path: Path, reference: Reference, ranks: int, target: str, args: tuple[object, ...]
 ) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks) as job:
+    """All as users start it, and the very same command again."""
+    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks, fresh=True) as job:
         job.wait_for("HOLD", count=ranks)
         if target == "torchrun":
             job.process.send_signal(signal.SIGTERM)
@@ -64,7 +65,7 @@ def test_sigterm_in_mid_epoch(
     steps = saved_steps(tmp_path)
     assert sorted(steps) == list(range(ranks)), job.report()
     assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
-    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args))
+    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args, fresh=True))
 
 
 def test_at_three_ranks_the_bucket_order_matters(tmp_path: Path, reference: Reference) -> None:
