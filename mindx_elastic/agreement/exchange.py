@@ -9,7 +9,8 @@ Keys, all under one prefix per attempt and guard:
 ``{round}/count``           how many ranks have offered; whoever makes it full concludes
 ``{round}/decision``        the decision cell (compare-and-set), JSON
 ``stop/known``, ``all_know``  how many ranks know that all have finished
-``start/{name}/{rank}``     what the ranks tell each other at the start
+``start/round{n}/...``      the roll calls of a start, see `gather`
+``told/{name}/{rank}``      what the ranks tell each other later
 ==========================  =====================================================================
 
 All but counters and bells is sealed where the job has a key (`sealed`). What does not make sense, or is not ours, is
@@ -28,12 +29,12 @@ from __future__ import annotations
 import atexit
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from mindx_elastic.agreement.gather import Gathering
+from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Gathering, Merge
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -62,6 +63,7 @@ _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; th
 _TRIES = 4  # to take a cell back from somebody who writes nonsense into it
 _LOOK_AGAIN_S = 0.05
 _MOST_PAUSE_S = 2.0
+_KEYS_AT_ONCE = 4096  # in one message to the store
 
 
 class Store(Protocol):
@@ -119,10 +121,10 @@ class Exchange(Protocol):
         """The process of `rank` is gone, and the store with it, if it was the host. Any thread."""
 
     def publish(self, name: str, value: str) -> None:
-        """Start-up, main thread: make `value` known to all ranks."""
+        """Main thread, after the start: make `value` known to all ranks."""
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
-        """Start-up, main thread: the values of all ranks, in rank order.
+        """Main thread, after the start: the values of all ranks, in rank order.
 
         Raises TimeoutError naming who is missing, UntrustedMessageError for a value that its rank has not written.
         """
@@ -133,8 +135,14 @@ class Exchange(Protocol):
         Raises when the store is gone.
         """
 
-    def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
+    def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
         """Start-up, main thread, all ranks together: see `agreement.gather`."""
+
+    def put_once(self, texts: Mapping[str, str]) -> None:
+        """Start-up, main thread; see `agreement.gather`."""
+
+    def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
+        """Start-up, main thread; see `agreement.gather`."""
 
     def fail(self, error: BaseException) -> None:
         """Start-up, main thread: this rank cannot start; see `agreement.gather`."""
@@ -154,6 +162,26 @@ class LocalExchange(Gathering):
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._first: dict[str, Any] | None = None
+
+    def _write(self, texts: Mapping[str, str]) -> None:
+        self._values.update(texts)
+
+    def _write_first(self, key: str, text: str) -> str:
+        return self._values.setdefault(key, text)
+
+    def _count(self, key: str) -> int:
+        return self.world_size
+
+    _heard = _count
+
+    def _ring(self, key: str) -> None:
+        self._values[key] = ""
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        return all(key in self._values for key in keys)
+
+    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+        return [self._values[key] for key in keys]
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         pass
@@ -244,6 +272,7 @@ class StoreExchange(Gathering):
         self._choosing = threading.Lock()
         self._offered: dict[str, Offer] = {}
         self._said: set[str] = set()
+        self._nonces: list[str] = []
 
     @property
     def is_sealed(self) -> bool:
@@ -428,44 +457,129 @@ class StoreExchange(Gathering):
     def hear_death(self, rank: int) -> None:
         self._lost |= rank == self._host_rank  # each further call would print a page of C++ frames
 
+    # --- roll calls of the start, see `gather` ---
+
+    def _write(self, texts: Mapping[str, str]) -> None:
+        keys = [f"start/{key}" for key in texts]
+        messages = [self.seal.close(key, text) for key, text in zip(keys, texts.values(), strict=True)]
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                part = slice(number, number + _KEYS_AT_ONCE)
+                self._store.multi_set(keys[part], messages[part])
+
+    def _write_first(self, key: str, text: str) -> str:
+        key = f"start/{key}"
+        with self._lock:
+            found = self._store.compare_set(key, "", self.seal.close(key, text))
+        return self._open_start(key, found, None)
+
+    def _count(self, key: str) -> int:
+        with self._lock:
+            return self._store.add(f"start/{key}", 1)
+
+    def _heard(self, key: str) -> int:
+        with self._lock:
+            return self._store.add(f"start/{key}", 0)
+
+    def _ring(self, key: str) -> None:
+        with self._lock:
+            self._store.set(f"start/{key}", "1")
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        keys = [f"start/{key}" for key in keys]
+        with self._lock:
+            if timeout_s <= 0.0:
+                return self._store.check(keys)
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            except Exception as error:
+                if not _is_timeout(error):
+                    raise
+                return False
+            return True
+
+    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+        keys = [f"start/{key}" for key in keys]
+        messages: list[bytes] = []
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
+        if len(keys) == self.world_size and not self.seal.has_joined and authors[0] is not None:
+            self._nonces, found = self._join(keys, messages)
+            return found
+        return [self._open_start(*each) for each in zip(keys, messages, authors, strict=True)]
+
+    def _open_start(self, key: str, message: bytes, author: int | None) -> str:
+        try:
+            return self.seal.open(key, message, author=author)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(key, author, error)) from None
+
+    def _welcome(self, key: str) -> None:
+        self._meet()
+        if self._nonces:
+            messages = self.seal.welcomes(f"start/{key}/welcome", self._nonces)
+            keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
+            with self._lock:
+                for number in range(0, len(keys), _KEYS_AT_ONCE):
+                    part = slice(number, number + _KEYS_AT_ONCE)
+                    self._store.multi_set(keys[part], messages[part])
+            self._nonces = []
+
+    def _be_welcomed(self, key: str) -> None:
+        if self.seal.has_joined:
+            self._meet()
+            return
+        welcome = f"start/{key}/welcome"
+        with self._lock:
+            if not self._store.check([f"{welcome}/{self.rank}"]):
+                return  # a rank has failed before rank 0 had all the first values
+            message = self._store.get(f"{welcome}/{self.rank}")
+        try:
+            self.seal.enter(welcome, message)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
+        self._meet()
+
+    # --- what the ranks tell each other later ---
+
     def publish(self, name: str, value: str) -> None:
         with self._lock:
-            key = f"start/{name}"
-            self._store.set(f"{key}/{self.rank}", self.seal.close(key, value))
+            key = f"told/{name}/{self.rank}"
+            self._store.set(key, self.seal.close(key, value))
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
-        keys = [f"start/{name}/{r}" for r in range(self.world_size)]
+        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
         with self._lock:
             try:
                 self._store.wait(keys, timedelta(seconds=timeout_s))
             except Exception as error:
                 raise TimeoutError(
-                    f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} at the start of training; "
-                    f"is every rank entering the guard? ({error})"
+                    f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} ({error})"
                 ) from error
-            return self._join(name, self._store.multi_get(keys))
+            return self._open_all(keys, self._store.multi_get(keys))
 
-    def _join(self, name: str, values: list[bytes]) -> list[str]:
+    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes]) -> list[str]:
+        return [
+            self._open_start(key, message, rank) for rank, (key, message) in enumerate(zip(keys, messages, strict=True))
+        ]
+
+    def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
+        """Rank 0: the nonces and the texts of the first values of all ranks."""
         try:
-            found = self.seal.join(f"start/{name}", values)
+            return self.seal.join(keys, messages)
         except NotOursError as error:
-            raise UntrustedMessageError(self._complaint(name, values, error)) from None
-        self._meet()
-        return found
+            for rank, (key, message) in enumerate(zip(keys, messages, strict=True)):
+                self._open_start(key, message, rank)  # names the rank
+            raise UntrustedMessageError(self._complaint(keys[0], 0, error)) from None
 
-    def _complaint(self, name: str, values: list[bytes], error: NotOursError) -> str:
-        """Which rank's value it is, and what may be the cause."""
-        culprit = ""
-        for rank, value in enumerate(values):
-            try:
-                self.seal.open(f"start/{name}", value, author=rank)
-            except NotOursError as each:
-                culprit, error = f" of rank {rank}", each
-                break
+    def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
+        """What may be the cause."""
+        whose = "" if author is None else f" of rank {author}"
         return (
-            f"rank {self.rank}: the value {name!r}{culprit} in the store of the process group was not written by this "
-            f"job: {error}. Either the ranks have different keys (give all of them the same MINDX_JOB_KEY or "
-            "MINDX_JOB_KEY_FILE), or somebody else writes to the store: its port must not be reachable for others"
+            f"rank {self.rank}: {key!r}{whose} in the store of the process group was not written by this job: {error}. "
+            "Either the ranks have different keys (give all of them the same MINDX_JOB_KEY or MINDX_JOB_KEY_FILE), or "
+            "somebody else writes to the store: its port must not be reachable for others"
         )
 
     def _meet(self) -> None:
@@ -474,11 +588,11 @@ class StoreExchange(Gathering):
             on_met()
 
     def try_collect(self, name: str) -> list[str] | None:
-        keys = [f"start/{name}/{r}" for r in range(self.world_size)]
+        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
 
         def ask() -> list[str] | None:
             with self._lock:
-                return self._join(name, self._store.multi_get(keys)) if self._store.check(keys) else None
+                return self._open_all(keys, self._store.multi_get(keys)) if self._store.check(keys) else None
 
         # In the middle of a training: a store that is slow now may be asked again when it matters.
         return self._bounded(ask, _ANSWER_S, give_up=False)

@@ -28,6 +28,7 @@ __all__ = ["NotOursError", "Seal"]
 
 _MARK = "mx1"
 _DERIVED = "mx1-derived"
+_MOST_WELCOME = 200
 
 
 class NotOursError(ValueError):
@@ -67,14 +68,35 @@ class Seal:
         """
         return self._open(name, message, author, limit)[0]
 
-    def join(self, name: str, messages: Sequence[bytes | str]) -> list[str]:
-        """Open the first values that all ranks have told, in rank order; binds all later messages to this start."""
-        found = [self._open(name, message, rank, None) for rank, message in enumerate(messages)]
-        if not self.has_joined:
-            if found[self.rank][1] != self._nonce:
-                raise NotOursError(f"rank {self.rank}'s own message has been replaced by one of another start")
-            self._session = hashlib.sha256(".".join(nonce for _, nonce in found).encode()).hexdigest()
-        return [content for content, _ in found]
+    def join(self, names: Sequence[str], messages: Sequence[bytes | str]) -> tuple[list[str], list[str]]:
+        """Rank 0: open the first values of all ranks, in rank order; binds all later messages to this start. The nonces
+        (none without a key), for `welcomes`, and the contents. Raises NotOursError."""
+        found = [
+            self._open(name, each, rank, None) for rank, (name, each) in enumerate(zip(names, messages, strict=True))
+        ]
+        if self._key is None:
+            return [], [content for content, _ in found]
+        if found[self.rank][1] != self._nonce:
+            raise NotOursError(f"rank {self.rank}'s own message has been replaced by one of another start")
+        nonces = [nonce for _, nonce in found]
+        self._session = hashlib.sha256(".".join(nonces).encode()).hexdigest()
+        return nonces, [content for content, _ in found]
+
+    def welcomes(self, name: str, nonces: Sequence[str]) -> list[str]:
+        """Rank 0, after `join`: for each rank the message that lets it `enter`. It holds that rank's own nonce, so one
+        of an earlier start is of no use to anybody."""
+        return [
+            f"{_MARK}.{self._mac(f'{name}/{rank}', self.rank, nonce, self._session, session='')}.{self.rank}.{nonce}."
+            f"{self._session}"
+            for rank, nonce in enumerate(nonces)
+        ]
+
+    def enter(self, name: str, message: bytes | str) -> None:
+        """The other ranks: take over what rank 0 has bound the start to. Raises NotOursError."""
+        session, nonce = self._open(f"{name}/{self.rank}", message, 0, _MOST_WELCOME)
+        if nonce != self._nonce:
+            raise NotOursError("it welcomes a rank of another start")
+        self._session = session
 
     def derive(self, text: str) -> str:
         """A secret that only who has the key can make of `text`; without a key `text` itself."""
@@ -102,10 +124,11 @@ class Seal:
             raise NotOursError(f"it is sealed by rank {rank}")
         return content, nonce
 
-    def _mac(self, name: str, rank: int, nonce: str, content: str) -> str:
+    def _mac(self, name: str, rank: int, nonce: str, content: str, session: str | None = None) -> str:
         assert self._key is not None
         mac = hmac.new(self._key, digestmod=hashlib.sha256)
-        for part in (self._scope, self._session, name, str(rank), nonce, content):
+        session = self._session if session is None else session
+        for part in (self._scope, session, name, str(rank), nonce, content):
             data = part.encode("utf-8", "surrogatepass")
             mac.update(len(data).to_bytes(8, "big"))
             mac.update(data)

@@ -13,14 +13,14 @@ from __future__ import annotations
 import json
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import boot_id, open_pidfd, start_ticks
 
-__all__ = ["PeerWatch", "own_identity"]
+__all__ = ["PeerWatch", "own_identity", "space_of"]
 
 _LONGEST_IDENTITY = 1000
 _MOST_PID = 1 << 22  # the kernel's own limit
@@ -50,16 +50,23 @@ def _parse(text: str) -> tuple[int, str, str]:
     raise ValueError("no process id, start time and namespace")
 
 
-class PeerWatch:
-    """Watches the peers of this machine. `identities` by rank, as `own_identity` made them; ValueError for others."""
+def space_of(identity: str) -> str:
+    """Equal for two ranks that can watch each other; empty where that is not known. Raises ValueError."""
+    return _parse(identity)[2]
 
-    def __init__(self, identities: Sequence[str], *, rank: int) -> None:
+
+class PeerWatch:
+    """Watches the peers of this machine."""
+
+    def __init__(self, identities: Mapping[int, str], *, rank: int) -> None:
+        """`identities`: by rank, as `own_identity` made them; of this rank and of all on this machine at least. Raises
+        ValueError for others."""
         self.gone: list[int] = []
         """Ranks found dead so far, in the order in which they were found."""
         self._fds: dict[int, int] = {}
         _, _, space = _parse(identities[rank])
-        found = [_parse(text) for text in identities]
-        for peer, (pid, started, other) in enumerate(found):
+        found = {peer: _parse(text) for peer, text in identities.items()}
+        for peer, (pid, started, other) in found.items():
             if peer != rank and space and other == space:
                 self._open(peer, pid, started)
 

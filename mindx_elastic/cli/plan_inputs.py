@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -393,5 +394,5 @@ def _files_used(plan: ResumePlan) -> list[str]:
     elif readers:
         for group in plan.source.classes:
             for reader in readers:
-                found |= dict.fromkeys(fact.path for fact in plan.holders(group.layout, 0, reader)[:1])
+                found |= dict.fromkeys(fact.path for fact in islice(plan.holders(group.layout, 0, reader), 1))
     return list(found)

@@ -1,4 +1,4 @@
-"""What a guard stands among: the other ranks, the agent of its machine, the shared memory."""
+"""The guard's connections: to the other ranks, to the agent of its machine, to shared memory, to other nodes."""
 
 from __future__ import annotations
 
@@ -6,34 +6,57 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from mindx_elastic.agreement.connect import store_host
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.told import making_sense, whole_number
+from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink
-from mindx_elastic.guard.resuming import Start
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.arena import job_folder
 from mindx_elastic.memory.memory import open_memory
-from mindx_elastic.memory.snapshots import ANY_INTERVAL
-from mindx_elastic.mirror.mirror import open_mirror
+from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Surroundings"]
+__all__ = ["Connections"]
 
 _DURABLE_S = 5.0
-_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
+_MOST_STEPS = 10**9
 
 
-class Surroundings:
+class IntervalPart(Part):
+    """A measured snapshot interval outlives a restart where every rank still knows the same."""
+
+    name = "interval"
+
+    def __init__(self, own: int) -> None:
+        """`own`: in steps; 0: this rank knows none."""
+        self._own = own
+        self.agreed = 0
+        """0: it has to be measured."""
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        found = {int(each) for each in said}
+        return Merged(found.pop() if len(found) == 1 else 0)
+
+    def hear(self, answer: Answer) -> None:
+        self.agreed = int(answer.common)
+        if not 0 <= self.agreed <= _MOST_STEPS:
+            raise ValueError(f"an interval of {self.agreed} steps")
+
+
+class Connections:
     """One per guard. Main thread; `stack` closes everything in the end."""
 
     def __init__(
@@ -68,25 +91,30 @@ class Surroundings:
         self.keep_memory = True
         """Until all ranks are known to be safe on disk."""
         stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
-        self._agree_on_interval()
+        self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
-        self.mirror = saver.mirror = open_mirror(
-            copies, ranks, directories, self.exchange, saver.events, store_host(), trust=saver.trust
-        )
+        self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
+        self._nodes = NodesPart(copies, ranks, store_host())
+        self.mirror: Mirror | None = None
         """Keeps copies of the files on other nodes; None where there are none to keep."""
-        if self.mirror is not None:
-            stack.callback(self.mirror.close)
 
-    def _agree_on_interval(self) -> None:
-        """A measured snapshot interval outlives a restart where every rank still knows the same."""
-        own = str(0 if self.memory is None else self.memory.interval)
-        texts = self.exchange.gather("interval", own, _START_TIMEOUT_S)
-        with making_sense("the snapshot interval of the ranks"):
-            found = {whole_number(text, 0, 10**9) for text in texts}
-        if self.memory is None:
-            self.exchange.publish("snapshot_every", ANY_INTERVAL)  # nobody need wait for this rank's measurement
-        elif len(found) == 1:
-            self.memory.take_over(found.pop())
+    def parts(self) -> list[Part]:
+        """What the ranks tell each other when they first meet."""
+        return [self._interval, self._nodes]
+
+    def later_parts(self) -> list[Part]:
+        """What they tell each other when they have."""
+        return [] if self.mirror is None else [self.mirror.endpoints]
+
+    def connect(self) -> None:
+        """After the first meeting."""
+        if self.memory is not None and self._interval.agreed:
+            self.memory.take_over(self._interval.agreed)
+        self.mirror = self._saver.mirror = self._nodes.open_mirror(
+            self._directories, self.exchange, self._saver.events, self._saver.trust
+        )
+        if self.mirror is not None:
+            self._stack.callback(self.mirror.close)
 
     @property
     def page(self) -> StatusPage | None:
@@ -110,7 +138,8 @@ class Surroundings:
 
     def enter(
         self,
-        start: Start,
+        resumed: Resumed | None,
+        run_id: str,
         collector: Collector,
         update_gate: UpdateGate,
         events: EventLog,
@@ -129,13 +158,13 @@ class Surroundings:
                 replicas=replicas,
                 next_step=next_step,
                 describe=lambda: saver.describe("snapshot"),
-                resumed=None if start.resumed is None else start.resumed.checkpoint.info,
+                resumed=None if resumed is None else resumed.checkpoint.info,
             )
-        if self.mirror is not None and start.resumed is not None:
-            # Whoever held its copies may have lost them.
-            self.mirror.submit(start.resumed.path, start.resumed.checkpoint.info.step)
+        if self.mirror is not None and resumed is not None:
+            # The nodes that held its copies may have lost them.
+            self.mirror.submit(resumed.path, resumed.checkpoint.info.step)
         if self.link is not None:
-            self.link.enter(start.step, start.run_id, self.arenas)
+            self.link.enter(None if resumed is None else resumed.checkpoint.info.step, run_id, self.arenas)
 
     def at_boundary(self, step: int, *, cut: bool) -> None:
         """Training thread: `step` has ended; `cut`: it can be resumed from."""

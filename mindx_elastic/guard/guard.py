@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
-from mindx_elastic.agreement.gather import all_or_none
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Part, all_or_none, meet
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import kept_rng
@@ -32,24 +34,23 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
-from mindx_elastic.guard.connections import Surroundings
+from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
+from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
-from mindx_elastic.guard.layouts_by_hand import parallel_setup_of
-from mindx_elastic.guard.listeners import Listeners, find_peers, share_answered_flags
+from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
-from mindx_elastic.guard.resuming import GradientOrders, Start, is_replicated, outermost_replicas
+from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.starting import start_job
+from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
-_START_TIMEOUT_S = 1800.0  # the slowest rank may take long to come here
 _HEARD_S = 5.0  # the watcher is told by this process itself
 _entered: list[Guard] = []
 
@@ -158,16 +159,26 @@ class Guard:
         self._has_stepped = False  # a boundary was passed since the start
         self._warned_of_window = self._warned_of_buffers = False
 
+        self._shared_exchange: Exchange | None = None
+        self._last_parts: Sequence[Part] = ()
+
     # --- life ---
+
+    def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
+        """For layers above, before the guard is entered: start over an exchange that is open already, and whose owner
+        closes it after the guard (None: the guard opens its own); `parts` are told in the last meeting of the start,
+        when the state is back."""
+        self._shared_exchange, self._last_parts = exchange, parts
 
     def __enter__(self) -> Guard:
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
-            self._exchange = open_exchange(self.ranks)
-            stack.callback(self._exchange.close)
+            self._exchange = self._shared_exchange or open_exchange(self.ranks)
+            if self._shared_exchange is None:
+                stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack)
-                self._exchange.gather("entered", "", _START_TIMEOUT_S)
+                meet(self._exchange, "entered", self._last_parts)
             _entered.append(self)
             stack.callback(_entered.remove, self)
             self._stack = stack.pop_all()
@@ -219,7 +230,7 @@ class Guard:
             trust=trust,
             names=job_names(options.prefix, [*self._policies, *self._periodic]),
         )
-        self._around = Surroundings(
+        self._around = Connections(
             stack,
             directories,
             self._saver,
@@ -243,9 +254,10 @@ class Guard:
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
-        self._start_stages(stack, settings, relay, closing)
+        self._start_stages(stack, settings, start.peers, relay, closing)
         self._around.enter(
-            start,
+            start.resumed,
+            start.run_id,
             self._collector,
             self._update_gate,
             self._events,
@@ -262,8 +274,6 @@ class Guard:
         self.resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
-        if start.resumed is not None:
-            share_answered_flags(self._saver.flags, start.resumed.checkpoint.info.flags, self._exchange)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
@@ -275,7 +285,9 @@ class Guard:
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
-    def _start_stages(self, stack: ExitStack, settings: Settings, relay: LogRelay, closing: ExitStack) -> None:
+    def _start_stages(
+        self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
+    ) -> None:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
@@ -289,7 +301,6 @@ class Guard:
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
         self._step_gate, self._past_epochs = StepGate(self._step), False
-        peers = find_peers(self.ranks, self._exchange)
         stack.callback(peers.close)
         self._listeners = Listeners(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listeners.hear_signal)

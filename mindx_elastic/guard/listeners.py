@@ -5,16 +5,14 @@ Signals, flag files, the platform's fault reports, the other ranks, their deaths
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.alarm.alarm import Alarm, signal_name
 from mindx_elastic.alarm.exit_codes import exit_code_of_signal
-from mindx_elastic.alarm.peers import PeerWatch, own_identity
+from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
 from mindx_elastic.core.events import logger
@@ -22,31 +20,11 @@ from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch, watch_fault_info
-from mindx_elastic.platforms.flag_file import AnsweredFlags, FlagFile, watch_flag_file
+from mindx_elastic.platforms.flag_file import FlagFile, watch_flag_file
 
-__all__ = ["Listeners", "find_peers", "share_answered_flags"]
+__all__ = ["Listeners"]
 
-_START_TIMEOUT_S = 1800.0
 _FAULT_POLL_S = 1.0
-
-
-def find_peers(ranks: RankInfo, exchange: Exchange) -> PeerWatch:
-    """Learn which ranks live on this machine. Main thread, all ranks together."""
-    identities = exchange.gather("identity", own_identity(), _START_TIMEOUT_S)
-    with making_sense("the process ids of the ranks"):
-        return PeerWatch(identities, rank=ranks.rank)
-
-
-def share_answered_flags(flags: AnsweredFlags, own: Sequence[str], exchange: Exchange) -> None:
-    """Take over what the ranks' checkpoints say: a flag that stopped the job on any rank has stopped it on this one.
-
-    `own`: of this rank's file. Main thread, all ranks together, after a resume.
-    """
-    texts = exchange.gather("flags", json.dumps(list(own)), _START_TIMEOUT_S)
-    with making_sense("the flag files that have stopped the ranks"):
-        found = [[str(flag) for flag in json.loads(text)] for text in texts]
-    for each in found:
-        flags.take_over(each)
 
 
 class Listeners:

@@ -130,7 +130,8 @@ class Inventory:
         """By path, what this process has read itself."""
         self.unread: list[int] = []
         """Ranks whose disk or memory was not read in whole: the shares of those who see the same do not add up."""
-        self._launched = 0
+        self.launched = 0
+        """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
         self._attempts: dict[str, int] = {}
         self._never_saved: dict[str, set[tuple[int, int]]] = {}
@@ -170,7 +171,7 @@ class Inventory:
         self.other |= found.other
         self.unforeseen |= found.unforeseen
         self.entries |= found.entries
-        self._launched = max(self._launched, found.attempt)
+        self.launched = max(self.launched, found.attempt)
         for run, attempt in found.attempts.items():
             if run in self.runs or run in found.known:
                 self._attempts[run] = max(attempt, self._attempts.get(run, 0))
@@ -211,6 +212,10 @@ class Inventory:
     def sees(self, rank: int, fact: FileFact) -> bool:
         """Whether `rank` has the file before itself, and need not fetch it."""
         return rank in self._files[_key_of(fact)].seen_by
+
+    def seen_by(self, fact: FileFact) -> frozenset[int]:
+        """The ranks that have the file before themselves."""
+        return self._files[_key_of(fact)].seen_by
 
     def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:
         """Where `rank` can fetch the file: (other rank, place)."""
@@ -328,7 +333,7 @@ class Inventory:
 
     def next_attempt(self, run: str) -> int:
         """Above every attempt of the run that any rank has seen."""
-        return max(self._launched, 1 + self._attempts.get(run, 0))
+        return max(self.launched, 1 + self._attempts.get(run, 0))
 
     # --- steps ---
 

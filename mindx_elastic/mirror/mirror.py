@@ -8,7 +8,6 @@ Without copies to make (one node, ``redundancy=1``) nothing of this exists: no t
 from __future__ import annotations
 
 import ipaddress
-import json
 import math
 import socket
 import threading
@@ -21,21 +20,20 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import CheckpointError, UsageError
-from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
+from mindx_elastic.mirror.partners import all_partners, count_nodes
 from mindx_elastic.mirror.server import Server
 from mindx_elastic.mirror.wire import PATIENCE_S, Channel, Endpoint, Incoming, ask, header_digest, rank_of
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.persist.storage import remove_stale_temps
 
-__all__ = ["Mirror", "open_mirror"]
+__all__ = ["EndpointsPart", "Mirror", "NodesPart"]
 
-_START_TIMEOUT_S = 600.0
 _FETCH_S = 1500.0  # less than the other ranks wait for this one at the start
 _DRAIN_S = 600.0
 _FIRST_ANSWER_S = 5.0
@@ -44,61 +42,106 @@ _KNOCK_S = 1.0
 _QUIET_S = 5.0
 
 
-def open_mirror(
-    settings: RedundancySettings,
-    ranks: RankInfo,
-    roots: Sequence[Path],
-    exchange: Exchange,
-    events: EventLog,
-    store_host: str = "",
-    *,
-    trust: Trust | None = None,
-) -> Mirror | None:
-    """None where there are no copies to make. Main thread, all ranks together.
+class NodesPart(Part):
+    """Which ranks are on which nodes, and so which ranks keep copies of whose files."""
 
-    `roots`: the guard's directories, in the same order on every rank. `store_host`: where the job's store is; the
-    server listens on the address from which that one is reached. `trust`: whose files may be given away. Raises
-    UsageError when the ranks disagree.
-    """
-    if ranks.world_size == 1:
-        if settings.copies > 1:
-            logger.warning("redundancy=%d has no effect with one rank: there is no other node", settings.copies)
-        return None
-    own = {"node": settings.node_name(), "copies": settings.copies, "host": _own_host(store_host)}
-    texts = exchange.gather("node", json.dumps(own), _START_TIMEOUT_S)
-    with making_sense("the nodes of the ranks"):
-        told = [json.loads(text) for text in texts]
-        wanted = [int(content["copies"]) for content in told]
-        nodes = [printable(content["node"], 400) for content in told]
-        hosts = [str(content["host"]) for content in told]
-    if len(set(wanted)) > 1:
-        other = next(rank for rank, copies in enumerate(wanted) if copies != settings.copies)
-        raise UsageError(
-            f"redundancy={settings.copies} on rank {ranks.rank} and {wanted[other]} on rank {other}: give the same "
-            "number to every rank (the argument redundancy, or MINDX_REDUNDANCY on every node)"
-        )
-    if settings.copies == 1:
-        return None
-    _say_what_is_possible(settings.copies, count_nodes(nodes), ranks)
-    if count_nodes(nodes) == 1:
-        return None
-    host = _reachable_host(str(own["host"]), hosts)
-    server = _listen(ranks, roots, sources_of(ranks.rank, nodes, settings.copies), host, exchange.derive, trust)
-    try:
-        texts = exchange.gather("mirror", "" if server is None else server.endpoint.encode(), _START_TIMEOUT_S)
-        with making_sense("where the ranks keep copies"):
-            told_endpoints = [Endpoint.decode(text) if text else None for text in texts]
-    except BaseException:
-        if server is not None:
-            server.close()
-        raise
-    endpoints = [None if each is None else replace(each, token=exchange.derive(each.token)) for each in told_endpoints]
-    return Mirror(ranks, roots, partners_of(ranks.rank, nodes, settings.copies), endpoints, server, events, trust)
+    name = "nodes"
+
+    def __init__(self, settings: RedundancySettings, ranks: RankInfo, store_host: str = "") -> None:
+        """`store_host`: where the job's store is; copies are received on the address from which that one is reached."""
+        self._settings, self._ranks = settings, ranks
+        self._host = _own_host(store_host) if ranks.world_size > 1 and settings.copies > 1 else ""
+        self._partners: list[int] = []
+        self._sources: list[int] = []
+        self._is_wanted = False
+
+    def say(self) -> Any:
+        return [self._settings.copies, self._settings.node_name(), self._host]
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        copies = [int(each[0]) for each in said]
+        other = next((rank for rank, each in enumerate(copies) if each != copies[0]), None)
+        if other is not None:
+            raise UsageError(
+                f"redundancy={copies[0]} on rank 0 and {copies[other]} on rank {other}: give the same number to every "
+                "rank (the argument redundancy, or MINDX_REDUNDANCY on every node)"
+            )
+        nodes = [printable(each[1], 400) for each in said]
+        if copies[0] == 1 or len(said) == 1:
+            if copies[0] > 1:
+                logger.warning("redundancy=%d has no effect with one rank: there is no other node", copies[0])
+            return Merged(None)
+        _say_what_is_possible(copies[0], count_nodes(nodes))
+        if count_nodes(nodes) == 1:
+            return Merged(None)
+        partners = all_partners(nodes, copies[0])
+        sources: list[list[int]] = [[] for _ in nodes]
+        for rank, kept_by in enumerate(partners):
+            for partner in kept_by:
+                sources[partner].append(rank)
+        # On the store's own machine its name may mean the loopback device; the way to another rank then tells.
+        outside = next((str(each[2]) for each in said if not _is_loopback(str(each[2]))), "")
+        return Merged(outside, [list(pair) for pair in zip(partners, sources, strict=True)])
+
+    def hear(self, answer: Answer) -> None:
+        self._is_wanted = answer.common is not None
+        if self._is_wanted:
+            partners, sources = answer.own
+            self._partners, self._sources = [int(each) for each in partners], [int(each) for each in sources]
+            if _is_loopback(self._host) and answer.common:
+                self._host = _own_host(str(answer.common))
+
+    def open_mirror(
+        self, roots: Sequence[Path], exchange: Exchange, events: EventLog, trust: Trust | None = None
+    ) -> Mirror | None:
+        """None where there are no copies to make. Main thread, after the meeting.
+
+        `roots`: the guard's directories, in the same order on every rank. `trust`: whose files may be given away.
+        """
+        if not self._is_wanted:
+            return None
+        server = _listen(self._ranks, roots, self._sources, self._host, exchange.derive, trust)
+        endpoints = EndpointsPart(server, self._partners, exchange.derive)
+        return Mirror(self._ranks, roots, self._partners, endpoints, server, events, trust)
 
 
-def _say_what_is_possible(copies: int, num_nodes: int, ranks: RankInfo) -> None:
-    if ranks.rank != 0:
-        return
+class EndpointsPart(Part):
+    """Where the ranks' servers listen. A rank asks for those that it needs."""
+
+    name = "endpoints"
+
+    def __init__(self, server: Server | None, partners: Sequence[int], derive: Callable[[str], str]) -> None:
+        self._server, self._partners, self._derive = server, partners, derive
+        self.on_known: Callable[[], None] = lambda: None
+        """Called when the ranks have met."""
+        self._known: dict[int, Endpoint | None] = {}
+        self._more: Callable[[Sequence[str]], list[Any]] | None = None
+
+    def say(self) -> Any:
+        return "" if self._server is None else self._server.endpoint.encode()
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        for text in said:
+            if text:
+                Endpoint.decode(text)
+        return Merged(None, more={f"endpoint/{rank}": text for rank, text in enumerate(said)})
+
+    def hear(self, answer: Answer) -> None:
+        self._more = answer.more
+        for partner in self._partners:
+            self[partner]
+        self.on_known()
+
+    def __getitem__(self, rank: int) -> Endpoint | None:
+        """Of another rank; None: it keeps and gives no files. Main thread for a rank that was not asked for before."""
+        if rank not in self._known and self._more is not None:
+            (text,) = self._more([f"endpoint/{rank}"])
+            found = Endpoint.decode(str(text)) if text else None
+            self._known[rank] = None if found is None else replace(found, token=self._derive(found.token))
+        return self._known.get(rank)
+
+
+def _say_what_is_possible(copies: int, num_nodes: int) -> None:
     if num_nodes == 1:
         logger.warning("redundancy=%d has no effect: all ranks live on one node", copies)
     elif num_nodes < copies:
@@ -138,12 +181,6 @@ def _own_host(towards: str) -> str:
         return "127.0.0.1"
 
 
-def _reachable_host(own: str, hosts: Sequence[str]) -> str:
-    """On the store's own machine its name may mean the loopback device; the way to another rank then tells."""
-    others = [host for host in hosts if not _is_loopback(host)]
-    return _own_host(others[0]) if _is_loopback(own) and others else own
-
-
 def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
@@ -154,7 +191,7 @@ def _is_loopback(host: str) -> bool:
 class Mirror:
     """One per guard. Its methods belong to whoever saves (training, persist or watcher thread) unless said otherwise.
 
-    Also what `resume.reading` calls a transport.
+    Also what the inventory calls a transport.
     """
 
     def __init__(
@@ -162,7 +199,7 @@ class Mirror:
         ranks: RankInfo,
         roots: Sequence[Path],
         partners: Sequence[int],
-        endpoints: Sequence[Endpoint | None],
+        endpoints: EndpointsPart,
         server: Server | None,
         events: EventLog,
         trust: Trust | None = None,
@@ -170,7 +207,7 @@ class Mirror:
         self._trust = trust or Trust()
         self.partners = tuple(partners)
         """The ranks that keep this rank's copies."""
-        self._ranks, self._roots, self._endpoints = ranks, tuple(roots), tuple(endpoints)
+        self._ranks, self._roots, self.endpoints = ranks, tuple(roots), endpoints
         self._server, self._events = server, events
         self._changed = threading.Condition()
         self._jobs: deque[Callable[[], None]] = deque()
@@ -179,6 +216,9 @@ class Mirror:
         self._failing: set[int] = set()
         self._channels: set[Channel] = set()
         self._presence: list[Channel] = []
+        endpoints.on_known = self._announce_to_all
+
+    def _announce_to_all(self) -> None:
         for partner in self.partners:
             self._announce(partner)
 
@@ -267,7 +307,7 @@ class Mirror:
         if partner in self._failing:
             return
         self._failing.add(partner)
-        endpoint = self._endpoints[partner]
+        endpoint = self.endpoints[partner]
         where = "" if endpoint is None else f" at {endpoint.host}:{endpoint.port}"
         logger.warning("rank %d%s %s: %s; this rank's own files are not affected", partner, where, what, error)
 
@@ -347,7 +387,7 @@ class Mirror:
     # --- connections and the thread -----------------------------------------------------------------------------------
 
     def _ask(self, rank: int, op: str, *, deadline: float, **fields: Any) -> Channel:
-        endpoint = self._endpoints[rank]
+        endpoint = self.endpoints[rank]
         if endpoint is None:
             raise ConnectionError("it has no server")
         return ask(endpoint, self._ranks.rank, op, deadline=deadline, **fields)

@@ -32,7 +32,7 @@ import xxhash
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 
-__all__ = ["FirstSave", "Note", "find_notes", "note_at", "settle"]
+__all__ = ["FirstSave", "Note", "find_notes", "note_at", "notes_in", "settle"]
 
 _PREFIX, _SUFFIX = "first-save-", ".json"
 _KEPT = 8  # of runs that never saved: a job that dies before its first save, again and again
@@ -154,10 +154,13 @@ class FirstSave:
 
 def find_notes(directory: Path) -> Iterator[Note]:
     """The notes under a checkpoint directory that still hold, of all ranks and runs."""
-    for path in sorted(directory.glob(f"rank_*/{_PREFIX}*{_SUFFIX}")):
-        note = _read(path)
-        if note is not None and note.holds:
-            yield note
+    for folder in sorted(directory.glob("rank_*")):
+        yield from notes_in(folder)
+
+
+def notes_in(folder: Path) -> Iterator[Note]:
+    """The notes in a rank's folder that still hold."""
+    return (note for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")) if (note := note_at(path)) is not None)
 
 
 def note_at(path: Path) -> Note | None:

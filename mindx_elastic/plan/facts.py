@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import xxhash
@@ -164,17 +164,19 @@ class ResumePlan:
     def exact(self) -> bool:
         return not self.inexact
 
-    def holders(self, layout: Layout, shard: int, reader: int) -> list[FileFact]:
+    def holders(self, layout: Layout, shard: int, reader: int) -> Iterator[FileFact]:
         """The files that hold `shard`, the one to try first for the new rank `reader` in front.
 
-        Its own old rank goes first; the rest are taken in turn, so that no file is read by everybody.
+        Its own old rank goes first; the rest are taken in turn, so that no file is read by everybody. Looks at no more
+        of `files` than is asked for.
         """
-        found = [f for r in layout.holders[shard] for f in self.files.get(r, ())[:1] if f.seen_by(reader)]
-        own = [f for f in found if f.rank == reader]
-        others = [f for f in found if f.rank != reader]
+        ranks = [rank for rank in layout.holders[shard] if rank in self.files]
+        others = [rank for rank in ranks if rank != reader]
         turn = reader % len(others) if others else 0
-        spare = [f for r in layout.holders[shard] for f in self.files.get(r, ())[1:] if f.seen_by(reader)]
-        return [*own, *others[turn:], *others[:turn], *spare]
+        order = [*(each for each in ranks if each == reader), *others[turn:], *others[:turn]]
+        for part in (slice(0, 1), slice(1, None)):  # a rank's further files of the step only when there is no other
+            for rank in order:
+                yield from (fact for fact in self.files[rank][part] if fact.seen_by(reader))
 
     def used_paths(self) -> set[str]:
         """The files that some rank may read; for huge worlds all of the step's, since readers are spread over them."""
@@ -185,7 +187,9 @@ class ResumePlan:
             return used | {fact.path for facts in self.files.values() for fact in facts[:1]}
         for group in self.source.classes if readers else ():
             for shard in range(group.layout.num_shards):
-                used |= {found[0].path for r in readers if (found := self.holders(group.layout, shard, r))}
+                for reader in readers:
+                    first = next(self.holders(group.layout, shard, reader), None)
+                    used |= set() if first is None else {first.path}
         return used
 
 

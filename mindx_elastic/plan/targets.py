@@ -38,8 +38,8 @@ def remesh(source: Strategy, world_size: int, mesh: Mapping[str, int] | None = N
             # ZeRO: an optimizer spreads its state anew by itself, whatever the number of ranks.
             if not all(spec.parameter or spec.is_marker for spec in group.tensors):
                 raise
-    specs = (replace(spec, layout=layouts[spec.layout]) for spec in source.tensors if spec.layout in layouts)
-    return Strategy(world_size, tuple(specs))
+    kept = (spec for spec in source.tensors if spec.layout in layouts and not spec.is_marker)
+    return Strategy(world_size, tuple(replace(spec, layout=layouts[spec.layout]) for spec in kept))
 
 
 def _remesh_layout(group: LayoutClass, old: int, new: int, mesh: Mapping[str, int] | None) -> Layout:
@@ -116,13 +116,13 @@ def same_parts(source: Strategy, target: Strategy) -> bool:
     return all(
         any(_alike(each, spec) for each in source.by_name[spec.name])
         for spec in target.tensors
-        if spec.name in source.by_name
+        if spec.name in source.by_name and not spec.is_marker
     )
 
 
 def same_part(own: Strategy, spec: TensorSpec, rank: int) -> bool:
     """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other."""
-    return any(
+    return spec.is_marker or any(
         _alike(each, spec)
         # What the rank has for itself alone (see `assumptions`) is what it has.
         or (

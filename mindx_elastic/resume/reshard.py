@@ -25,7 +25,7 @@ from mindx_elastic.persist.format import Header, open_checkpoint, unflatten
 from mindx_elastic.persist.places import tensor_places
 from mindx_elastic.persist.reader import Checkpoint, read_some
 from mindx_elastic.persist.regions import read_box
-from mindx_elastic.plan.facts import FileFact, ResumePlan
+from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan
 
 __all__ = ["Parts", "assemble"]
 
@@ -35,8 +35,9 @@ _MOST_OPEN = 64  # a process has 1024 descriptors by default, and a job may have
 class Parts:
     """The files of a plan's step, opened when they are needed. Use as a context manager."""
 
-    def __init__(self, plan: ResumePlan, reader: int, trust: Trust | None = None) -> None:
-        self.plan, self.reader, self.trust = plan, reader, trust or Trust()
+    def __init__(self, plan: ResumePlan, share: RankPlan, trust: Trust | None = None) -> None:
+        """`share`: of the rank that reads. `plan.ranks` is not used: a rank need not know the others' shares."""
+        self.plan, self.reader, self.base, self.trust = plan, share.rank, share.file, trust or Trust()
         self.num_bytes = 0
         """Read so far."""
         self._open: dict[str, tuple[_PartFile, ExitStack]] = {}
@@ -56,7 +57,7 @@ class Parts:
             self._open[fact.path] = self._open.pop(fact.path)  # the ones used last stay
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used again and again
-            oldest = next(path for path in self._open if path != self.plan.ranks[self.reader].file.path)
+            oldest = next(path for path in self._open if path != self.base.path)
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
         fd, header = stack.enter_context(open_checkpoint(fact.path, self.trust.of(Path(fact.path))))
@@ -79,7 +80,7 @@ class Parts:
                     common = overlap(whole, wanted) if spec.shape else ()
                     if common is None:
                         continue
-                    file = self.file(self.plan.holders(spec.layout, shard, self.reader)[0])
+                    file = self.file(next(self.plan.holders(spec.layout, shard, self.reader)))
                     if out is None:
                         out = torch.empty(shape, dtype=file.dtype(spec))
                     inside = _shift(common, whole, theirs)
@@ -116,11 +117,11 @@ class Parts:
         for file in self._likely_files(specs or self.plan.source.by_name.get(name, ())):
             if name in file.parameters.get(component, ()):
                 return file, file.state_node(component, name)
-        return self.file(self.plan.ranks[self.reader].file), None
+        return self.file(self.base), None
 
     def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
         """Each to be used before the next is asked for. Those further behind are opened only when they are needed."""
-        base = self.file(self.plan.ranks[self.reader].file)
+        base = self.file(self.base)
         yield base
         for spec in specs[:1]:
             yield self._any_file(spec)
@@ -135,9 +136,9 @@ class Parts:
 
     def _any_file(self, spec: TensorSpec) -> _PartFile:
         for shard in range(spec.layout.num_shards):
-            holders = self.plan.holders(spec.layout, shard, self.reader)
-            if holders:
-                return self.file(holders[0])
+            holder = next(self.plan.holders(spec.layout, shard, self.reader), None)
+            if holder is not None:
+                return self.file(holder)
         raise MismatchError(f"{spec.name} lies in no file of step {self.plan.step}")
 
 
@@ -188,15 +189,15 @@ def _shift(common: Box, whole: Box, place: Box) -> Box:
     return tuple((start + move, stop + move) for (start, stop), move in zip(common, moves, strict=True))
 
 
-def assemble(plan: ResumePlan, rank: int, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:
-    """The state of new rank `rank`, ready for `Collector.load`. Digests of the files were checked before.
+def assemble(plan: ResumePlan, share: RankPlan, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:
+    """The state of the rank that `share` is of, ready for `Collector.load`. Digests of the files were checked before.
 
     Raises MismatchError when the step does not hold what this program has, and what opening and reading files raise.
     """
     assert plan.world.strategy is not None
-    target = plan.world.strategy
-    with Parts(plan, rank, trust) as parts:
-        base = parts.file(plan.ranks[rank].file)
+    target, rank = plan.world.strategy, share.rank
+    with Parts(plan, share, trust) as parts:
+        base = parts.file(share.file)
         made = {*blueprint.parameters, *blueprint.optimizers}
         state = _rest(base, made)
         for component, names in blueprint.parameters.items():

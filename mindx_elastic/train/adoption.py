@@ -6,15 +6,16 @@ incomplete, so a rank that lacks a kind of checkpoint callback makes one like th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.told import making_sense
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.train.callbacks import Callback
@@ -23,10 +24,9 @@ from mindx_elastic.train.config import CheckpointConfig
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.tft import TFTRegister
 
-__all__ = ["START_TIMEOUT_S", "Policies", "adopt", "gather_policies"]
+__all__ = ["Policies", "adopt", "gather_policies"]
 
 _KINDS: tuple[type[SavingCallback], ...] = (ExceptionCheckpoint, ModelCheckpoint, OnRequestExit, TFTRegister)
-START_TIMEOUT_S = 1800.0
 
 
 @dataclass
@@ -76,28 +76,36 @@ def adopt(callbacks: Sequence[Callback], exchange: Exchange, rank: int) -> list[
     Raises UsageError on every rank when the ranks were given different schedules, which would save different steps.
     """
     mine = [{"kind": kind.__name__, "spec": c.spec()} for kind in _KINDS for c in callbacks if isinstance(c, kind)]
-    texts = exchange.gather("policies", json.dumps(mine), START_TIMEOUT_S)
+    answer = exchange.gather("policies", mine, _merge)
     with making_sense("the callbacks of the ranks"):
-        everybody = [json.loads(text) for text in texts]
-        _check_schedules(everybody)
-    added: list[SavingCallback] = []
-    for kind in _KINDS:
-        holders = [r for r, found in enumerate(everybody) if _specs(found, kind)]
-        if not holders or len(holders) == len(everybody):
-            continue
-        if rank not in holders:
-            with making_sense("the callbacks of the ranks"):
-                added += [_build(kind, spec) for spec in _specs(everybody[holders[0]], kind)]
-        elif rank == holders[0]:
+        found = {str(name): (str(holders), first, specs) for name, holders, first, specs in answer.common}
+        lacking = {str(name) for name in answer.own}
+        added = [_build(k, spec) for k in _KINDS if k.__name__ in lacking for spec in found[k.__name__][2]]
+    for name, (holders, first, _) in found.items():
+        if rank == first:
             logger.warning(
                 "%s was given to %s only; the other ranks save in the same way. Weaker than giving it to "
                 "every rank: append_info and the callback's own state come from rank %d, and its directory "
                 "must be reachable under the same path on every node",
-                kind.__name__,
-                "rank 0" if holders == [0] else f"ranks {', '.join(map(str, holders))}",
+                name,
+                holders,
                 rank,
             )
     return added
+
+
+def _merge(said: Sequence[list[dict[str, Any]]]) -> Merged:
+    """Of each kind that only some ranks have: which ranks, the first one, what it has. And what each rank lacks."""
+    _check_schedules(said)
+    common: list[list[Any]] = []
+    lacking: list[list[str]] = [[] for _ in said]
+    for kind in _KINDS:
+        holders = [rank for rank, found in enumerate(said) if _specs(found, kind)]
+        if holders and len(holders) < len(said):
+            common.append([kind.__name__, rank_list(holders), holders[0], _specs(said[holders[0]], kind)])
+            for rank in set(range(len(said))) - set(holders):
+                lacking[rank].append(kind.__name__)
+    return Merged(common, lacking)
 
 
 def _specs(found: list[dict[str, Any]], kind: type[SavingCallback]) -> list[dict[str, Any]]:

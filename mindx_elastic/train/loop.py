@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.train.batch import move_batch
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
@@ -28,11 +30,30 @@ from mindx_elastic.train.unguarded import GuardPort
 if TYPE_CHECKING:
     from mindx_elastic.train.model import Model
 
-__all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "TrainLoop", "windows"]
+__all__ = ["CALLBACKS", "PROGRESS", "CutHooks", "EpochLoss", "TrainLoop", "windows"]
 
 CALLBACKS, PROGRESS = "callbacks", "train"  # their names in the checkpoint's tree
 _STOP_REASON = "RunContext.request_stop()"
-_HOOKS_TIMEOUT_S = 600.0  # the other ranks' on_train_begin hooks may take long
+
+
+class CutHooks(Part):
+    """On which ranks the ``on_train_step_end`` hooks of the resumed step were cut off; told when the state is back."""
+
+    name = "hooks"
+
+    def __init__(self, losses: EpochLoss) -> None:
+        self._losses = losses
+        self.cut_on, self.is_cut_everywhere = "", False
+
+    def say(self) -> Any:
+        return bool(self._losses.hooks_pending)
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged([rank_list(rank for rank, each in enumerate(said) if each) if any(said) else "", all(said)])
+
+    def hear(self, answer: Answer) -> None:
+        cut_on, everywhere = answer.common
+        self.cut_on, self.is_cut_everywhere = str(cut_on), bool(everywhere)
 
 
 class EpochLoss:
@@ -135,6 +156,7 @@ class TrainLoop:
         losses: EpochLoss,
         periodic: Sequence[Any],
         exchange: Exchange | None,
+        hooks: CutHooks,
     ) -> None:
         self.model, self.guard, self.callbacks, self.loader, self.losses = (
             model,
@@ -144,7 +166,7 @@ class TrainLoop:
             losses,
         )
         self.periodic = periodic
-        self._exchange = exchange
+        self._exchange, self._hooks = exchange, hooks
         self._asked_all = False
         self.params = CallbackParams()
         self.context = RunContext(self.params)
@@ -230,18 +252,15 @@ class TrainLoop:
         """
         if self.guard.resumed_from_step is None:
             return
-        pending = [self.losses.hooks_pending]
-        if self._exchange is not None:
-            told = self._exchange.gather("hooks", str(int(pending[0])), _HOOKS_TIMEOUT_S)
-            pending = [text == "1" for text in told]
-        if not all(pending):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
-            if any(pending):
-                cut = ", ".join(str(rank) for rank, each in enumerate(pending) if each)
+        if (
+            not self._hooks.is_cut_everywhere
+        ):  # a hook may wait for the other ranks (an evaluation): all of them run it, or none
+            if self._hooks.cut_on:
                 logger.warning(
-                    "step %d: on_train_step_end was cut off on rank %s and not on the others; it is not run again, so "
-                    "what callbacks count there is one step short",
+                    "step %d: on_train_step_end was cut off on %s and not on the others; it is not run again, so what "
+                    "callbacks count there is one step short",
                     self.guard.position.step,
-                    cut,
+                    self._hooks.cut_on,
                 )
             self.losses.end_hooks()
             return

@@ -23,13 +23,13 @@ from mindx_elastic.data import from_loader
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.train.adoption import START_TIMEOUT_S, Policies, adopt, gather_policies
+from mindx_elastic.train.adoption import Policies, adopt, gather_policies
 from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
 from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
-from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, TrainLoop
+from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, TrainLoop
 from mindx_elastic.train.metrics import Metrics, MetricSet
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
 from mindx_elastic.train.parallel import choose_device, join_process_group, place, without_ddp, wrap_network
@@ -212,14 +212,15 @@ class Model:
                     grace_s=grace_s,
                     allow_shared_directory=allow_shared_directory,
                 )
-                if exchange is not None:
-                    exchange.gather("prepared", "", START_TIMEOUT_S)  # the guard has an exchange of its own
+                hooks = CutHooks(losses)
+                if isinstance(guard, Guard):
+                    guard.start_with(exchange, [hooks])  # from here its errors are the others', too
             display = self._add_display(states, losses, progress)
             stack.callback(display.close)
             self._run(
                 guard,
                 loader,
-                TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange),
+                TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks),
                 epochs,
             )
 

@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agreement.exchange import LocalExchange, Store, StoreExchange
+from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 from mindx_elastic.errors import UntrustedMessageError
@@ -144,7 +145,7 @@ def test_values_of_all_ranks_are_collected_in_rank_order(ranks: list[StoreExchan
 
 def test_a_missing_rank_at_the_start_is_an_error_that_says_so(ranks: list[StoreExchange]) -> None:
     ranks[0].publish("view", "x")
-    with pytest.raises(TimeoutError, match="every rank entering the guard"):
+    with pytest.raises(TimeoutError, match="rank 0 waited"):
         ranks[0].collect("view", 0.1)
 
 
@@ -302,9 +303,10 @@ class Attacked:
         self.stranger = connect()
         self.ranks = [StoreExchange(connect, rank=r, world_size=3, seal=Seal(key, "mindx/0/0", r)) for r in range(3)]
         for exchange in self.ranks:
-            exchange.publish("first", f"of {exchange.rank}")
+            exchange.say("first", f"of {exchange.rank}")
+        self.ranks[0].preside("first", Merged)
         for exchange in self.ranks:
-            assert exchange.collect("first", 30) == ["of 0", "of 1", "of 2"]
+            assert exchange.hear("first").common == ["of 0", "of 1", "of 2"]
 
 
 @contextmanager
@@ -421,8 +423,8 @@ def test_a_value_that_its_rank_has_not_written_is_named() -> None:
     with attack(b"0123456789abcdef") as attacked:
         for exchange in attacked.ranks:
             exchange.publish("second", "x")
-        attacked.stranger.set("start/second/1", "x")
-        with pytest.raises(UntrustedMessageError, match=r"'second' of rank 1 .*MINDX_JOB_KEY"):
+        attacked.stranger.set("told/second/1", "x")
+        with pytest.raises(UntrustedMessageError, match=r"'told/second/1' of rank 1 .*MINDX_JOB_KEY"):
             attacked.ranks[0].collect("second", 30)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from mindx_elastic import errors
 from mindx_elastic.agreement import gather as module
 from mindx_elastic.agreement.exchange import LocalExchange
-from mindx_elastic.agreement.gather import _error_of, all_or_none
+from mindx_elastic.agreement.gather import Merged, _error_of, all_or_none
 from mindx_elastic.errors import (
     CheckpointError,
     MismatchError,
@@ -25,32 +26,103 @@ from tests.resume.shared_store import Board, BoardExchange, on_all_ranks
 def meetings(*names: str, broken: Any = None, rank: int = 1, at: int = 0) -> Any:
     """Work of one rank: it meets the others under each name; `rank` raises `broken` before the meeting number `at`."""
 
-    def work(mine: int, exchange: BoardExchange) -> list[list[str]]:
+    def work(mine: int, exchange: BoardExchange) -> list[Any]:
         heard = []
         for number, name in enumerate(names):
             if broken is not None and (mine, number) == (rank, at):
                 raise broken
-            heard.append(exchange.gather(name, f"{name} of {mine}", 5.0))
+            answer = exchange.gather(name, f"{name} of {mine}", Merged)
+            heard.append(answer.common)
         return heard
 
     return work
 
 
-def test_everybody_hears_everybody_in_rank_order() -> None:
+def test_rank_0_merges_what_all_say_in_rank_order() -> None:
     expected = [["a of 0", "a of 1", "a of 2"], ["b of 0", "b of 1", "b of 2"]]
     assert on_all_ranks(3, meetings("a", "b")) == [expected] * 3
 
 
 def test_one_name_may_be_used_twice_and_values_have_lines() -> None:
-    def work(rank: int, exchange: BoardExchange) -> list[str]:
-        return exchange.gather("read", "", 5.0) + exchange.gather("read", f"{rank}\n\nmore\n", 5.0)
+    def work(rank: int, exchange: BoardExchange) -> list[Any]:
+        said = [exchange.gather("read", each, Merged).common for each in ("", f"{rank}\n\nmore\n")]
+        return said
 
-    assert on_all_ranks(2, work) == [["", "", "0\n\nmore\n", "1\n\nmore\n"]] * 2
+    assert on_all_ranks(2, work) == [[["", ""], ["0\n\nmore\n", "1\n\nmore\n"]]] * 2
+
+
+def test_an_answer_has_a_part_for_each_rank_and_parts_to_ask_for() -> None:
+    def merge(said: list[int]) -> Merged:
+        return Merged(sum(said), own=[each * 10 for each in said], more={"7": [1, 2], "8": {"a": None}})
+
+    def work(rank: int, exchange: BoardExchange) -> tuple[Any, ...]:
+        answer = exchange.gather("numbers", rank + 1, merge)
+        return answer.common, answer.own, answer.more(["8", "7"]), answer.digest
+
+    found = on_all_ranks(3, work)
+    assert [each[:3] for each in found] == [(6, own, [{"a": None}, [1, 2]]) for own in (10, 20, 30)]  # type: ignore[index]
+    assert len({each[3] for each in found}) == 3, "each rank has heard something else"  # type: ignore[index]
+
+
+def test_only_rank_0_merges_and_its_error_is_raised_on_all() -> None:
+    merging: list[int] = []
+
+    def work(rank: int, exchange: BoardExchange) -> None:
+        def merge(said: list[Any]) -> Merged:
+            merging.append(rank)
+            raise MismatchError("they do not fit")
+
+        exchange.gather("plan", rank, merge)
+
+    found = on_all_ranks(3, work)
+    assert merging == [0]
+    assert [(type(each), str(each)) for each in found] == [
+        (MismatchError, "they do not fit"),
+        (MismatchError, "rank 0: they do not fit"),
+        (MismatchError, "rank 0: they do not fit"),
+    ]
+
+
+def test_those_who_wait_already_hear_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 2 fails while the others wait for rank 3, which never comes."""
+    monkeypatch.setattr(module, "_HEARD_S", 0.05)
+    board = Board(4)
+    errors_heard: dict[int, BaseException] = {}
+
+    def wait(rank: int) -> None:
+        try:
+            BoardExchange(board, rank).gather("a", "", lambda said: Merged(None))
+        except Exception as error:
+            errors_heard[rank] = error
+
+    threads = [threading.Thread(target=wait, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    with board.changed:
+        assert board.changed.wait_for(lambda: board.counts.get("round0/count") == 2, 60)
+    with pytest.raises(UsageError), all_or_none(BoardExchange(board, 2)):
+        raise UsageError("no directory")
+    for thread in threads:
+        thread.join(60)
+    assert {rank: str(error) for rank, error in errors_heard.items()} == dict.fromkeys((0, 1), "rank 2: no directory")
+
+
+def test_a_false_bell_does_not_end_the_wait() -> None:
+    """Whoever reaches the store may ring; rank 0 looks whether all have spoken."""
+    board = Board(2)
+    board.values["round0/bell"] = "1"
+    found: list[Any] = []
+    first = threading.Thread(target=lambda: found.append(meetings("a")(0, BoardExchange(board, 0))))
+    first.start()
+    meetings("a")(1, BoardExchange(board, 1))
+    first.join(60)
+    assert found == [[["a of 0", "a of 1"]]]
 
 
 def test_alone_there_is_nobody_to_wait_for() -> None:
     exchange = LocalExchange()
-    assert exchange.gather("a", "x", 0.0) == ["x"]
+    answer = exchange.gather("a", "x", lambda said: Merged(said, own=said), timeout_s=0.0)
+    assert (answer.common, answer.own) == (["x"], "x")
     with pytest.raises(ValueError, match="mine"), all_or_none(exchange):
         raise ValueError("mine")
 
@@ -87,22 +159,22 @@ def test_an_error_of_one_rank_is_everybodys(error: BaseException, kind: type[Exc
 
 def test_two_that_fail_at_once_keep_their_own_errors() -> None:
     def work(rank: int, exchange: BoardExchange) -> None:
-        exchange.gather("a", "", 5.0)
+        meetings("a")(rank, exchange)
         if rank < 2:
             raise ValueError(f"of {rank}")
-        exchange.gather("b", "", 5.0)
+        meetings("b")(rank, exchange)
 
     found = on_all_ranks(3, work)
     assert [str(each) for each in found[:2]] == ["of 0", "of 1"]
-    assert isinstance(found[2], PeerStartError) and found[2].rank == 0
+    assert isinstance(found[2], PeerStartError) and found[2].rank in (0, 1)
 
 
 def test_ranks_at_different_points_are_told_apart() -> None:
     def work(rank: int, exchange: BoardExchange) -> None:
-        exchange.gather("mirror" if rank else "layout", "", 5.0)
+        meetings("mirror" if rank else "layout")(rank, exchange)
 
     found = on_all_ranks(2, work)
-    assert "rank 1 is at 'mirror' of its start and this rank at 'layout'" in str(found[0])
+    assert all("rank 1 is at 'mirror' of its start and rank 0 at 'layout'" in str(each) for each in found)
     assert all(isinstance(each, UsageError) for each in found)
 
 
@@ -111,7 +183,7 @@ def test_a_failed_rank_does_not_wait_long_for_those_who_are_busy(monkeypatch: py
     exchange = BoardExchange(Board(2), 0)
     with pytest.raises(ValueError, match="nobody"), all_or_none(exchange):
         raise ValueError("nobody else is here yet")
-    assert exchange.board.values["round0", 0].startswith("!\n")
+    assert exchange.board.values["round0/answer"].startswith("!")
 
 
 def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +191,7 @@ def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.Mo
         raise ConnectionError("the store")
 
     exchange = LocalExchange()
-    monkeypatch.setattr(exchange, "publish", gone)
+    monkeypatch.setattr(exchange, "_write_first", gone)
     with pytest.raises(ValueError, match="mine"), all_or_none(exchange):
         raise ValueError("mine")
 
@@ -131,31 +203,35 @@ def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.Mo
 def test_what_others_write_is_at_most_a_message(text: str) -> None:
     """Anybody on the network may write into the store."""
     board = Board(2)
-    board.values["round0", 1] = f"!\n{text}"
-    with pytest.raises(PeerStartError, match="rank 1"):
-        BoardExchange(board, 0).gather("a", "", 1.0)
+    board.values["round0/answer"] = f"!{text}"
+    with pytest.raises(PeerStartError, match="could not start"):
+        meetings("a")(1, BoardExchange(board, 1))
 
 
 def test_control_characters_of_others_are_not_printed() -> None:
     board = Board(2)
-    board.values["round0", 1] = "!\n" + json.dumps(["CheckpointError", "\x1b[2Jgone" + "x" * 10_000])
+    board.values["round0/answer"] = "!" + json.dumps([1, "CheckpointError", "\x1b[2Jgone" + "x" * 10_000])
     with pytest.raises(CheckpointError) as caught:
-        BoardExchange(board, 0).gather("a", "", 1.0)
+        meetings("a")(1, BoardExchange(board, 1))
     assert "\x1b" not in str(caught.value) and len(str(caught.value)) < 5000
 
 
-def test_who_does_not_come_is_named_by_the_meeting() -> None:
-    class Slow(LocalExchange):
-        def collect(self, name: str, timeout_s: float) -> list[str]:
-            raise TimeoutError(f"waited for every rank's {name!r}")
+@pytest.mark.parametrize(("absent", "text"), [(2, "rank 2 did not come to 'listing'"), (0, "for rank 0 at 'listing'")])
+def test_who_does_not_come_is_named_on_every_rank(monkeypatch: pytest.MonkeyPatch, absent: int, text: str) -> None:
+    monkeypatch.setattr(module, "_ANSWER_S", 0.2 if absent == 0 else 60.0)
 
-    with pytest.raises(TimeoutError, match="every rank's 'listing'"):
-        Slow().gather("listing", "", 1.0)
+    def work(rank: int, exchange: BoardExchange) -> None:
+        if rank != absent:
+            exchange.gather("listing", "", lambda said: Merged(None), timeout_s=0.2)
+
+    found = on_all_ranks(3, work)
+    for rank in {0, 1, 2} - {absent}:
+        assert text in str(found[rank])
 
 
 @pytest.mark.parametrize("name", sorted(errors.__all__))
 def test_every_error_of_one_rank_can_be_raised_on_the_others(name: str) -> None:
-    found = _error_of(3, json.dumps([name, "no room for it"]))
+    found = _error_of(json.dumps([3, name, "no room for it"]))
     assert isinstance(found, errors.MindxError) and "rank 3" in str(found) and "no room for it" in str(found)
     kind = getattr(errors, name)
     if isinstance(kind, type) and issubclass(kind, errors.CheckpointError | errors.UsageError):

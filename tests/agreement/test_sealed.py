@@ -15,9 +15,12 @@ def joined(key: bytes | None = KEY, scope: str = "mindx/0/0", count: int = 2) ->
     """The seals of all ranks, after the first values were collected."""
     seals = [Seal(key, scope, rank) for rank in range(count)]
     messages = [seal.close("start/first", f"of {seal.rank}") for seal in seals]
-    for seal in seals:
-        assert seal.join("start/first", messages) == [f"of {rank}" for rank in range(count)]
-        assert seal.has_joined
+    nonces, contents = seals[0].join(["start/first"] * count, messages)
+    assert contents == [f"of {rank}" for rank in range(count)]
+    for seal, message in zip(seals, seals[0].welcomes("start/welcome", nonces), strict=False):
+        if seal.rank:
+            seal.enter("start/welcome", message)
+    assert all(seal.has_joined for seal in seals)
     return seals
 
 
@@ -73,22 +76,37 @@ def test_the_first_values_of_an_earlier_start_do_not_open_this_one() -> None:
     replayed = old[1].close("start/first", "of 1")
     now = [Seal(KEY, "mindx/0/0", rank) for rank in range(2)]
     told = [seal.close("start/first", f"of {seal.rank}") for seal in now]
-    assert now[0].join("start/first", [told[0], replayed]) == ["of 0", "of 1"]
-    assert now[1].join("start/first", told) == ["of 0", "of 1"]
-    with pytest.raises(NotOursError):  # rank 1 would have to have written the old one
+    nonces, contents = now[0].join(["start/first"] * 2, [told[0], replayed])
+    assert contents == ["of 0", "of 1"], "without the session it cannot be told from a new one"
+    with pytest.raises(NotOursError, match="another start"):  # the rank itself can
+        now[1].enter("start/welcome", now[0].welcomes("start/welcome", nonces)[1])
+    with pytest.raises(NotOursError):  # and what it says later is not opened
         now[0].open("stop/offer/1", now[1].close("stop/offer/1", "7"))
     again = Seal(KEY, "mindx/0/0", 1)
     again.close("start/first", "of 1")
     with pytest.raises(NotOursError, match="own message"):
-        again.join("start/first", [told[0], replayed])
+        again.join(["start/first"] * 2, [told[0], replayed])
+
+
+def test_a_welcome_is_for_one_rank_of_one_start() -> None:
+    seals = [Seal(KEY, "mindx/0/0", rank) for rank in range(3)]
+    messages = [seal.close("start/first", "") for seal in seals]
+    nonces, _ = seals[0].join(["start/first"] * 3, messages)
+    welcomes = seals[0].welcomes("start/welcome", nonces)
+    for wrong in (welcomes[2], welcomes[1][:-1], "", Seal(None, "mindx/0/0", 0).close("start/welcome/1", "x" * 64)):
+        with pytest.raises(NotOursError):
+            seals[1].enter("start/welcome", wrong)
+    seals[1].enter("start/welcome", welcomes[1])
+    assert seals[1].open("x", seals[0].close("x", "later")) == "later"
+    assert not seals[2].has_joined
 
 
 def test_there_is_no_way_back_to_a_job_without_a_key() -> None:
     keyed, plain = Seal(KEY, "s", 0), Seal(None, "s", 1)
     with pytest.raises(NotOursError, match="not sealed"):
-        keyed.join("first", [keyed.close("first", ""), plain.close("first", "")])
+        keyed.join(["first"] * 2, [keyed.close("first", ""), plain.close("first", "")])
     with pytest.raises(NotOursError, match="this rank has none"):
-        plain.join("first", [keyed.close("first", ""), plain.close("first", "")])
+        plain.join(["first"] * 2, [keyed.close("first", ""), plain.close("first", "")])
     assert not keyed.has_joined
 
 

@@ -90,7 +90,7 @@ def test_the_identity_of_this_process() -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV, "exit"])
 def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher, how: Any) -> None:
     peers = [start(), start()]
-    watch = PeerWatch([own_identity(), *(peer.identity for peer in peers)], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), *(peer.identity for peer in peers)])), rank=0)
     assert (watch.watched(), watch.gone, watch.look()) == ([1, 2], [], [])
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
@@ -108,18 +108,18 @@ def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher:
 def test_a_dead_process_that_nobody_has_waited_for_yet(start: Callable[[], Peer]) -> None:
     """The launcher collects its children a moment later."""
     peer = start()
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     peer.end(signal.SIGKILL, reap=False)
     assert watch.look() == [1] and watch.gone == []
     watch.close()
-    late = PeerWatch([own_identity(), peer.identity], rank=0)
+    late = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     assert late.look() == [1]
     late.close()
 
 
 def test_a_stopped_process_is_not_dead(start: Callable[[], Peer]) -> None:
     peer = start()
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     peer.process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, peer.process.pid, os.WSTOPPED | os.WNOWAIT)
     assert watch.look() == []
@@ -129,7 +129,7 @@ def test_a_stopped_process_is_not_dead(start: Callable[[], Peer]) -> None:
 def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher) -> None:
     peer = start()
     peer.end()
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     assert (watch.gone, watch.look(), watch.watched()) == ([1], [1], [1])
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
@@ -139,7 +139,7 @@ def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher
 
 def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -> None:
     peer = start()
-    watch = PeerWatch([own_identity(), changed(peer.identity, started="12345")], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), changed(peer.identity, started="12345")])), rank=0)
     assert (watch.gone, watch.look()) == ([1], [1]) and not watch._fds
     watch.close()
 
@@ -147,9 +147,9 @@ def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -
 @pytest.mark.parametrize("space", ["another-machine/pid:[1]", ""])
 def test_ranks_elsewhere_are_not_watched(start: Callable[[], Peer], space: str) -> None:
     peer = start()
-    watch = PeerWatch([own_identity(), changed(peer.identity, space=space)], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), changed(peer.identity, space=space)])), rank=0)
     assert (watch.watched(), watch.look()) == ([], [])
-    unknown = PeerWatch([changed(own_identity(), space=""), changed(peer.identity, space="")], rank=0)
+    unknown = PeerWatch(dict(enumerate([changed(own_identity(), space=""), changed(peer.identity, space="")])), rank=0)
     assert unknown.watched() == [], "where /proc does not tell, nobody is taken for a neighbour"
 
 
@@ -162,7 +162,7 @@ def test_a_system_that_forbids_it(start: Callable[[], Peer], monkeypatch: pytest
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "pidfd_open", forbidden)
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     assert fired == [peer.process.pid]
     assert (watch.watched(), watch.gone, watch.look()) == ([], [], [])
 
@@ -170,7 +170,7 @@ def test_a_system_that_forbids_it(start: Callable[[], Peer], monkeypatch: pytest
 def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], Peer], watcher: Watcher) -> None:
     """A program that closes all descriptors it does not know."""
     peer = start()
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     (fd,) = watch._fds.values()
     os.close(fd)
     assert watch.look() == []
@@ -188,7 +188,7 @@ def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], P
 def test_closing_gives_the_descriptors_back(start: Callable[[], Peer]) -> None:
     peer = start()
     before = set(os.listdir("/proc/self/fd"))
-    watch = PeerWatch([own_identity(), peer.identity], rank=0)
+    watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     watch.close()
     watch.close()
     assert set(os.listdir("/proc/self/fd")) == before

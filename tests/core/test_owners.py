@@ -24,7 +24,7 @@ from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import own_states
 from mindx_elastic.persist.catalog import scan
 from mindx_elastic.persist.reader import read_checkpoint
-from mindx_elastic.resume import reading as reading_module
+from mindx_elastic.resume import reader as reading_module
 from tests.checkpoint_files import write, write_step
 from tests.guarded import Job
 from tests.resume.finding import find, find_on, step_of

@@ -26,8 +26,8 @@ from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic.guard import guard as guard_module
-from mindx_elastic.guard import resuming as resuming_module
 from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard import start as start_module
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 
@@ -270,7 +270,7 @@ def announce_worker(worker_id: int) -> None:
 def inject(environment: Mapping[str, str]) -> None:
     """Faults that no signal can bring about; each says that it has fired."""
     if environment.get("LOOP_NO_REPLAY"):
-        setattr(resuming_module, "replay_gradient_order", lambda *_: say("REPLAY LEFT OUT"))  # noqa: B010
+        setattr(start_module, "replay_gradient_order", lambda *_: say("REPLAY LEFT OUT"))  # noqa: B010
     if environment.get("LOOP_NO_KEY"):  # as if a launcher did not say how many ranks a node has
         del os.environ["LOCAL_WORLD_SIZE"]
     if environment.get("LOOP_OWN_KEY"):

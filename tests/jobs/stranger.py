@@ -18,7 +18,7 @@ RANKS = range(2)
 def connect(host: str, port: int) -> Any:
     """The guard's part of the store, found by looking at what is there."""
     store: Any = dist.TCPStore(host, port, None, False, timedelta(seconds=30), wait_for_workers=False)
-    known = "mindx/0/0/start/round0/0"
+    known = "mindx/0/0/start/round0/say/0"
     if hasattr(store, "list_keys"):
         found = [key for key in store.list_keys() if key.endswith(known)]
     else:
@@ -26,7 +26,7 @@ def connect(host: str, port: int) -> Any:
         found = [f"{place}{known}" for place in places if store.check([f"{place}{known}"])]
     if len(found) != 1:
         sys.exit(f"the guard's keys are not found: {found}")
-    return dist.PrefixStore(found[0].removesuffix("/start/round0/0"), store)
+    return dist.PrefixStore(found[0].removesuffix("/start/round0/say/0"), store)
 
 
 def plant(store: Any, what: str) -> None:

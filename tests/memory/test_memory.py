@@ -231,13 +231,13 @@ def _locks_held() -> list[str]:
 
 
 def test_a_start_that_fails_leaves_no_arena_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store is lost between opening memory and the agreement on the interval."""
+    """The store is lost between opening memory and the first meeting."""
     fired = []
     real = LocalExchange.gather
 
-    def lost(self: LocalExchange, name: str, value: str, timeout_s: float) -> list[str]:
-        if name != "interval":
-            return real(self, name, value, timeout_s)
+    def lost(self: LocalExchange, name: str, value: Any, merge: Any, **more: Any) -> Any:
+        if name != "here":
+            return real(self, name, value, merge, **more)
         fired.append(_locks_held())
         raise ConnectionError("injected: the store is gone")
 

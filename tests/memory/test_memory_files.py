@@ -20,9 +20,10 @@ from mindx_elastic.memory.memory_files import (
     own_states,
     snapshot_entries,
 )
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write_step
 from tests.resume.arenas import RUN, Machine
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 
 WORLD = 3

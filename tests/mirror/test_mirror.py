@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 from torch import nn
 
+from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import NoUsableCheckpointError, UsageError
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.mirror.mirror import Mirror, open_mirror
+from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.mirror.wire import Endpoint
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.harness import wait_until
 from tests.jobs.nodes import Every
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 
 NAME = "resnet-2_7.safetensors"
@@ -53,7 +55,12 @@ class Job:
         def work(rank: int, exchange: Any) -> Mirror | None:
             settings = RedundancySettings(copies=self._copies[rank], node=self.nodes[rank])
             events = EventLog(self.root(rank) / "events.jsonl", run_id="run-a", rank=rank)
-            return open_mirror(settings, self.info(rank), [self.root(rank)], exchange, events, "127.0.0.1")
+            nodes = NodesPart(settings, self.info(rank), "127.0.0.1")
+            meet(exchange, "here", [nodes])
+            mirror = nodes.open_mirror([self.root(rank)], exchange, events)
+            if mirror is not None:
+                meet(exchange, "plan", [mirror.endpoints])
+            return mirror
 
         self.mirrors = on_all_ranks(self.world_size, work)
         return self.mirrors
@@ -164,7 +171,7 @@ def test_a_frozen_partner_costs_a_part_of_the_time_that_is_left(start: Callable[
     job = start("ab")
     mirror: Mirror = job.mirrors[0]
     with socket.create_server(("127.0.0.1", 0)) as silent:  # connections are made, nobody answers
-        mirror._endpoints = (None, Endpoint("127.0.0.1", silent.getsockname()[1], "x"))
+        mirror.endpoints._known[1] = Endpoint("127.0.0.1", silent.getsockname()[1], "x")
         began = time.monotonic()
         mirror.deliver(job.write(0), 17, 3.0)
         assert time.monotonic() - began < 3.0

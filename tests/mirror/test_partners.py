@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindx_elastic.mirror.partners import count_nodes, partners_of, sources_of
+from mindx_elastic.mirror.partners import all_partners, count_nodes
 
 nodes_and_copies = st.tuples(
     st.lists(st.sampled_from(["a", "b", "c", "d", "e"]), min_size=1, max_size=16), st.integers(1, 6)
 )
 
 
+def sources_of(rank: int, nodes: Sequence[str], copies: int) -> list[int]:
+    """The ranks whose files `rank` keeps copies of."""
+    return [other for other, partners in enumerate(all_partners(nodes, copies)) if rank in partners]
+
+
 @given(nodes_and_copies)
 def test_a_file_lies_on_as_many_nodes_as_asked_for_or_as_there_are(case: tuple[list[str], int]) -> None:
     nodes, copies = case
     for rank in range(len(nodes)):
-        partners = partners_of(rank, nodes, copies)
+        partners = all_partners(nodes, copies)[rank]
         holders = {nodes[other] for other in [rank, *partners]}
         assert len(holders) == len(partners) + 1 == min(copies, count_nodes(nodes))
 
@@ -26,7 +33,7 @@ def test_a_file_lies_on_as_many_nodes_as_asked_for_or_as_there_are(case: tuple[l
 def test_sources_are_those_whose_partner_one_is(case: tuple[list[str], int]) -> None:
     nodes, copies = case
     ranks = range(len(nodes))
-    pairs = {(rank, partner) for rank in ranks for partner in partners_of(rank, nodes, copies)}
+    pairs = {(rank, partner) for rank in ranks for partner in all_partners(nodes, copies)[rank]}
     assert pairs == {(source, rank) for rank in ranks for source in sources_of(rank, nodes, copies)}
 
 
@@ -35,7 +42,7 @@ def test_what_the_nodes_are_called_does_not_matter(case: tuple[list[str], int]) 
     nodes, copies = case
     renamed = [{"a": "z", "b": "y", "c": "x", "d": "w", "e": "v"}[node] for node in nodes]
     for rank in range(len(nodes)):
-        assert partners_of(rank, nodes, copies) == partners_of(rank, renamed, copies)
+        assert all_partners(nodes, copies)[rank] == all_partners(renamed, copies)[rank]
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
@@ -57,4 +64,4 @@ def test_equal_nodes_share_the_work_equally(num_nodes: int, per_node: int, copie
     ],
 )
 def test_examples(nodes: str, copies: int, expected: list[list[int]]) -> None:
-    assert [partners_of(rank, nodes, copies) for rank in range(len(nodes))] == expected
+    assert [all_partners(nodes, copies)[rank] for rank in range(len(nodes))] == expected

@@ -257,10 +257,10 @@ def test_parts_of_one_rank_come_from_several_files_when_no_rank_holds_all_of_the
 def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
     plan = plan_of(files(range(4)))
     layout = plan.source.tensors[0].layout
-    assert [plan.holders(layout, 0, reader)[0].rank for reader in range(4)] == [0, 1, 2, 3]
+    assert [next(plan.holders(layout, 0, reader)).rank for reader in range(4)] == [0, 1, 2, 3]
     fewer = plan_of(files([1, 3]))
-    assert [fewer.holders(layout, 0, reader)[0].rank for reader in range(4)] == [1, 1, 1, 3]
-    assert [fewer.holders(layout, 0, reader)[0].rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
+    assert [next(fewer.holders(layout, 0, reader)).rank for reader in range(4)] == [1, 1, 1, 3]
+    assert [next(fewer.holders(layout, 0, reader)).rank for reader in (4, 5, 6, 7)] == [1, 3, 1, 3]
 
 
 def test_empty_shards_need_no_file() -> None:
@@ -582,7 +582,7 @@ def test_parts_are_read_only_from_files_that_the_reader_sees() -> None:
     plan = plan_of(on_nodes([*files(range(4)), *files(range(4), kind="periodic")]))
     layout = plan.source.tensors[0].layout
     for reader, node in ((0, {0, 1}), (1, {0, 1}), (2, {2, 3}), (3, {2, 3})):
-        found = plan.holders(layout, 0, reader)
+        found = list(plan.holders(layout, 0, reader))
         assert {fact.rank for fact in found} == node and len(found) == 4
         assert (found[0].rank, found[0].kind) == (reader, "breakpoint")
 

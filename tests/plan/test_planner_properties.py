@@ -242,7 +242,7 @@ def assemble(plan: ResumePlan, spec: TensorSpec, reader: int, get: Callable[[Fil
             common = overlap(new_whole, old_whole)
             if common is None:
                 continue
-            file = plan.holders(source.layout, old_shard, reader)[0]
+            file = next(plan.holders(source.layout, old_shard, reader))
             assert file.moment == plan.moment
             assert file.seen_by(reader)
             part = get(file, spec.name)[moved(common, old_whole, old_local)]

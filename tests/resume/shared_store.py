@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from mindx_elastic.agreement.exchange import LocalExchange
@@ -16,11 +16,12 @@ _WAIT_S = 120.0
 
 
 class Board:
-    """What all ranks have published."""
+    """What all ranks have written."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.values: dict[tuple[str, int], str] = {}
+        self.values: dict[str, str] = {}
+        self.counts: dict[str, int] = {}
         self.changed = threading.Condition()
 
 
@@ -29,25 +30,54 @@ class BoardExchange(LocalExchange):
 
     def __init__(self, board: Board, rank: int) -> None:
         super().__init__()
-        self.board, self.rank = board, rank
+        self.board, self.rank, self.world_size = board, rank, board.world_size
 
-    def publish(self, name: str, value: str) -> None:
+    def _write(self, texts: Mapping[str, str]) -> None:
         with self.board.changed:
-            assert (name, self.rank) not in self.board.values, f"rank {self.rank} published {name} twice"
-            self.board.values[name, self.rank] = value
+            twice = self.board.values.keys() & texts.keys()
+            assert not twice, f"rank {self.rank} wrote {twice} twice"
+            self.board.values.update(texts)
             self.board.changed.notify_all()
 
-    def try_collect(self, name: str) -> list[str] | None:
+    def _write_first(self, key: str, text: str) -> str:
         with self.board.changed:
-            keys = [(name, rank) for rank in range(self.board.world_size)]
-            return [self.board.values[key] for key in keys] if all(key in self.board.values for key in keys) else None
+            found = self.board.values.setdefault(key, text)
+            self.board.changed.notify_all()
+            return found
+
+    def _count(self, key: str) -> int:
+        with self.board.changed:
+            self.board.counts[key] = self.board.counts.get(key, 0) + 1
+            return self.board.counts[key]
+
+    def _heard(self, key: str) -> int:
+        return self.board.counts[key]
+
+    def _ring(self, key: str) -> None:
+        self._write_first(key, "1")
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        with self.board.changed:
+            return self.board.changed.wait_for(
+                lambda: all(k in self.board.values for k in keys), min(timeout_s, _WAIT_S)
+            )
+
+    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+        with self.board.changed:
+            return [self.board.values[key] for key in keys]
+
+    def publish(self, name: str, value: str) -> None:
+        self._write({f"{name}/{self.rank}": value})
 
     def collect(self, name: str, timeout_s: float) -> list[str]:
-        keys = [(name, rank) for rank in range(self.board.world_size)]
-        with self.board.changed:
-            if not self.board.changed.wait_for(lambda: all(key in self.board.values for key in keys), _WAIT_S):
-                raise TimeoutError(f"rank {self.rank} waited for {name!r}")
-            return [self.board.values[key] for key in keys]
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        if not self._wait(keys, _WAIT_S):
+            raise TimeoutError(f"rank {self.rank} waited for {name!r}")
+        return self._read(keys, keys)  # type: ignore[arg-type]
+
+    def try_collect(self, name: str) -> list[str] | None:
+        keys = [f"{name}/{rank}" for rank in range(self.world_size)]
+        return self._read(keys, keys) if self._wait(keys, 0.0) else None  # type: ignore[arg-type]
 
 
 def on_all_ranks(world_size: int, work: Callable[[int, BoardExchange], T]) -> list[T | Exception]:

@@ -13,9 +13,10 @@ import torch
 from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
-from mindx_elastic.guard.resuming import _how_to_restore_rng
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.guard.start import _how_to_restore_rng
+from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import write_step
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 
 WORLD = 3

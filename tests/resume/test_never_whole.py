@@ -11,8 +11,9 @@ import pytest
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import MismatchError, NoUsableCheckpointError
 from mindx_elastic.persist.first_save import FirstSave
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import cut_off_end, write
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 
 

@@ -10,16 +10,13 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.ddp_order import GradientOrder
-from mindx_elastic.config import RankInfo
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
-from mindx_elastic.guard.resuming import start_or_resume
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from tests.capture.round_trip import assert_same, through_format
 from tests.checkpoint_files import write
+from tests.guard.starts import start
 
 pytestmark = pytest.mark.usefixtures("one_rank_group")
 
@@ -61,16 +58,7 @@ def test_the_loaded_state_is_that_of_the_file(tmp_path: Path) -> None:
     write(tmp_path / "net-1_2.safetensors", step=2, epoch=1, step_in_epoch=2, state=first.collector.state())
 
     second = Job(1)
-    begun = start_or_resume(
-        [tmp_path],
-        collector=second.collector,
-        targets=second.targets,
-        loader=None,
-        ranks=RankInfo(),
-        exchange=LocalExchange(),
-        events=EventLog(tmp_path / "events.jsonl"),
-        resume="auto",
-    )
+    begun = start(tmp_path, second.targets, collector=second.collector)
     assert begun.resumed is not None
     assert second.steps == len(order.order), "the replay has stepped them"
     assert_same(through_format(second.collector.state()), saved)

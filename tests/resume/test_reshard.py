@@ -22,18 +22,24 @@ from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.persist.storage import QUARANTINE
-from mindx_elastic.plan.facts import Refusal, World
+from mindx_elastic.plan.facts import Refusal, ResumePlan, World
 from mindx_elastic.plan.planner import plan_resume
 from mindx_elastic.resume.reshard import Parts, assemble
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume.restore import Resumed, Target
 from tests.checkpoint_files import flip_bit_in_data
 from tests.persist.states import bits, tensor_of
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 from tests.resume.worlds import Saved, cut, plan_for, resharded, target_of
 from tests.watchdog import finish
 
 ROOT = Path(__file__).parents[2]
+
+
+def assemble_for(plan: ResumePlan, rank: int, target: Target) -> Checkpoint:
+    return assemble(plan, plan.ranks[rank], target.blueprint)
 
 
 def layout(mesh: Sequence[int], *placements: str | Placement, ranks: Sequence[int] = ()) -> Layout:
@@ -187,7 +193,7 @@ def test_tied_weights_stay_tied_in_what_they_hold(tmp_path: Path) -> None:
     )
     new = layout([3], "S(0)")
     target = target_of(3, {"embedding": ((8, 3), new), "head": ((8, 3), new)}, [["embedding"]], 1)
-    state = assemble(plan_for(tmp_path, target), 1, target.blueprint).state
+    state = assemble_for(plan_for(tmp_path, target), 1, target).state
     assert_same_bits(state["model"]["embedding"], weight[3:6])
     assert_same_bits(state["model"]["head"], weight[3:6])
     assert_same_bits(state["optimizer"]["state"][0]["exp_avg"], weight[3:6] + 1)
@@ -272,7 +278,7 @@ def test_no_optimizer_in_the_files(tmp_path: Path) -> None:
     target = target_of(3, WANTED)
     target.blueprint.optimizers["second"] = [["model.a"]]  # type: ignore[index]
     with pytest.raises(MismatchError, match="holds nothing for second"):
-        assemble(plan_for(tmp_path, target), 0, target.blueprint)
+        assemble_for(plan_for(tmp_path, target), 0, target)
 
 
 # --- what is no tensor of the strategy ---
@@ -319,7 +325,7 @@ def test_a_hole_is_never_filled_with_anything(tmp_path: Path, lost: int) -> None
     file = tmp_path / f"rank_{lost}" / "w-1_7.safetensors"
     file.unlink()
     with pytest.raises(FileNotFoundError):
-        assemble(plan, lost // 2, target.blueprint)
+        assemble_for(plan, lost // 2, target)
     assert f"no usable file of rank {lost}, which held it" in refusal_of(
         tmp_path, 2, {"w": ((8, 3), layout([2], "S(0)"))}
     )
@@ -332,7 +338,7 @@ def test_a_file_that_became_anothers_step_after_planning(tmp_path: Path) -> None
     saved.write(tmp_path / "later", step=9)
     os.replace(tmp_path / "later/rank_1/w-1_9.safetensors", tmp_path / "rank_1/w-1_7.safetensors")
     with pytest.raises(CorruptCheckpointError, match=r"rank_1.* is of another step by now"):
-        assemble(plan, 0, target.blueprint)
+        assemble(plan, plan.ranks[0], target.blueprint)
 
 
 # --- all ranks together, as a guard starts ---
@@ -410,7 +416,7 @@ def read_bytes(root: Path, new: Layout, shape: tuple[int, ...], rank: int) -> tu
     target = target_of(new.size, {"w": (shape, new)}, rank=rank)
     plan = plan_for(root, target)
     (source,) = plan.source.by_name["model.w"]
-    with Parts(plan, rank) as parts:
+    with Parts(plan, plan.ranks[rank]) as parts:
         out = parts.tensor(source, new, rank)
         return parts.num_bytes, out.nbytes
 
@@ -440,7 +446,7 @@ def test_replicas_share_the_reading(tmp_path: Path) -> None:
     Saved(4, {"w": (numbers(64, 8), layout([4], "R"))}).write(tmp_path)
     target = target_of(8, {"w": ((64, 8), layout([8], "S(0)"))})
     plan = plan_for(tmp_path, target)
-    readers = [plan.holders(plan.source.classes[0].layout, 0, rank)[0].rank for rank in range(8)]
+    readers = [next(plan.holders(plan.source.classes[0].layout, 0, rank)).rank for rank in range(8)]
     assert max(readers.count(rank) for rank in range(4)) <= 3, readers
 
 
@@ -460,7 +466,8 @@ def rss(key):
 
 def put_together(wanted):
     target = target_of(mesh, {"w": (wanted, Layout((mesh,), (placement,)))})
-    return assemble(plan_for(root / str(wanted[0]), target), 0, target.blueprint).state["model"]["w"]
+    plan = plan_for(root / str(wanted[0]), target)
+    return assemble(plan, plan.ranks[0], target.blueprint).state["model"]["w"]
 
 put_together([64, 64])  # what is imported and kept by the way
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here

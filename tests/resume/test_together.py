@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch import nn
 
+from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError, UsageError
-from mindx_elastic.guard.layouts_by_hand import ByHand, target_of_all
-from mindx_elastic.inventory import looking
+from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, WholeShapes
+from mindx_elastic.inventory import findings as looking
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
-from mindx_elastic.resume import reading
-from mindx_elastic.resume.reading import PlanReader
-from mindx_elastic.resume.restore import Resumed, find_and_read
+from mindx_elastic.resume import reader as reading
+from mindx_elastic.resume.reader import ShareReader
+from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import flip_bit_in_data, write_step
+from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
 from tests.resume.worlds import Saved, target_of
 
@@ -58,7 +60,9 @@ def test_an_error_that_nobody_foresaw_ends_the_start_of_all(
     real = getattr(reading, where)
 
     def without_memory(*arguments: Any) -> Any:
-        if arguments[1:2] == (1,) or (isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"):
+        if getattr(arguments[1], "rank", None) == 1 or (
+            isinstance(arguments[0], Path) and arguments[0].parent.name == "rank_1"
+        ):
             raise MemoryError("no room for w")
         return real(*arguments)
 
@@ -93,13 +97,13 @@ def test_a_damaged_file_is_found_by_whoever_verifies_it_and_by_nobody_twice(
     Saved(4, {"w": (torch.arange(36.0).reshape(12, 3), rows(4))}).write(saved, 5)
     flip_bit_in_data(saved / "rank_2" / "w-1_7.safetensors")
     rounds: list[int] = []
-    real = PlanReader.read
+    real = ShareReader.read
 
-    def counted(self: PlanReader, *arguments: Any) -> Any:
+    def counted(self: ShareReader, *arguments: Any) -> Any:
         rounds.append(1)
         return real(self, *arguments)
 
-    monkeypatch.setattr(PlanReader, "read", counted)
+    monkeypatch.setattr(ShareReader, "read", counted)
     found = start(saved, 3)
     assert [one.checkpoint.info.step for one in found if isinstance(one, Resumed)] == [5, 5, 5]
     assert len(rounds) == 3 * 2
@@ -137,7 +141,10 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
         collector.set_parallel_setup(
             ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
         )
-        return target_of_all(collector, ranks, exchange).strategy
+        meet(exchange, "here", [WholeShapes(collector)])
+        layouts = JobLayouts(exchange, collector, ranks)
+        meet(exchange, "plan", [layouts])
+        return layouts.target.own if rank else layouts.target.strategy
 
     return on_all_ranks(len(shapes), describe)
 

@@ -147,13 +147,15 @@ def target_of(
     specs = [TensorSpec(f"model.{name}", tuple(shape), layout) for name, (shape, layout) in parameters.items()]
     held = [name for name, (_, layout) in parameters.items() if rank in layout]
     groups = [list(parameters)] if groups is None else groups
+    strategy = Strategy(world_size, tuple(specs))
     return Target(
-        Strategy(world_size, tuple(specs)),
+        strategy,
         Blueprint(
             {"model": held},
             {"model": ["running"]},
             {"optimizer": [[f"model.{name}" for name in group if name in held] for group in groups]},
         ),
+        strategy,
     )
 
 
@@ -167,13 +169,13 @@ def resharded(
     plan = plan_for(root, target_of(world_size, parameters, groups))
     states = []
     for rank in range(world_size):
-        state = assemble(plan, rank, target_of(world_size, parameters, groups, rank).blueprint).state
+        state = assemble(plan, plan.ranks[rank], target_of(world_size, parameters, groups, rank).blueprint).state
         states.append(state)
     return states
 
 
 def plan_for(root: Path, target: Target) -> ResumePlan:
     facts, rejected = facts_of(scan(root).entries)
-    plan = plan_resume(facts, World(target.strategy.world_size, target.strategy), rejected=rejected)
+    plan = plan_resume(facts, World(target.own.world_size, target.own), rejected=rejected)
     assert not isinstance(plan, Refusal), plan
     return plan

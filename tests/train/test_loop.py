@@ -13,7 +13,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.batch import batch_size, move_batch, network_arguments, split_batch
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext, as_callback_list
-from mindx_elastic.train.loop import EpochLoss, TrainLoop, windows
+from mindx_elastic.train.loop import CutHooks, EpochLoss, TrainLoop, windows
 from mindx_elastic.train.parallel import choose_device, is_parallel, without_ddp, wrap_network
 from mindx_elastic.train.unguarded import Unguarded
 from tests.train.small_job import make_model, make_network
@@ -129,7 +129,7 @@ class AskedGuard(Unguarded):
 def test_request_stop_of_some_ranks_becomes_a_stop_of_all(all_ask: bool) -> None:
     model, guard, peers = make_model(), AskedGuard(), Peers(all_ask)
     exchange: Any = peers
-    loop = TrainLoop(model, guard, CallbackList([]), [], EpochLoss(model), [], exchange)
+    loop = TrainLoop(model, guard, CallbackList([]), [], (losses := EpochLoss(model)), [], exchange, CutHooks(losses))
     assert not loop._stop_wanted()
     loop.context.request_stop()
     assert loop._stop_wanted() is all_ask

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import mindx_elastic as mx
-from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.components import unwrap_optimizer
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.position import Position
@@ -24,6 +23,7 @@ from mindx_elastic.guard.policy import ExitPolicy, keep_consistent
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import OptTFTWrapper, TFTRegister
 from mindx_elastic.train.adoption import adopt
+from tests.resume.shared_store import on_all_ranks
 from tests.train.small_job import make_loader, make_model, same, weights
 from tests.train.test_resume import At, Broken, explode, sigterm, train
 
@@ -118,13 +118,11 @@ def test_only_good_replicas_are_saved_when_a_rank_is_gone(kind: str, replicated:
 
 
 def test_a_rank_without_it_adopts_it() -> None:
-    class Others(LocalExchange):
-        def gather(self, name: str, value: str, timeout_s: float) -> list[str]:
-            return ["[]", *super().gather(name, value, timeout_s)]
-
     mine = register("here")
-    exchange = Others()
-    assert adopt([mine], exchange, 1) == []
+    added = on_all_ranks(2, lambda rank, exchange: adopt([mine] if rank == 1 else [], exchange, rank))
+    assert added[1] == []
+    (other,) = added[0]  # type: ignore[misc]
+    assert isinstance(other, TFTRegister) and other.spec() == mine.spec()
     spec = mine.spec()
     assert json.loads(json.dumps(spec)) == spec
     assert TFTRegister(**spec).spec() == spec and Path(spec["ckpt_save_path"]).is_absolute()

@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError
-from mindx_elastic.guard.resuming import Start, start_or_resume
+from mindx_elastic.guard.start import Start
 from tests.checkpoint_files import write
+from tests.guard.starts import start as start_targets
 from tests.harness import events
 from tests.resume.shared_store import on_all_ranks
 
@@ -42,16 +41,7 @@ def targets(seed: int) -> dict[str, Any]:
 
 
 def start(directory: Path, parts: dict[str, Any], ranks: RankInfo | None = None, exchange: Any = None) -> Start:
-    return start_or_resume(
-        [directory],
-        collector=Collector(parts),
-        targets=parts,
-        loader=parts["loader"],
-        ranks=ranks or RankInfo(),
-        exchange=exchange or LocalExchange(),
-        events=EventLog(directory / "events.jsonl"),
-        resume="auto",
-    )
+    return start_targets(directory, parts, ranks=ranks, exchange=exchange)
 
 
 def save(directory: Path, parts: dict[str, Any], **info: Any) -> Path:

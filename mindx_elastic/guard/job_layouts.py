@@ -1,0 +1,173 @@
+"""What a guard knows of the job's parallel strategy: from its objects, completed by hand, written at the start."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.layouts import ParallelSetup
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.layout import Layout, Shard
+from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.replicas import ignored_parameters, replica_ranks
+from mindx_elastic.resume.restore import Target, put_strategy, read_strategies
+
+__all__ = ["ByHand", "JobLayouts", "WholeShapes", "parallel_setup_of"]
+
+_WHOLE = "strategy"
+
+
+def parallel_setup_of(
+    targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None
+) -> ParallelSetup:
+    """Where this rank stands among the others. Raises UsageError for layouts that are none."""
+    return ParallelSetup(
+        ranks.rank,
+        ranks.world_size,
+        replica_ranks(targets),
+        ignored_parameters(targets),
+        ByHand(layouts or {}, ranks),
+    )
+
+
+class ByHand:
+    """The layouts that the user has given: pattern -> `Layout`. The whole shapes of uneven ones are worked out when all
+    ranks have told their parts (`learn`); until then parts are taken to be equal."""
+
+    def __init__(self, layouts: Mapping[str, Layout], ranks: RankInfo) -> None:
+        """Raises UsageError for layouts that are none."""
+        self._layouts, self._rank = layouts, ranks.rank
+        self._whole: dict[str, tuple[int, ...]] = {}
+        for pattern, layout in layouts.items():
+            if not isinstance(layout, Layout) or not isinstance(pattern, str):
+                raise UsageError(f"layouts[{pattern!r}]={layout!r}: give a pattern of names and a Layout")
+            if max(layout.ranks) >= ranks.world_size:
+                raise UsageError(f"layouts[{pattern!r}] names rank {max(layout.ranks)}; the job has {ranks.world_size}")
+
+    def __call__(self, place: str, shape: tuple[int, ...]) -> LaidOut | None:
+        layout = self._layout_of(place, self._rank)
+        if layout is None:
+            return None
+        whole = self._whole.get(place)
+        return LaidOut(layout, whole if whole is not None else layout.global_shape(shape))
+
+    def _layout_of(self, place: str, rank: int) -> Layout | None:
+        fitting = (layout for pattern, layout in self._layouts.items() if fnmatch.fnmatchcase(place, pattern))
+        return next((layout for layout in fitting if rank in layout), None)
+
+    def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Layout, tuple[int, ...]]]:
+        """Of all `shapes` of this rank's parameters those that are described by hand, with their layouts."""
+        found = {place: (self._layout_of(place, self._rank), shape) for place, shape in shapes.items()}
+        return {place: (layout, shape) for place, (layout, shape) in found.items() if layout is not None}
+
+    def learn(self, whole: Mapping[tuple[str, Layout], tuple[int, ...]]) -> None:
+        """The whole shapes of tensors, as far as the parts of all ranks together tell."""
+        for (place, layout), shape in whole.items():
+            if layout == self._layout_of(place, self._rank):
+                self._whole[place] = shape
+
+
+class WholeShapes(Part):
+    """Of tensors that are described by hand: parts along a split dimension may be uneven, so they are added up."""
+
+    name = "shapes"
+
+    def __init__(self, collector: Collector) -> None:
+        by_hand = collector.layouts.setup.by_hand
+        self._by_hand = by_hand if isinstance(by_hand, ByHand) else None
+        self._parts = {} if self._by_hand is None else self._by_hand.parts(collector.layouts.shapes())
+
+    def say(self) -> Any:
+        layouts = list(dict.fromkeys(layout for layout, _ in self._parts.values()))
+        parts = [[place, layouts.index(layout), list(shape)] for place, (layout, shape) in self._parts.items()]
+        return [[layout.to_json() for layout in layouts], parts] if parts else None
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        parts: dict[tuple[str, Layout], dict[int, tuple[int, ...]]] = {}
+        for rank, each in enumerate(said):
+            layouts = [Layout.from_json(content) for content in each[0]] if each else []
+            for place, number, shape in each[1] if each else ():
+                layout = layouts[int(number)]
+                if rank in layout:
+                    by_shard = parts.setdefault((str(place), layout), {})
+                    by_shard[layout.shard_of(rank)] = tuple(int(n) for n in shape)
+        whole = [
+            [place, layout.to_json(), list(layout.whole_shape(next(iter(by_shard.values())), by_shard))]
+            for (place, layout), by_shard in parts.items()
+            if len(by_shard) == layout.num_shards
+        ]
+        return Merged(whole)
+
+    def hear(self, answer: Answer) -> None:
+        if self._by_hand is not None:
+            self._by_hand.learn(
+                {
+                    (str(place), Layout.from_json(layout)): tuple(int(n) for n in shape)
+                    for place, layout, shape in answer.common
+                }
+            )
+
+
+class JobLayouts(Part):
+    """How all ranks together lay their tensors out: what a plan aims at, and what each file notes of the whole job."""
+
+    name = "layouts"
+
+    def __init__(
+        self, exchange: Exchange, collector: Collector, ranks: RankInfo, *, publish: Callable[[], bool] = lambda: False
+    ) -> None:
+        """When the whole shapes are known. `publish`: on rank 0, whether some rank will ask for `whole_strategy`.
+
+        Raises UsageError when a layout does not fit the tensors that it is for.
+        """
+        self._publish = publish
+        self._exchange, self._layouts, self._world_size = exchange, collector.layouts, ranks.world_size
+        self.target = Target(_own_strategy(collector, ranks), self._layouts.blueprint())
+        self._pieces = put_strategy(exchange, self.target.own)
+
+    def say(self) -> Any:
+        return self._pieces
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        strategies = read_strategies(self._exchange, [self._world_size] * len(said), said)
+        specs = dict.fromkeys(spec for each in {id(s): s for s in strategies}.values() for spec in each.tensors)
+        strategy = self.target.strategy = Strategy(self._world_size, tuple(_markers_together(specs)))
+        # Of layouts that are only assumed the files say nothing about other ranks.
+        samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
+        more = {_WHOLE: strategy.to_json()} if self._publish() else {}
+        return Merged(Strategy(self._world_size, tuple(samples)).to_json(), more=more)
+
+    def hear(self, answer: Answer) -> None:
+        self._layouts.set_job_layouts(Strategy.from_json(answer.common).tensors)
+        self._more = answer.more
+
+    def whole_strategy(self) -> Strategy:
+        """Of all ranks; only where `publish` says that it is asked for. Main thread, after the meeting."""
+        (content,) = self._more([_WHOLE])
+        return Strategy.from_json(content)
+
+
+def _markers_together(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Markers of single ranks become one that is split over them: else every file would list every rank."""
+    found: list[TensorSpec] = []
+    ranks: dict[str, list[int]] = {}
+    for spec in specs:
+        if spec.is_marker and spec.layout.size == 1:
+            ranks.setdefault(spec.name, []).append(spec.layout.ranks[0])
+        else:
+            found.append(spec)
+    for name, holders in ranks.items():
+        holders.sort()
+        found.append(TensorSpec(name, (len(holders),), Layout((len(holders),), (Shard(0),), tuple(holders))))
+    return found
+
+
+def _own_strategy(collector: Collector, ranks: RankInfo) -> Strategy:
+    shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
+    own = collector.layouts.record().strategy(shapes)
+    return Strategy(ranks.world_size, (*own.tensors, *collector.layouts.markers()))

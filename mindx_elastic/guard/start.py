@@ -1,0 +1,434 @@
+"""The start of a guard: the ranks meet, find what to resume from, put it into the live objects, and write down what was
+done.
+
+The meetings (see `agreement.gather`); what each is about is a `Part`:
+
+=========  ===================================================================================================
+here       who is on which machine and disk; by-hand layouts' whole shapes; the fault report; settings that
+           must be equal
+plan       layouts of all tensors, and what each rank has found; the plan comes back (see `resume.restore`)
+read       each rank has read its share; once more for every damaged file
+loaded     the state is in the live objects, on every rank
+entered    every rank is ready to train
+=========  ===================================================================================================
+
+What is loaded goes in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last;
+and those once more when the loader's iterator exists, because creating it, and the program's own code before the first
+batch, may draw numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
+from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.rng import restore_rng, seed_rng
+from mindx_elastic.capture.targets import RESERVED_NAMES
+from mindx_elastic.config import FaultPaths, RankInfo
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
+from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.errors import MindxError, MismatchError
+from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes
+from mindx_elastic.guard.policy import is_another_job
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
+from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.plan.facts import KnownFaults, ResumePlan
+from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
+from mindx_elastic.platforms.flag_file import AnsweredFlags
+from mindx_elastic.platforms.nodes import default_node_map
+from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, read_together
+
+__all__ = ["STRATEGY_FILE", "FaultsPart", "Start", "start_job"]
+
+STRATEGY_FILE = "strategy.proto"
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a guard began."""
+
+    run_id: str
+    attempt: int
+    resumed: Resumed | None
+    peers: PeerWatch
+
+    def is_new_on_disk(self, arenas: Path | None) -> bool:
+        """This rank's state was put together, with a file on disk in it, and is nowhere whole."""
+        found = self.resumed
+        if found is None or found.own is None or found.plan.resharded:
+            return False
+        return arenas is None or not found.path.is_relative_to(arenas)
+
+    @property
+    def step(self) -> int | None:
+        """The step that the run goes on from; None on a fresh start."""
+        return None if self.resumed is None else self.resumed.checkpoint.info.step
+
+
+def start_job(
+    directories: Sequence[Path],
+    *,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    loader: Any,
+    saver: Saver,
+    resume: str | Path,
+    around: Connections,
+) -> Start:
+    """Plan, load, write the plan down. Main thread, all ranks together.
+
+    Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they were written
+    by another number of ranks and cannot be spread over this one, or by another job, or do not fit; what `places_of`
+    and `Collector.load` raise.
+    """
+    began = time.perf_counter()
+    ranks, exchange, events = saver.ranks, around.exchange, saver.events
+    had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
+    places = places_of(directories, resume, arenas=around.arenas, trust=saver.trust)
+
+    disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
+    peers = PeersPart(ranks)
+    meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, *around.parts()])
+    around.connect()
+    if faults.known.report:
+        saver.coordinates["fault_report"] = faults.known.report
+
+    layouts = JobLayouts(exchange, collector, ranks, publish=lambda: group_info.is_wanted_somewhere)
+    plan = PlanPart(exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known)
+    first_saves = FirstSavesPart(saver, directories[0])
+    meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
+    found = read_together(exchange, plan)
+
+    if found is not None and resume == "auto":
+        _refuse_another_job(found, saver.names)
+    around.announce(found)  # before anything is loaded: loading may be what kills the process
+    events.run_id, events.attempt = plan.run_id, plan.attempt
+    flags = AnsweredFlagsPart(saver.flags)
+    if found is None:
+        logger.info("fresh start in %s", directories[0])
+        collector.copy(Position())
+        events.emit("start", step=0, outcome="fresh")
+    else:
+        flags.own = found.checkpoint.info.flags
+        _load(found, collector, targets, loader, ranks)
+    meet(exchange, "loaded", [flags])
+    if found is not None:
+        _tell(found, saver, began)
+        saver.began_from(found.checkpoint.info)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
+    if not around.is_guest:
+        _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
+    if ranks.rank == 0 and not around.is_guest:
+        assert layouts.target.strategy is not None
+        _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
+    if not around.is_guest:
+        group_info.write(layouts)
+    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank))
+
+
+def _tell(found: Resumed, saver: Saver, began: float) -> None:
+    """Say from where the run goes on, to people and to the event log."""
+    info = found.checkpoint.info
+    where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
+    logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    if saver.ranks.rank == 0 and found.plan.resharded:
+        logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
+    saver.events.emit(
+        "resume",
+        step=info.step,
+        reason=info.reason,
+        duration_s=time.perf_counter() - began,
+        outcome="resumed",
+        path=str(found.path),
+        rejected=list(found.rejected),
+        exact=found.plan.exact,
+        resharded=found.plan.resharded,
+    )
+
+
+def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
+    """Two jobs that share a directory by mistake would go on from each other's steps, or find that all is done."""
+    recorded = found.checkpoint.info.names
+    if is_another_job(recorded, names):
+        theirs, ours = (", ".join(map(repr, each)) for each in (recorded, names))
+        raise MismatchError(
+            f"{found.path} is another job's: it was saved with the prefix {theirs}, and this job's is {ours}. A "
+            'directory is one job\'s: give this one its own, or say resume="PATH" to go on from that file all the '
+            'same, or resume="never" to start anew',
+            path=found.path,
+        )
+
+
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+    state = found.checkpoint.state
+    for name, module in ddp_modules(targets):
+        problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
+        if problem is not None:
+            logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+    own = None if found.own is None else found.own.unpack()
+    if own is not None:
+        state = collector.compose(state, own)
+    for note in collector.load(state):
+        logger.warning("%s", note)
+    restore = _how_to_restore_rng(found, state["rng"], ranks)
+    restore()
+    _call_when_ready(loader, restore)
+    collector.copy(collector.position)
+
+
+def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
+    info = found.checkpoint.info
+    if found.donor is None:
+        return lambda: restore_rng(rng)
+    if found.plan.resharded:
+        return _new_numbers(info, ranks)
+    if found.own is not None:
+        logger.info(
+            "rank %d has no file of step %d: weights, optimizer and position come from rank %d, its random numbers and "
+            "CPU buffers %s",
+            ranks.rank,
+            info.step,
+            found.donor,
+            "are foreseen from its last forward, all else is that rank's" if found.own.forecast else "from memory",
+        )
+        return lambda: restore_rng(rng)
+    logger.warning(
+        "rank %d has no file of step %d and takes rank %d's: weights, optimizer and position are the same; its random "
+        "numbers begin anew, so from here the run is not bit for bit the uninterrupted one",
+        ranks.rank,
+        info.step,
+        found.donor,
+    )
+    return _new_numbers(info, ranks)
+
+
+def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
+    # Not the donor's: two ranks would draw the same dropout masks.
+    seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
+    return lambda: seed_rng(seed)
+
+
+def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
+    if not hasattr(loader, "on_iterator_ready"):
+        return
+
+    def once() -> None:
+        loader.on_iterator_ready = None
+        restore()
+
+    loader.on_iterator_ready = once
+
+
+def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
+    """Whether this is no training, but something else in a training's directory: an evaluation in a guard, a look at
+    the weights. It has nothing that updates them, and the training had more than it has.
+
+    A program may update by hand: then what it goes on from is all its own, or nothing was here before.
+    """
+    if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
+        return False
+    if found is None:
+        return had_strategy
+    return any(name not in targets and name not in RESERVED_NAMES for name in found.checkpoint.state)
+
+
+# --- what the ranks tell each other ---
+
+
+class FaultsPart(Part):
+    """What the platform's report says; the same on every rank, though the mounts of two nodes may be a moment apart. A
+    report that cannot be used is named and ignored."""
+
+    name = "faults"
+
+    def __init__(self) -> None:
+        self._own = _read_faults()
+        self.known = KnownFaults()
+
+    def say(self) -> Any:
+        return [sorted(self._own.ranks), self._own.created]
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        created = [float(stamp) for named, stamp in said if named and stamp is not None]
+        return Merged([sorted({int(rank) for named, _ in said for rank in named}), max(created, default=None)])
+
+    def hear(self, answer: Answer) -> None:
+        named, created = answer.common
+        self.known = KnownFaults.of({int(rank) for rank in named}, None if created is None else float(created))
+
+
+class PeersPart(Part):
+    """Which ranks have their processes on this machine, so that their deaths can be seen."""
+
+    name = "peers"
+
+    def __init__(self, ranks: RankInfo) -> None:
+        self._rank, self._own = ranks.rank, own_identity()
+        self.identities: Mapping[int, str] = {ranks.rank: self._own}
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        spaces: dict[str, dict[int, str]] = {}
+        for rank, text in enumerate(said):
+            spaces.setdefault(space_of(text) or f"rank {rank}", {})[rank] = text
+        by_rank = {rank: peers for peers in spaces.values() for rank in peers}
+        return Merged(None, [[[peer, text] for peer, text in by_rank[rank].items()] for rank in range(len(said))])
+
+    def hear(self, answer: Answer) -> None:
+        self.identities = {int(peer): str(text) for peer, text in answer.own} | {self._rank: self._own}
+
+
+class GroupInfoPart(Part):
+    """Where each rank writes its group info file, if ``GROUP_INFO_FILE`` asks for one. One launcher's environment for
+    all ranks still means one file each."""
+
+    name = "group_info"
+
+    def __init__(self, ranks: RankInfo) -> None:
+        wanted = os.environ.get("GROUP_INFO_FILE", "").strip()
+        self._rank, self._wanted, self._is_shared = ranks.rank, wanted, False
+        self.is_wanted_somewhere = False
+        """On rank 0: some rank writes one."""
+
+    def say(self) -> Any:
+        return os.path.abspath(self._wanted) if self._wanted else ""
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        counts = Counter(map(str, said))
+        self.is_wanted_somewhere = any(said)
+        return Merged(None, [bool(path) and counts[path] > 1 for path in said])
+
+    def hear(self, answer: Answer) -> None:
+        self._is_shared = bool(answer.own)
+
+    def write(self, layouts: JobLayouts) -> None:
+        """A failure is a warning: training does not depend on it."""
+        if not self._wanted:
+            return
+        path = Path(self._wanted)
+        if self._is_shared:
+            path = path.parent / f"rank_{self._rank}" / path.name
+        try:
+            from mindx_elastic.platforms.group_info import write_group_info_file
+
+            write_group_info_file(layouts.whole_strategy(), self._rank, path)
+        except (MindxError, OSError, ImportError) as error:
+            logger.warning("GROUP_INFO_FILE=%s cannot be written: %s", path, error)
+
+
+class FirstSavesPart(Part):
+    """Of which runs every rank still holds the note that it has never saved (see `persist.first_save`)."""
+
+    name = "first_saves"
+
+    def __init__(self, saver: Saver, directory: Path) -> None:
+        self._own = sorted({note.run_id for note in notes_in(saver.folder(directory))})
+        self.runs: frozenset[str] = frozenset()
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged(sorted(set.intersection(*({str(run) for run in each} for each in said))))
+
+    def hear(self, answer: Answer) -> None:
+        self.runs = frozenset(map(str, answer.common))
+
+
+class AnsweredFlagsPart(Part):
+    """Take over what the ranks' checkpoints say: a flag that stopped the job on any rank has stopped it on this one."""
+
+    name = "flags"
+
+    def __init__(self, flags: AnsweredFlags) -> None:
+        self._flags = flags
+        self.own: Sequence[str] = ()
+        """Of this rank's file."""
+
+    def say(self) -> Any:
+        return list(self.own)
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        return Merged(list(dict.fromkeys(str(flag) for each in said for flag in each)))
+
+    def hear(self, answer: Answer) -> None:
+        self._flags.take_over([str(flag) for flag in answer.common])
+
+
+def _read_faults() -> Faults:
+    found = Faults.none()
+    for source in default_fault_sources(FaultPaths.from_env()):
+        try:
+            found = merge(found, read_faults(source, world_size=None, nodes=default_node_map()))
+        except MindxError as error:
+            logger.warning("%s; the plan for this start is made without it", error)
+    return found
+
+
+# --- what is left in the directory ---
+
+
+def _keep_first_save(
+    directory: Path, run_id: str, found: Resumed | None, saver: Saver, first_saves: FirstSavesPart
+) -> None:
+    """Note that this rank has never saved in this run, where that is so (see `persist.first_save`).
+
+    A run that goes on from files has had a whole step. One that goes on from memory alone has not, as far as disks are
+    concerned, as long as each rank is where its note is: after a move, or in another world, notes would say what is
+    not kept true any more.
+    """
+    ranks = saver.ranks
+    first_save = FirstSave(saver.folder(directory), run_id)
+    if found is None:
+        if ranks.world_size > 1 and not saver.replicated:  # else one file is a whole step
+            try:
+                first_save.begin(ranks.rank, ranks.world_size)
+                saver.first_save = first_save
+            except OSError as error:
+                logger.warning("%s: %s; a power cut in the first save will need a hand", first_save.path, error)
+        return
+    same_world = found.plan.source.world_size == ranks.world_size > 1
+    if found.only_in_memory and same_world and not saver.replicated and run_id in first_saves.runs:
+        saver.first_save = first_save
+        return
+    for note in list(find_notes(directory)):
+        if note.run_id == run_id:
+            try:
+                FirstSave(note.path.parent, note.run_id).withdraw()
+            except OSError as error:
+                logger.warning("%s cannot be removed: %s", note.path, error)
+
+
+def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
+    """Rank 0: the strategy and the plan, for people and platforms. Training does not depend on these files: a failure
+    is a warning."""
+    # Only the rank that writes them pays for importing protobuf.
+    try:
+        from mindx_elastic.platforms.plan_files import PLAN_JSON, PLAN_PB, write_plan
+        from mindx_elastic.platforms.strategy_file import save_strategy
+
+        for name in (PLAN_JSON, PLAN_PB):  # a start script must not take the plan of an earlier start for this one's
+            (directory / name).unlink(missing_ok=True)
+        save_strategy(directory / STRATEGY_FILE, strategy)
+        if plan is not None:
+            write_plan(directory, plan)
+    except (MindxError, OSError, ImportError) as error:
+        logger.warning("the strategy and the plan cannot be written to %s: %s", directory, error)

@@ -1,0 +1,158 @@
+"""Reads one rank's share of a plan, every byte verified; says which files could not be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from mindx_elastic.capture.layouts import Blueprint
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.owners import Trust
+from mindx_elastic.errors import CheckpointError, MismatchError, UntrustedFileError
+from mindx_elastic.inventory.findings import Transport
+from mindx_elastic.persist.format import open_checkpoint
+from mindx_elastic.persist.reader import Checkpoint, read_checkpoint, verify_file
+from mindx_elastic.persist.storage import quarantine
+from mindx_elastic.resume.reshard import assemble
+from mindx_elastic.resume.shares import Share
+
+__all__ = ["Problem", "ShareReader"]
+
+Problem = tuple[int, int, str]
+"""Old rank, number among its files, and why the file could not be used."""
+
+
+class ShareReader:
+    """Main thread."""
+
+    def __init__(
+        self,
+        directories: Sequence[Path],
+        rank: int,
+        transport: Transport | None,
+        trust: Trust,
+        arenas: Path | None = None,
+    ) -> None:
+        """`arenas`: the job's folder in shared memory. No file outside of it and `directories` is ever touched."""
+        self._directories, self._rank, self._arenas = directories, rank, arenas
+        self._transport, self._trust = transport, trust
+        self.path = Path()
+        """The file that was taken last."""
+
+    def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
+        """The rank's state; or what could not be read, also of the files that it verifies for others.
+
+        Raises MismatchError when the files are sound and do not fit this program.
+        """
+        problems = [
+            (fact.rank, number, problem) for fact, number in share.verify if (problem := self._verify(Path(fact.path)))
+        ]
+        if problems:
+            return None, problems
+        return self._assemble(share, blueprint) if share.rank.assembled else self._read_own(share)
+
+    # --- whole files ---
+
+    def _read_own(self, share: Share) -> tuple[Checkpoint | None, list[Problem]]:
+        problems = []
+        for path in self._paths(share):
+            if isinstance(path, str):
+                problems.append(path)
+                continue
+            checkpoint, problem = self._read_file(path)
+            if checkpoint is not None and checkpoint.info.moment != share.plan.moment:
+                checkpoint, problem = None, f"{path} is of another step by now"
+            if checkpoint is not None:
+                self.path = path
+                return checkpoint, []
+            problems.append(problem)
+        return None, [(share.rank.file.rank, share.number, "; ".join(problems) or "no rank has it")]
+
+    def _paths(self, share: Share) -> Iterator[Path | str]:
+        """Where the file is for this rank, fetched if need be, or why it cannot be had."""
+        if share.is_seen:
+            yield Path(share.rank.file.path)
+            return
+        for holder, (root, name) in share.sources:
+            if self._transport is None:
+                continue
+            try:
+                path = self._transport.fetch(holder, root, name)
+            except (OSError, CheckpointError) as error:
+                yield f"{name} cannot be had from rank {holder}: {error}"
+                continue
+            step = share.plan.step
+            logger.warning("rank %d takes its file of step %d from rank %d: %s", self._rank, step, holder, path)
+            yield path
+
+    def _outside(self, path: Path) -> str:
+        """Why a path that another rank has told must not be read here; empty where it may be."""
+        places = [*self._directories, *([] if self._arenas is None else [self._arenas])]
+        for place in places:
+            if path.is_relative_to(place) and ".." not in path.relative_to(place).parts:
+                return ""
+        return f"{path} is outside of the checkpoint directory and is not touched"
+
+    def _read_file(self, path: Path) -> tuple[Checkpoint | None, str]:
+        if problem := self._outside(path):
+            return None, problem
+        try:
+            return read_checkpoint(path, verify=True, owners=self._trust.of(path)), ""
+        except UntrustedFileError as error:  # exchanged since it was looked at
+            return None, str(error)
+        except CheckpointError as error:
+            return None, self._put_aside(path, str(error))
+        except OSError as error:
+            return None, f"{path.name} cannot be read: {error}"
+
+    def _put_aside(self, path: Path, problem: str) -> str:
+        """A damaged file goes to quarantine; returns what is to be said about it."""
+        try:
+            root = next((d for d in self._directories if path.is_relative_to(d)), None)
+            if root is None:  # in memory, which is no place to keep it
+                path.unlink(missing_ok=True)
+                return f"{path} is damaged: {problem}"
+            target = quarantine(path, problem, root)
+            return f"{path.name} is damaged and now in {target.parent.relative_to(root)}/: {problem}"
+        except OSError as error:
+            return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
+
+    # --- putting parts together ---
+
+    def _verify(self, path: Path) -> str:
+        """What is wrong with a file; empty: every byte is as it was written."""
+        if problem := self._outside(path):
+            return problem
+        try:
+            owners = self._trust.of(path)
+            with open_checkpoint(path):  # a file that cannot be opened at the moment is not damaged
+                problems = verify_file(path, owners)
+        except UntrustedFileError as error:
+            return str(error)
+        except CheckpointError as error:
+            problems = [str(error)]
+        except OSError as error:
+            return f"{path.name} cannot be read: {error}"
+        return self._put_aside(path, problems[0]) if problems else ""
+
+    def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
+        if blueprint is None:
+            raise MismatchError("the state has to be put together from parts, and nothing says what of")
+        self.path = Path(share.rank.file.path)
+        try:
+            return assemble(share.plan, share.rank, blueprint, self._trust), []
+        except MismatchError:
+            raise  # sound files, another program
+        except (CheckpointError, OSError) as error:
+            path = getattr(error, "path", None) or getattr(error, "filename", None)
+            found = [] if path is None or Path(path) == self.path else _places_of(share, Path(path))
+            return None, [(*(found or [(share.rank.file.rank, share.number)])[0], str(error))]
+
+
+def _places_of(share: Share, path: Path) -> list[tuple[int, int]]:
+    return [
+        (old, number)
+        for old, facts in share.plan.files.items()
+        for number, fact in enumerate(facts)
+        if Path(fact.path) == path
+    ]
