@@ -17,7 +17,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.replicas import ignored_parameters, replica_ranks
 from mindx_elastic.resume.restore import Target, put_strategy, read_strategies
 
-__all__ = ["ByHand", "JobLayouts", "WholeShapes", "parallel_setup_of"]
+__all__ = ["ByHand", "JobLayouts", "WholeShapes", "own_target", "parallel_setup_of"]
 
 _WHOLE = "strategy"
 
@@ -119,15 +119,17 @@ class JobLayouts(Part):
     name = "layouts"
 
     def __init__(
-        self, exchange: Exchange, collector: Collector, ranks: RankInfo, *, publish: Callable[[], bool] = lambda: False
+        self,
+        exchange: Exchange,
+        target: Target,
+        on_known: Callable[[Sequence[TensorSpec]], None],
+        *,
+        publish: Callable[[], bool] = lambda: False,
     ) -> None:
-        """When the whole shapes are known. `publish`: on rank 0, whether some rank will ask for `whole_strategy`.
-
-        Raises UsageError when a layout does not fit the tensors that it is for.
-        """
-        self._publish = publish
-        self._exchange, self._layouts, self._world_size = exchange, collector.layouts, ranks.world_size
-        self.target = Target(_own_strategy(collector, ranks), self._layouts.blueprint())
+        """`target`: what this rank holds; see `own_target`. `on_known` is given one tensor of every layout that any
+        rank of the job has. `publish`: on rank 0, whether some rank will ask for `whole_strategy`."""
+        self._exchange, self._on_known, self._publish = exchange, on_known, publish
+        self.target, self._world_size = target, target.own.world_size
         self._pieces = put_strategy(exchange, self.target.own)
 
     def say(self) -> Any:
@@ -143,7 +145,7 @@ class JobLayouts(Part):
         return Merged(Strategy(self._world_size, tuple(samples)).to_json(), more=more)
 
     def hear(self, answer: Answer) -> None:
-        self._layouts.set_job_layouts(Strategy.from_json(answer.common).tensors)
+        self._on_known(Strategy.from_json(answer.common).tensors)
         self._more = answer.more
 
     def whole_strategy(self) -> Strategy:
@@ -167,7 +169,10 @@ def _markers_together(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     return found
 
 
-def _own_strategy(collector: Collector, ranks: RankInfo) -> Strategy:
+def own_target(collector: Collector, ranks: RankInfo) -> Target:
+    """What this rank holds, when the whole shapes are known. Raises UsageError when a layout does not fit the tensors
+    that it is for."""
     shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
     own = collector.layouts.record().strategy(shapes)
-    return Strategy(ranks.world_size, (*own.tensors, *collector.layouts.markers()))
+    strategy = Strategy(ranks.world_size, (*own.tensors, *collector.layouts.markers()))
+    return Target(strategy, collector.layouts.blueprint())

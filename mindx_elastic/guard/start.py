@@ -41,7 +41,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes
+from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -52,7 +52,7 @@ from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge,
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, read_together
+from mindx_elastic.resume.restore import Disks, Resumed, places_of, plan_of, read_together
 
 __all__ = ["STRATEGY_FILE", "FaultsPart", "Start", "start_job"]
 
@@ -109,8 +109,13 @@ def start_job(
     if faults.known.report:
         saver.coordinates["fault_report"] = faults.known.report
 
-    layouts = JobLayouts(exchange, collector, ranks, publish=lambda: group_info.is_wanted_somewhere)
-    plan = PlanPart(exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known)
+    layouts = JobLayouts(
+        exchange,
+        own_target(collector, ranks),
+        collector.layouts.set_job_layouts,
+        publish=lambda: group_info.is_wanted_somewhere,
+    )
+    plan = plan_of(exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known)
     first_saves = FirstSavesPart(saver, directories[0])
     meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
     found = read_together(exchange, plan)

@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -59,6 +59,7 @@ from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.plan.facts import KnownFaults, Refusal, ResumePlan, World
 from mindx_elastic.resume.reader import Problem, ShareReader
+from mindx_elastic.resume.shares import Share as RankShare
 from mindx_elastic.resume.shares import digest_of, share_in, tell_shares
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "Resumed",
     "Target",
     "places_of",
+    "plan_of",
     "put_strategy",
     "read_strategies",
     "read_together",
@@ -176,6 +178,7 @@ class Disks(Part):
 
     def __init__(self, places: Places) -> None:
         """Call it when the arena is made: from the meeting on the others may look at it."""
+        self._places = places
         self.listing = Listing((), {}) if places.resume == "never" else list_files(places.directories, places.arenas)
         self.share: Share = EVERYTHING
         self.memory_share: Share = EVERYTHING
@@ -190,6 +193,22 @@ class Disks(Part):
     def hear(self, answer: Answer) -> None:
         (number, count), (memory_number, memory_count) = answer.own
         self.share, self.memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
+
+    def look(self, ranks: RankInfo, transport: Transport | None = None) -> Findings:
+        """Read this rank's share of the headers, after the meeting; damaged files go to the quarantine. `transport`:
+        fetches what only other ranks hold of this rank's files."""
+        found = scan(
+            self.listing,
+            trust=self._places.trust,
+            rank=ranks.rank,
+            only=self._places.only,
+            share=self.share,
+            memory_share=self.memory_share,
+            transport=transport,
+            attempt=ranks.attempt,
+        )
+        put_aside(found)
+        return found
 
 
 def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
@@ -240,6 +259,15 @@ def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequ
 # --- 2 and 3: the plan, and whether it could be read ---
 
 
+class Reader(Protocol):
+    """What reads a rank's share; `ShareReader`."""
+
+    path: Path
+    """The file that was taken last."""
+
+    def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
+
+
 class PlanPart(Part):
     """What this rank has found, then what of its share it could not read; rank 0's plan comes back."""
 
@@ -250,31 +278,20 @@ class PlanPart(Part):
         exchange: Exchange,
         ranks: RankInfo,
         places: Places,
-        disks: Disks,
+        findings: Findings,
+        reader: Reader,
         *,
-        transport: Transport | None = None,
         target: Target | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
-        """Scans this rank's share. `transport`: fetches what only other ranks hold of this rank's files. `target`: how
-        this start lays its tensors out; without it only what was written by as many ranks, or is whole in each file,
-        can be read. `faults`: what the platform's report says; rank 0's counts."""
+        """`findings`: of this rank. `target`: how this start lays its tensors out; without it only what was written by
+        as many ranks, or is whole in each file, can be read. `faults`: what the platform's report says; rank 0's
+        counts."""
         self._exchange, self._ranks, self._places = exchange, ranks, places
+        self._findings, self._reader = findings, reader
         self._target, self._faults = target, faults
-        self._findings = scan(
-            disks.listing,
-            trust=places.trust,
-            rank=ranks.rank,
-            only=places.only,
-            share=disks.share,
-            memory_share=disks.memory_share,
-            transport=transport,
-            attempt=ranks.attempt,
-        )
-        put_aside(self._findings)
         self._pieces = {digest: put_strategy(exchange, s) for digest, s in self._findings.strategies.items()}
         self._sizes = {digest: s.world_size for digest, s in self._findings.strategies.items()}
-        self._reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
         self._problems: list[Problem] | None = None
         """None: nothing has been read yet."""
         self._heard = ""
@@ -454,6 +471,21 @@ class PlanPart(Part):
         self.resumed = Resumed(
             self._reader.path, checkpoint, plan, lines, donor, own, bool(answer.common["only_in_memory"]), self.attempt
         )
+
+
+def plan_of(
+    exchange: Exchange,
+    ranks: RankInfo,
+    places: Places,
+    disks: Disks,
+    *,
+    transport: Transport | None = None,
+    target: Target | None = None,
+    faults: KnownFaults | None = None,
+) -> PlanPart:
+    """What this rank has to say of its disks and memory; see `PlanPart`."""
+    reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
+    return PlanPart(exchange, ranks, places, disks.look(ranks, transport), reader, target=target, faults=faults)
 
 
 def read_together(exchange: Exchange, plan: PlanPart) -> Resumed | None:

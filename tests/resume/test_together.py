@@ -16,7 +16,7 @@ from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError, UsageError
-from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, WholeShapes
+from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, WholeShapes, own_target
 from mindx_elastic.inventory import findings as looking
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
@@ -142,7 +142,7 @@ def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
             ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
         )
         meet(exchange, "here", [WholeShapes(collector)])
-        layouts = JobLayouts(exchange, collector, ranks)
+        layouts = JobLayouts(exchange, own_target(collector, ranks), collector.layouts.set_job_layouts)
         meet(exchange, "plan", [layouts])
         return layouts.target.own if rank else layouts.target.strategy
 
