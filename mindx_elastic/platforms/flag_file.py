@@ -22,6 +22,7 @@ import xxhash
 
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
+from mindx_elastic.platforms.small_files import read_regular
 
 __all__ = ["AnsweredFlags", "FlagFile", "process_started_at", "watch_flag_file"]
 
@@ -163,12 +164,12 @@ class FlagFile:
 
     def _read(self) -> bytes | None:
         try:
-            with open(self.path, "rb") as file:
-                self._mtime_ns = os.fstat(file.fileno()).st_mtime_ns
-                return file.read(_MAX_BYTES)
-        except OSError as error:
+            content, status = read_regular(self.path, _MAX_BYTES, follow_links=True)
+        except (OSError, ValueError) as error:
             self._warn(f"is not readable JSON yet ({error})")
             return None
+        self._mtime_ns = status.st_mtime_ns
+        return content
 
     def _wanted(self, text: bytes) -> bool | None:
         try:
