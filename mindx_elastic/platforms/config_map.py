@@ -169,7 +169,7 @@ def data_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
 def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
     """Compare ``checkCode`` with `data`: its writers hash the text of the one key, or the whole data as Go encodes it.
 
-    Raises ValueError where neither fits; no code is no error.
+    Raises ValueError where neither fits; without a code it checks nothing.
     """
     code = data.get(CHECK_KEY, "").strip().strip("\"'").strip().lower()
     if not code:

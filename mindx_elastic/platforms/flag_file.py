@@ -152,7 +152,7 @@ class FlagFile:
     def _identity(self, content: bytes) -> str:
         """What makes this setting of the flag another one than the last.
 
-        Content and modification time: whoever sets a flag again writes the file again. Not the inode: a copy that keeps
+        Content and modification time: setting a flag again writes the file again. Not the inode: a copy that keeps
         its time (rsync, tar, another mount) is the same flag. In a Kubernetes ConfigMap the path and the content: each
         new pod has the files made anew, and the kubelet touches none whose content is the same.
         """
