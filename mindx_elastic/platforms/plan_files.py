@@ -76,7 +76,7 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
                                         null
     restore_ranks, restore_ranks_map    see the module; the map as an object
-    found_anything                      there were usable files; a refusal without any, and with an empty `rejected`, is a
+    found_anything                      there were usable files; a refusal without any, and with no `rejected`, is a
                                         fresh start
     other_worlds                        of a refusal: numbers of ranks with which a start would work
     rejected                            [{what, reason}] steps and files that are not used
