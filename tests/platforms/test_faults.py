@@ -93,7 +93,7 @@ def refusal(path: Path, **options: Any) -> str:
 def test_reports_of_ranks(tmp_path: Path, content: object, ranks: set[int], created: float | None) -> None:
     path = put(tmp_path, content)
     faults = read_faults(path, world_size=8)
-    assert faults.ranks == ranks and (faults.created, faults.source) == (created, str(path))
+    assert (set(faults.ranks), faults.created, faults.source) == (ranks, created, str(path))
     assert (faults.nodes, faults.initializing, faults.problems) == ((), False, ())
 
 
