@@ -1,9 +1,9 @@
 """Names of the folders in a checkpoint directory that hold one step and in it a folder for each rank.
 
-Whoever looks through a checkpoint directory has to know such a folder from any other: the scan, the mirror, the guard
-that clears up, the agent. A job that uses `TFTRegister` makes them (`platforms.tft_tree`), and their name is that of
-MindSpore's tree of TTP checkpoints. This is the one place that says it: a name that each caller had to hand in, or that
-a platform had to register, could be forgotten, and a start that overlooks checkpoints begins afresh.
+The scan, the mirror, the guard that clears up and the agent have to tell such a folder from any other. A job that uses
+`TFTRegister` makes them (`platforms.tft_tree`), and their name is that of MindSpore's tree of TTP checkpoints. This is
+the one place that says it: a name that each caller had to hand in, or that a platform had to register, could be
+forgotten, and a start that overlooks checkpoints begins afresh.
 """
 
 from __future__ import annotations

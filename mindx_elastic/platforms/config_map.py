@@ -74,9 +74,9 @@ def _data_folder(folder: Path) -> Path:
 
 def read_text(path: Path) -> tuple[str, float]:
     """Text and modification time (unix seconds) of a file. Raises OSError, or ValueError with what is wrong."""
-    data, modified = read_regular(path, MAX_BYTES, follow_links=True)
+    data, status = read_regular(path, MAX_BYTES, follow_links=True)
     try:
-        return data.decode("utf-8-sig"), modified
+        return data.decode("utf-8-sig"), status.st_mtime
     except UnicodeDecodeError as error:
         raise ValueError(f"is no UTF-8 text ({error.reason} at byte {error.start})") from None
 
@@ -169,7 +169,7 @@ def data_of(content: dict[str, Any]) -> tuple[dict[str, Any], str] | None:
 def check_data(data: Mapping[str, str], keys: Iterable[str]) -> None:
     """Compare ``checkCode`` with `data`: its writers hash the text of the one key, or the whole data as Go encodes it.
 
-    Raises ValueError where neither fits; no code is no error.
+    Raises ValueError where neither fits; without a code it checks nothing.
     """
     code = data.get(CHECK_KEY, "").strip().strip("\"'").strip().lower()
     if not code:

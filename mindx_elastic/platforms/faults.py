@@ -465,8 +465,8 @@ def _read_mount(folder: Path, keys: tuple[str, ...], world_size: int | None) -> 
 
 
 def default_fault_sources(paths: FaultPaths) -> tuple[Path, ...]:
-    """Those of the platform's files that are there; empty: there is no report. Reading one that cannot be opened says
-    why."""
+    """The platform's mounted files that exist; empty: no report. One that cannot be opened is listed, and reading it
+    says why."""
     return tuple(p for p in (paths.fault_dir / FAULT_KEY, paths.reset_dir / RESET_KEY) if not _is_missing(p))
 
 

@@ -23,6 +23,7 @@ import xxhash
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import start_ticks
+from mindx_elastic.platforms.small_files import read_regular
 
 __all__ = ["AnsweredFlags", "FlagFile", "process_started_at", "watch_flag_file"]
 
@@ -151,7 +152,7 @@ class FlagFile:
     def _identity(self, content: bytes) -> str:
         """What makes this setting of the flag another one than the last.
 
-        Content and modification time: whoever sets a flag again writes the file again. Not the inode: a copy that keeps
+        Content and modification time: setting a flag again writes the file again. Not the inode: a copy that keeps
         its time (rsync, tar, another mount) is the same flag. In a Kubernetes ConfigMap the path and the content: each
         new pod has the files made anew, and the kubelet touches none whose content is the same.
         """
@@ -163,12 +164,12 @@ class FlagFile:
 
     def _read(self) -> bytes | None:
         try:
-            with open(self.path, "rb") as file:
-                self._mtime_ns = os.fstat(file.fileno()).st_mtime_ns
-                return file.read(_MAX_BYTES)
-        except OSError as error:
+            content, status = read_regular(self.path, _MAX_BYTES, follow_links=True)
+        except (OSError, ValueError) as error:
             self._warn(f"is not readable JSON yet ({error})")
             return None
+        self._mtime_ns = status.st_mtime_ns
+        return content
 
     def _wanted(self, text: bytes) -> bool | None:
         try:

@@ -51,7 +51,7 @@ class GroupInfo:
 
 
 def save_group_info(path: StrPath, groups: Mapping[str, Sequence[int]], restore_ranks: Sequence[int]) -> Path:
-    """Write a group info file, whole or not at all. Raises UsageError for ranks that are none, SaveError."""
+    """Write a group info file, whole or not at all. Raises UsageError for numbers that are not ranks, SaveError."""
     content = messages().ParallelGroupMap()
     for name, ranks in groups.items():
         item = content.parallel_group_item.add(group_name=name)
@@ -103,7 +103,7 @@ def _is_strategy(data: bytes) -> bool:
 def restore_group_info_list(group_info_file_name: StrPath) -> list[int]:
     """The ranks whose checkpoints have the same content as that of the rank that wrote the file, which is among them.
 
-    Raises UsageError (a ValueError) for a malformed file or one without such a list, TypeError when it is no path.
+    Raises UsageError (a ValueError) for a malformed file or one without such a list, TypeError for anything but a path.
     """
     if not isinstance(group_info_file_name, (str, os.PathLike)):
         raise ArgumentTypeError(f"group_info_file_name is {group_info_file_name!r:.80}; give a path")

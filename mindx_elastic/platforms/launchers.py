@@ -25,7 +25,7 @@ __all__ = ["current_ranks", "refusal"]
 def current_ranks(env: RankInfo) -> RankInfo:
     """Rank and world size as torch.distributed has them, else as the environment says.
 
-    Raises UsageError for one of several ranks without torch.distributed, whoever has started it.
+    Raises UsageError for one of several ranks without torch.distributed, whatever has started it.
     """
     import torch.distributed as dist
 

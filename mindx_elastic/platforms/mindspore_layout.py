@@ -3,8 +3,8 @@
 The mesh is ``dev_matrix``, its ranks count row by row from the first rank of the pipeline stage. ``tensor_map[i] = k``:
 the tensor's dimension i is split over mesh dimension ``len(dev_matrix) - 1 - k``; -1: not split. Mesh dimensions that
 nothing names repeat the tensor. Optimizer sharding (``opt_weight_shard_step``, ``opt_weight_shard_size``) then cuts
-dimension 0 of each slice once more, over ranks that hold the same slice: the *last* cut, wherever those ranks lie in
-the mesh. So it becomes a ``_StridedShard`` where model parallelism lies to the right of it.
+dimension 0 of each slice once more, over ranks that hold the same slice: the *last* cut, wherever those ranks are in
+the mesh. So it becomes a ``_StridedShard`` where a mesh dimension to the right of it splits the tensor too.
 
 What these fields cannot say (permuted ranks, most uneven splits) gets None from `fields_of`, never something close.
 """

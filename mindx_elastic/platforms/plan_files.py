@@ -76,8 +76,8 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     replica_groups                      [{ranks, donor}] of the old world; donor: lowest healthy rank with a file, or
                                         null
     restore_ranks, restore_ranks_map    see the module; the map as an object
-    found_anything                      there were usable files; a refusal without is no reason to worry, if `rejected`
-                                        is empty, too
+    found_anything                      there were usable files; a refusal without any, and with no `rejected`, is a
+                                        fresh start
     other_worlds                        of a refusal: numbers of ranks with which a start would work
     rejected                            [{what, reason}] steps and files that are not used
     ==================================  ==============================================================================
@@ -155,7 +155,7 @@ def mesh_of(strategy: Strategy) -> dict[str, int] | None:
 
 
 def _relative(path: str, directory: StrPath) -> str:
-    """`path` under `directory`; as it is where it lies elsewhere, or is no path."""
+    """`path` relative to `directory` where it is under it; anything else unchanged."""
     prefix = os.path.join(os.fspath(directory), "")
     return path[len(prefix) :] if path.startswith(prefix) and len(path) > len(prefix) else path
 

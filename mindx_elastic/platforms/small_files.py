@@ -21,8 +21,8 @@ class ArgumentTypeError(UsageError, TypeError):
     """An argument of a wrong type, where MindSpore's function of the same name raises TypeError."""
 
 
-def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[bytes, float]:
-    """Content and modification time (unix seconds) of a regular file of at most `limit` bytes; never blocks on a pipe.
+def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[bytes, os.stat_result]:
+    """Content and status of a regular file of at most `limit` bytes; never blocks on a pipe.
 
     Raises OSError, or ValueError with what is wrong.
     """
@@ -37,7 +37,7 @@ def read_regular(path: StrPath, limit: int, *, follow_links: bool) -> tuple[byte
         data = file.read(limit + 1)
     if len(data) > limit:
         raise ValueError(f"is larger than {limit >> 20} MiB")
-    return data, status.st_mtime
+    return data, status
 
 
 def read_bounded(path: StrPath, what: str) -> bytes:

@@ -1,9 +1,10 @@
 """Strategy files: a `Strategy` on disk in MindSpore's form, and MindSpore's functions over whole files.
 
 A path that ends in ``.json`` is JSON, anything else protobuf (``strategy.proto``). What we write says everything twice:
-in MindSpore's fields, as far as they can say it, and exactly, in fields that MindSpore skips. A file of MindSpore's own
-has the layouts but not the shapes: such tensors come back with shape ``()``, and `with_shapes` fills them in from what
-the checkpoint files hold. Pipeline stages: a file of one stage has plain names, a file of several ``{stage}-{name}``.
+in MindSpore's fields as far as they can, and exactly in fields that MindSpore skips. A file that MindSpore wrote has
+the layouts but not the shapes: such tensors come back with shape ``()``, and `mindspore_layout.with_shapes` fills them
+in from what the checkpoint files hold. Pipeline stages: a file of one stage has plain names, a file of several
+``{stage}-{name}``.
 
 Source of the form: MindSpore's ``train/node_strategy_pb2.py`` (messages) and ``parallel/_parallel_serialization.py``
 (what they mean) in version 2.10. `merge_strategies` and `rank_list_for_transform` take and return what
@@ -43,7 +44,7 @@ class Content:
 
     strategy: Strategy
     stage_size: int = 0
-    """Ranks of a pipeline stage; 0: the file is ours, and says which ranks each tensor lies on."""
+    """Ranks of a pipeline stage; 0: we wrote the file, and it names the ranks of each tensor."""
 
 
 # --- save ---
@@ -68,7 +69,7 @@ def save_strategy(path: StrPath, strategy: Strategy, *, stage: int | None = None
     stages = range(num_stages) if stage is None else [stage]
     items, others = [], []
     for spec in strategy.tensors:
-        fields = fields_of(spec, size) if "-" not in spec.name else None  # that sign is MindSpore's own
+        fields = fields_of(spec, size) if "-" not in spec.name else None  # MindSpore splits names there
         # Scalars: MindSpore writes none, and its `get_parameter_redundancy` fails on an empty map.
         if fields is None or not fields.num_dims or spec.layout.ranks[0] // size not in stages:
             others.append(spec)
@@ -155,8 +156,8 @@ def _fill_exact(exact: Any, spec: TensorSpec) -> None:
 def load_strategy(path: StrPath) -> Strategy:
     """The strategy in a file of ours or of MindSpore's: JSON when `path` ends in ``.json``, else protobuf.
 
-    Tensors of which the file does not tell the shape have shape ``()``; see `with_shapes`. Raises UsageError, which
-    names the file and the tensor, for everything that is wrong with it. Any thread.
+    Tensors whose shape the file does not tell have shape ``()``; see `mindspore_layout.with_shapes`. Raises UsageError,
+    which names the file and the tensor, for everything that is wrong with it. Any thread.
     """
     return read_strategy(path).strategy
 
@@ -269,11 +270,11 @@ class _Builder:
         """Of names without a stage."""
         self.specs: list[TensorSpec] = []
         self.sizes: dict[int, str] = {}
-        """Numbers of ranks of MindSpore's own layouts, each with a tensor that has it."""
+        """Numbers of ranks of the layouts that MindSpore wrote, each with a tensor that has it."""
         self._layouts: dict[object, Layout] = {}  # thousands of tensors share a few layouts
 
     def add_foreign(self, param_name: str, fields: Fields, shape: tuple[int, ...]) -> None:
-        """A tensor of MindSpore's own."""
+        """A tensor that MindSpore wrote."""
         staged = _STAGED.fullmatch(param_name)
         stage, name = (int(staged[1]), staged[2]) if staged else (self.stage, param_name)
         try:
@@ -365,8 +366,8 @@ def merge_strategies(sources: StrPath | Iterable[StrPath], destination: StrPath 
     sources: a directory (its ``*.ckpt``, ``*.json``, ``*.pb`` and ``*.strategy`` files), or paths. Several files of one
     stage, one from each of its ranks, are as good as one. destination: where to write the result; None: nowhere.
 
-    Raises UsageError, for a directory that is none also as NotADirectoryError: files that contradict each other, a
-    stage that is in no file.
+    Raises UsageError for files that contradict each other and for a stage without a file; for a source that is not a
+    directory it is a NotADirectoryError too.
     """
     paths = _listed(sources) if isinstance(sources, (str, os.PathLike)) else list(sources)
     if not paths:
@@ -460,7 +461,7 @@ def rank_list_for_transform(
 
 
 def _pairs(source: Strategy, target: Strategy | None, rank: int) -> Iterator[tuple[TensorSpec, TensorSpec | None]]:
-    """Tensors that `rank` of the new job gets, as they lie in the old and in the new one (None: whole)."""
+    """The tensors that `rank` of the new job gets, in their old and new layouts (None: whole)."""
     if target is None:
         yield from ((old, None) for old in source.tensors)
         return
