@@ -6,11 +6,14 @@ rank has for itself): a tensor is known by its name *and* the ranks of its mesh.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import xxhash
 
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.errors import UsageError
@@ -165,6 +168,16 @@ class Strategy:
         return [tuple(group) for group in groups.values()]
 
     # --- JSON ---
+
+    @cached_property
+    def text(self) -> str:
+        """`to_json` as compact text; the same for equal strategies."""
+        return json.dumps(self.to_json(), separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of `text`."""
+        return xxhash.xxh3_128_hexdigest(self.text.encode())
 
     def to_json(self) -> dict[str, Any]:
         """JSON-able; `from_json` is the way back."""

@@ -283,8 +283,9 @@ class PeersPart(Part):
 
     name = "peers"
 
-    def __init__(self, ranks: RankInfo) -> None:
-        self._rank, self._own = ranks.rank, own_identity()
+    def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
+        """`identity`: of this process, as `own_identity` makes it."""
+        self._rank, self._own = ranks.rank, identity or own_identity()
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:

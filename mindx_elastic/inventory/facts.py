@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import xxhash
@@ -21,10 +21,7 @@ __all__ = [
     "Strategies",
     "base_of",
     "facts_of",
-    "pack_facts",
-    "strategy_digest",
     "strategy_of",
-    "unpack_facts",
 ]
 
 _NO_PART_OF_IT = ("rng", "progress", "gradient_order")
@@ -154,54 +151,3 @@ def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]]
             line = f"{place} {shape} {digest}\n"
             found.setdefault(f"{UNDESCRIBED}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
     return {key: digest.hexdigest() for key, digest in found.items()}
-
-
-_ROW = (
-    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("where", "replica_digests", "base"),
-)
-
-
-def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:
-    """JSON-able rows; `unpack_facts` is the way back. Strategies are sent apart, here stands the digest of each.
-
-    `visible_to` is not sent: it is what the receivers find out.
-    """
-    digests: dict[int, str] = {}
-    for fact in facts:
-        if id(fact.strategy) not in digests:
-            digests[id(fact.strategy)] = strategy_digest(fact.strategy)
-    return [[list(f.moment), digests[id(f.strategy)], *(getattr(f, name) for name in _ROW)] for f in facts]
-
-
-def strategy_digest(strategy: Strategy) -> str:
-    """The same on every rank for equal strategies."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())
-
-
-_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
-
-
-def _check_row(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row that no header can give."""
-    sound = (
-        all(isinstance(row[name], str) for name in ("path", "kind", "where"))
-        and all(type(row[name]) is int and row[name] >= 0 for name in _WHOLE)
-        and row["rank"] < row["world_size"]
-        and all(type(row[name]) in (int, float) for name in ("created", "fault_report"))
-        and isinstance(row["replica_digests"], dict)
-        and all(isinstance(text, str) for text in row["replica_digests"].values())
-    )
-    if not sound:
-        raise ValueError("no facts of a checkpoint file")
-
-
-def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) -> list[FileFact]:
-    """`strategies`: by digest."""
-    found = []
-    for (run, attempt, step), digest, *values in rows:
-        named = dict(zip(_ROW, values, strict=True))
-        named["base"] = None if named["base"] is None else tuple(named["base"])
-        _check_row(named)
-        found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
-    return found
