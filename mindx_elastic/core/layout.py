@@ -28,8 +28,6 @@ __all__ = [
     "Interval",
     "Layout",
     "Placement",
-    "Shard",
-    "box_size",
     "local_places",
     "overlap",
     "parse_placement",
@@ -67,11 +65,6 @@ class Placement:
 
 
 REPLICATE = Placement()
-
-
-def Shard(dim: int, split_factor: int = 1) -> Placement:  # noqa: N802 - torch's name for it
-    """The placement that splits dimension `dim`."""
-    return Placement(dim, split_factor)
 
 
 def parse_placement(value: Any) -> Placement:
@@ -381,11 +374,6 @@ def overlap(one: Box, other: Box) -> Box | None:
             return None
         found.append((low, high))
     return tuple(found)
-
-
-def box_size(box: Box) -> int:
-    """Number of elements."""
-    return math.prod(stop - start for start, stop in box)
 
 
 def local_places(segments: Sequence[Sequence[Interval]]) -> Iterator[tuple[Box, Box]]:

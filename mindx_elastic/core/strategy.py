@@ -26,7 +26,6 @@ __all__ = [
     "TensorSpec",
     "global_name",
     "merge_specs",
-    "replicated",
     "strategy_from_record",
 ]
 
@@ -84,9 +83,6 @@ class TensorSpec:
     def key(self) -> tuple[str, int]:
         """What tells it from others: tensors of one name on different ranks are different tensors."""
         return self.name, self.layout.ranks[0]
-
-    def local_bytes(self, shard: int) -> int:
-        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes if self.is_shape_known else 0
 
 
 @dataclass(frozen=True)
@@ -261,12 +257,6 @@ def _check_apart(name: str, specs: Iterable[TensorSpec]) -> None:
                     f"contradictory descriptions of {name}: shape {list(other.shape)} laid out as {other.layout}, and "
                     f"shape {list(spec.shape)} as {spec.layout}, both on rank {rank}"
                 )
-
-
-def replicated(world_size: int, tensors: Mapping[str, Sequence[int]], dtype: str = "") -> Strategy:
-    """Every rank holds everything: DDP. `tensors`: name -> shape."""
-    layout = Layout((world_size,), ("R",))  # type: ignore[arg-type]  # parsed there
-    return Strategy(world_size, tuple(TensorSpec(name, tuple(shape), layout, dtype) for name, shape in tensors.items()))
 
 
 # --- what a checkpoint file says of its own tensors ---

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.layout import Layout, parse_placement
-from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import replica_digests_of
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
 from mindx_elastic.plan.targets import remesh
+from tests.plan.strategies import replicated
 
 RUN = "run-a"
 

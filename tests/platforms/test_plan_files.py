@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.planner import plan_resume
@@ -30,6 +30,7 @@ from mindx_elastic.platforms.plan_files import (
     write_plan,
 )
 from mindx_elastic.platforms.saved_plan import SavedRank, parse_plan, read_plan
+from tests.plan.strategies import replicated
 
 MESH = ("dp", "tp")
 HSDP = Strategy(4, (TensorSpec("model.w", (8, 4), Layout((2, 2), ("R", "S(0)"), (), MESH), "F32"),))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import FileFact, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import plan_resume
@@ -22,6 +22,7 @@ from mindx_elastic.platforms.restore_ranks import (
     restore_ranks,
     restore_ranks_of,
 )
+from tests.plan.strategies import replicated
 
 MOMENT = ("run", 0, 9)
 DDP = replicated(4, {"model.w": (8,)}, "F32")
