@@ -1,8 +1,9 @@
-"""What happens between the last ``optimizer.step()`` of a step and its boundary, learned from the steps before.
+"""Decides whether a step that an exception cut off after its last ``optimizer.step()`` is the coming boundary.
 
-An exception there (people log there) finds weights that are no boundary any more and not known to be the coming one.
-They are, if everything that moves in this window has moved. The boundaries of the steps before tell what moves in a
-step; some steps are looked at in the middle as well, right after their last update, and tell what moves in the window:
+Programs log in the window between that update and `step_end`, and an exception there leaves weights that are not the
+last boundary's any more. They are the coming boundary's if everything that changes in this window has changed. What
+changes in a step is learned from the boundaries of the steps before; what changes in the window, from some steps that
+are also looked at right after their last update:
 
 ================================  =====================================================================================
 seen in the window                the state after an exception is the coming boundary if
@@ -14,9 +15,9 @@ parameters (EMA, clipping)        each was changed in place as often as in the s
 random numbers, buffers           never: how many more would have been drawn is not known
 ================================  =====================================================================================
 
-Looked at are the first steps of a process, two in fifty up to about 1000, then two in 1000 (also where people count
-from 0), so that what is done only now and then is seen too; the others cost nothing. It stays a conclusion from what
-was seen: code of the window that has never run in a step that was looked at is not known.
+The first steps of a process are looked at, then two in fifty up to about step 1000, then two in 1000 (two, because
+some programs count from 0), so that what is done only now and then is seen too; the others cost nothing. Code of the
+window that has never run in a step that was looked at stays unknown.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class _Middle:
 
 @dataclass
 class _Learned:
-    """What the windows looked at have shown."""
+    """What changes in the window, as far as the looks have shown."""
 
     num_windows: int = 0
     draws: bool = False
@@ -78,7 +79,7 @@ class UpdateWindow:
         self._blocks: dict[str, BufferBlock] = {}
         self._getters = [(name, _reference_of(component)) for name, component in collector.components.items()]
         self._broken: str | None = None
-        # Copies that nobody changes, so keeping the last two boundaries' costs no copy.
+        # These copies are never changed in place, so the last two boundaries' are kept without another copy.
         self._base: dict[str, Any] = self._references()
         self._before = self._after = self._base  # around the last step with updates
 
@@ -97,7 +98,7 @@ class UpdateWindow:
         if middle is not None and self._broken is None:
             try:
                 self._learn(middle, before)
-            except Exception as error:  # an object that cannot be compared: no reason to end a training
+            except Exception as error:  # an object that cannot be compared does not end the training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
         if self._boundaries <= _FIRST:
             wanted = True
@@ -106,7 +107,7 @@ class UpdateWindow:
         self._gate.at_last_update = self._look if wanted and self._broken is None else None
 
     def standing(self) -> list[str]:
-        """Why an exception in the window always costs the step, as far as is known; empty: it does not."""
+        """The known reasons for which an exception in the window always costs the step; empty: there are none."""
         learned = self._learned
         found = [self._broken] if self._broken else []
         if not self._gate.steady:
@@ -169,7 +170,7 @@ class UpdateWindow:
         return any(getattr(target, "optimizer", None) is component.optimizer for target in plain)
 
     def _raised_in(self, traceback: TracebackType | None) -> list[str]:
-        """An object that raises half-way through its own step may have moved in part."""
+        """The target that the exception comes out of, if any: it may have changed in part."""
         targets = {id(c.target): n for n, c in self._collector.components.items() if isinstance(c, PlainComponent)}
         targets |= {
             id(c.optimizer): n for n, c in self._collector.components.items() if isinstance(c, OptimizerComponent)

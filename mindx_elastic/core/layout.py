@@ -1,7 +1,7 @@
 """How one tensor is spread over ranks: a mesh, and for each of its dimensions whether it splits or repeats the tensor.
 
 Pure arithmetic, no torch: the same rules for a live DTensor, a file header, a MindSpore strategy and a layout given by
-hand. What each rank holds is worked out, never stored, so that thousands of ranks cost nothing.
+hand. What each rank holds is computed from the mesh and not stored, so that thousands of ranks cost nothing.
 
 A split follows ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones shorter or empty. Mesh dimensions split a
 tensor from left to right, but for ``_StridedShard``: its split factor says how many pieces the dimensions to its right
@@ -51,7 +51,7 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """What one mesh dimension does to a tensor: ``dim`` is None: every rank along it holds the same."""
+    """What one mesh dimension does to a tensor. Without a ``dim`` every rank along it holds the same."""
 
     dim: int | None = None
     """The tensor's dimension that is split."""
@@ -70,7 +70,7 @@ REPLICATE = Placement()
 def parse_placement(value: Any) -> Placement:
     """A `Placement`, torch's own placement object, or text: ``R``, ``replicate``, ``S(0)``, ``shard(0)``, ``_S(0,2)``.
 
-    Raises UsageError for anything else; ``Partial`` sums are no state that can be saved.
+    Raises UsageError for anything else: a ``Partial`` sum cannot be saved.
     """
     if isinstance(value, Placement):
         return value
@@ -195,7 +195,7 @@ class Layout:
         )
         return self.shard_ids[place]
 
-    # --- where a shard lies ---
+    # --- which part of a tensor a shard is ---
 
     def boxes(self, shape: Sequence[int], shard: int) -> list[Box]:
         """The parts of a tensor of global `shape` that `shard` consists of, in the order of its own memory.
@@ -284,7 +284,7 @@ class Layout:
                 before += 1
             if made == factor:
                 order.insert(before, (i, 1))
-            else:  # those splits are not there: pieces of pieces, as torch has it
+            else:  # the mesh does not have those splits: pieces of pieces, as in torch
                 order.insert(0, (i, factor))
         return order
 
@@ -377,7 +377,7 @@ def overlap(one: Box, other: Box) -> Box | None:
 
 
 def local_places(segments: Sequence[Sequence[Interval]]) -> Iterator[tuple[Box, Box]]:
-    """Each box of a shard: where it lies in the whole tensor, and where in the shard's own memory."""
+    """Each box of a shard: its place in the whole tensor, and its place in the shard's own memory."""
     places = []
     for each in segments:
         done, row = 0, []

@@ -1,7 +1,7 @@
-"""Text from others on one line, harmless to a terminal and to a log: the one place that decides what is shown as it is.
+"""Escapes text from others so that it is one line and harmless to a terminal and to a log.
 
-File names, header fields, tensor names, fault reports and the other ranks' messages may come from anybody. Escape
-sequences could colour, hide or rewrite what a person reads, a line break could forge a line of the log.
+File names, header fields, tensor names, fault reports and the other ranks' messages may come from anywhere. Escape
+sequences could colour, hide or rewrite what a person reads, and a line break could forge a line of the log.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ def printable(text: object, limit: int | None = None) -> str:
     """`text` on one line, without anything that a terminal would obey or cannot show.
 
     Control characters, line breaks, marks that change the writing direction, invisible ones and undecodable bytes
-    become visible escapes (``\\x1b``). `limit`: longest result in characters; what is cut off is said.
+    become visible escapes (``\\x1b``). `limit`: most characters of `text` to show; the result then gives its length.
     """
     found = str(text)
     if limit is not None and len(found) > limit:

@@ -53,7 +53,7 @@ class TensorSpec:
     parameter: str = ""
     """Of an optimizer's tensor: the parameter's name."""
     assumed: bool = field(default=False, compare=False)
-    """Nobody has said that other ranks hold the same: the digests of their files have to."""
+    """That other ranks hold the same is only assumed: the digests of their files have to confirm it."""
     num_dims: int | None = None
     """How many dimensions it has, where only that is known and not its shape, which is ``()`` then; else None."""
 
@@ -65,7 +65,7 @@ class TensorSpec:
 
     @property
     def is_shape_known(self) -> bool:
-        """False: a strategy file that does not tell shapes (MindSpore's) says only how it is split."""
+        """False for a tensor of a strategy file that has splits and no shapes (MindSpore's)."""
         return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
 
     @property
@@ -81,7 +81,7 @@ class TensorSpec:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it from others: tensors of one name on different ranks are different tensors."""
+        """Its identity: tensors of one name on different ranks are different tensors."""
         return self.name, self.layout.ranks[0]
 
 

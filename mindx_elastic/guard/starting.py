@@ -13,8 +13,7 @@ import torch
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
-from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.targets import RESERVED_NAMES
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.strategy import Strategy
