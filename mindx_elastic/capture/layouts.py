@@ -184,7 +184,7 @@ class LayoutRecorder:
                 elif like is not None and self._follows_split(shape, parameter, known_as):
                     found[place] = LaidOut(self._own, shape)
                 elif like is not None and (not meshes.widest_ranks or like.ranks != default.ranks):
-                    # As the parameter; or step counters and the like, of which digests will tell.
+                    # As the parameter. For step counters and the like that is assumed: the digests will show it.
                     alike = shape == tuple(parameter.shape)
                     by_hand = self.setup.by_hand(known_as, shape) if alike else None
                     found[place] = by_hand or LaidOut(_replicated(like.ranks), shape, True)

@@ -10,7 +10,7 @@ seen in the window                the state after an exception is the coming bou
 ================================  =====================================================================================
 nothing moves                     every optimizer has stepped as often as in every step before
 schedulers, scaler, stateful      each value that moved in the step before has moved; numbers that count by as much
-objects, options of groups        (a value that also moves before the window tells nothing: refused)
+objects, options of groups        (a value that also moves before the window proves nothing: refused)
 parameters (EMA, clipping)        each was changed in place as often as in the step before
 random numbers, buffers           never: how many more would have been drawn is not known
 ================================  =====================================================================================
@@ -69,7 +69,7 @@ class _Learned:
 
 
 class UpdateWindow:
-    """One per guard. Training thread, but for `_look`, which runs in the thread that updates."""
+    """One per guard. For the training thread; only `_look` runs in the thread that updates."""
 
     def __init__(self, collector: Collector, gate: UpdateGate) -> None:
         self._collector, self._gate = collector, gate
@@ -162,7 +162,7 @@ class UpdateWindow:
         return found
 
     def _is_scheduled(self, name: str) -> bool:
-        """Whether `name` is an optimizer whose options a named scheduler sets: that one tells more."""
+        """Whether `name` is an optimizer whose options a named scheduler sets, which shows more."""
         component = self._collector.components[name]
         if not isinstance(component, OptimizerComponent):
             return False
@@ -215,11 +215,11 @@ class UpdateWindow:
                 learned.both.setdefault(name, set()).update(both)
 
     def _references(self) -> dict[str, Any]:
-        """The last boundary's copies of everything small, but for generators and buffers."""
+        """The last boundary's copies of all small state except generators and buffers."""
         return {name: getter() for name, getter in self._getters}
 
     def _parts(self) -> dict[str, _Leaves]:
-        """The same, live."""
+        """The same state as it is now."""
         found: dict[str, Any] = {}
         for name, component in self._collector.components.items():
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
@@ -228,7 +228,7 @@ class UpdateWindow:
 
 
 def _reference_of(component: Component) -> Callable[[], Any]:
-    """Gives the boundary's copy of what is small in it, but for buffers. Called at every boundary."""
+    """Gives the boundary's copy of its small state except buffers. Called at every boundary."""
     if isinstance(component, OptimizerComponent):
         return partial(getattr, component, "groups")
     if isinstance(component, ModuleComponent):

@@ -4,9 +4,10 @@ Pure arithmetic, no torch: the same rules for a live DTensor, a file header, a M
 hand. What each rank holds is computed from the mesh and not stored, so that thousands of ranks cost nothing.
 
 A split follows ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones shorter or empty. Mesh dimensions split a
-tensor from left to right, but for ``_StridedShard``: its split factor says how many pieces the dimensions to its right
-have made *before* it (FSDP2 around tensor parallel), so those go first. On an uneven dimension torch's own reading of
-such a placement (left to right, pieces put together again) can differ from what FSDP2 holds; ours is what it holds.
+tensor from left to right, except for ``_StridedShard``: its split factor is the number of pieces that dimensions to its
+right have made *before* it (FSDP2 around tensor parallel), so those go first. On an uneven dimension torch's own
+reading of such a placement (left to right, pieces put together again) can differ from what FSDP2 holds; ours is what
+FSDP2 holds.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def parse_placement(value: Any) -> Placement:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is spread over `ranks`, which stand in the mesh row by row.
+    """How a tensor is spread over `ranks`, which fill the mesh row by row.
 
     ::
 
@@ -200,7 +201,7 @@ class Layout:
     def boxes(self, shape: Sequence[int], shard: int) -> list[Box]:
         """The parts of a tensor of global `shape` that `shard` consists of, in the order of its own memory.
 
-        One, but for a ``_StridedShard`` without the splits that it speaks of. None, when the shard is empty.
+        A ``_StridedShard`` in a mesh without the splits that it refers to has several; an empty shard has none.
         """
         return [box for box in product(*self.segments(shape, shard)) if all(stop > start for start, stop in box)]
 
@@ -319,7 +320,7 @@ class Layout:
                 and all(isinstance(text, str) and len(text) <= _MAX_NAME and text.isprintable() for text in texts)
                 for texts in (placements, names)
             ):
-                raise UsageError("layout with too many ranks, or placements or names that are no texts")
+                raise UsageError("layout with too many ranks, or placements or names that are not texts")
             return cls(tuple(content["mesh"]), tuple(placements), ranks, tuple(names))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise UsageError(f"malformed layout {str(content)[:80]}: {error!r}") from None

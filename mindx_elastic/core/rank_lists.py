@@ -40,7 +40,7 @@ class RankGaps(Sequence[int]):
 
     def __init__(self, world_size: int, present: Iterable[int]) -> None:
         self._ranges: list[range] = []
-        self._ends: list[int] = []  # how many ranks lie in the ranges up to each
+        self._ends: list[int] = []  # how many ranks the ranges up to each have
         begin = count = 0
         for rank in chain(sorted({rank for rank in present if 0 <= rank < world_size}), (world_size,)):
             if rank > begin:

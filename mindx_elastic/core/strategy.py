@@ -1,6 +1,6 @@
 """The parallel strategy of a job: what every tensor is called, how large it is as a whole, and how it is laid out.
 
-Two tensors may have one name when they lie on different ranks (pipeline stages that all count from 0, weights that each
+Two tensors may have one name when different ranks hold them (pipeline stages that all count from 0, weights that each
 rank has for itself): a tensor is known by its name *and* the ranks of its mesh.
 """
 
@@ -34,7 +34,7 @@ MAX_TENSOR_DIMS = 64
 RECORD_VERSION = 2
 """Of ``mindx.layout``. Records of version 1 are not read."""
 MARKER = "@"
-"""Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
+"""Begins the name of an entry that stands for a rank's own state and not for a tensor: only its file describes it."""
 _MAX_MEMBERSHIPS = 16 * MAX_RANKS
 """Ranks in all layouts of a strategy together: 16,384 ranks may have 256 layouts that all take part in."""
 
@@ -204,7 +204,7 @@ class Strategy:
 
 def merge_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Each tensor once. Raises UsageError where two descriptions of one tensor contradict each other, or where tensors
-    of one name lie on ranks that overlap."""
+    of one name are on ranks that overlap."""
     found: dict[str, dict[Layout, TensorSpec]] = {}
     for spec in specs:
         known = found.setdefault(spec.name, {})
@@ -379,7 +379,7 @@ class LayoutRecord:
 
 
 def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-    """`LayoutRecord.strategy` of the JSON that stands in a header. Raises UsageError."""
+    """`LayoutRecord.strategy` of the JSON in a header. Raises UsageError."""
     return LayoutRecord.from_json(record).strategy(tensors)
 
 

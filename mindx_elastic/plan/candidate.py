@@ -148,8 +148,8 @@ class Candidate:
             self._target = target_of(self._source, self._context.world)
         except UsageError as error:
             return str(error)
-        told = self._context.world.strategy is not None and "" not in self._source.by_name
-        found = _differences(self._source, self._target) if told and self._target is not self._source else []
+        is_known = self._context.world.strategy is not None and "" not in self._source.by_name
+        found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
         if found:
             self.is_other_program = True
             more = f"; and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
@@ -167,7 +167,7 @@ class Candidate:
         differing = differing_components(facts) if self._assignment.resharded else []
         if differing and any(group.layout.splitting for group in self._source.classes):
             return (
-                f"{', '.join(differing)} (of stateful=) differs from rank to rank, and nothing says how it is spread: "
+                f"{', '.join(differing)} (of stateful=) differs from rank to rank, and its layout is not known: "
                 "leave it out, or start the same number of ranks with the same layouts"
             )
         return self._assignment.problem
@@ -175,8 +175,8 @@ class Candidate:
     def _merge(self) -> Strategy:
         """The strategy that the files give together, in the order of ranks."""
         recorded = self._context.recorded.get(self.moment)
-        told = [fact.strategy for facts in self._files.values() for fact in facts]
-        strategies = {id(each): each for each in ([recorded, *told] if recorded is not None else told)}
+        of_files = [fact.strategy for facts in self._files.values() for fact in facts]
+        strategies = {id(each): each for each in ([recorded, *of_files] if recorded is not None else of_files)}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:
                 raise UsageError(f"a strategy for {strategy.world_size} ranks, files of {self.world_size}")
@@ -411,7 +411,7 @@ def _ambiguous(source: Strategy, target: Strategy) -> str:
     moved = source.world_size != target.world_size
     for spec in source.tensors:
         if spec.parameter in target.by_name and len(source.by_name[spec.name]) > 1:
-            return f"{spec.name} differs from rank to rank, and nothing says how it is spread"
+            return f"{spec.name} differs from rank to rank, and its layout is not known"
     for name, wanted in target.by_name.items():
         specs = source.by_name.get(name, ())
         if wanted[0].is_marker or max(len(specs), len(wanted)) < 2 or not specs:
@@ -419,7 +419,7 @@ def _ambiguous(source: Strategy, target: Strategy) -> str:
         if moved or any(all(spec.layout != each.layout for each in specs) for spec in wanted):
             ranks = ", ".join(str(spec.layout.ranks[0]) for spec in (*specs, *wanted)[:4])
             return (
-                f"different tensors are called {name} (on ranks {ranks}, ...): each rank has its own, and nothing says "
-                "how they become those of another world; describe them with Guard(layouts=...)"
+                f"different tensors are called {name} (on ranks {ranks}, ...): each rank has its own, and how they "
+                "become those of another world is not known; describe them with Guard(layouts=...)"
             )
     return ""

@@ -54,7 +54,7 @@ class FileFact:
     where: str = ""
     """The disk, or the machine's memory, that has it: nodes may have different files of the same path."""
     base: tuple[int, int] | None = None
-    """Attempt and step that the writer's attempt went on from; None: a fresh start, or the file does not tell."""
+    """Attempt and step that the writer's attempt went on from; None: a fresh start, or not known."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)

@@ -126,11 +126,11 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
 
 
 def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
-    """Whether it is proved of all `files` that no step of their runs was ever whole, so that nothing was lost.
+    """Whether it is proved of all `files` that no step of their runs was ever complete, so that nothing was lost.
 
     never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
-    a whole step if some part of it was held by such ranks alone. What files only assume of each other counts as held
-    by all of them here: somebody may have believed it then.
+    a complete step if only such ranks held some part of it. Assumed replicas count as replicas here, because an earlier
+    start may have relied on them.
     """
     runs: dict[str, dict[Moment, list[FileFact]]] = {}
     for fact in files:
@@ -152,8 +152,8 @@ def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tu
     strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())
     if any(strategy.world_size != world_size for strategy in strategies):
         return False
-    told = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
-    if not silent <= told:
+    described = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
+    if not silent <= described:
         return True  # what that rank held is not known: it needs its own file
     return any(
         silent.issuperset(holders) and not group.is_empty(shard)

@@ -48,7 +48,7 @@ def _remesh_layout(group: LayoutClass, old: int, new: int, mesh: Mapping[str, in
     if stage is None or new % stages:
         where = rank_list(tuple(layout.ranks))
         raise UsageError(
-            f"{name} lies on {where} of {old} only: how it is spread over {new} ranks has to be told (start the job, "
+            f"{name} is on {where} of {old} only, so its layout over {new} ranks must be given (start the job, "
             "whose own layouts then count, or give a strategy file of the new world)"
         )
     new //= stages  # pipeline stages keep their number
@@ -60,7 +60,7 @@ def _remesh_layout(group: LayoutClass, old: int, new: int, mesh: Mapping[str, in
             return replace(layout, mesh_shape=(new,), placements=layout.placements[:1], ranks=ranks, mesh_dim_names=())
         if new % inner:
             raise UsageError(
-                f"{name} is laid out as {layout}: {new} ranks are no multiple of {inner}; say how with "
+                f"{name} is laid out as {layout}: {new} ranks are not a multiple of {inner}; say how with "
                 "--mesh name=size,..., or start the job with that number of ranks"
             )
         shape[0] = new // inner
