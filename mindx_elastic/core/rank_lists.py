@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, overload
+from typing import overload
 
 __all__ = ["RankGaps", "rank_list", "rank_ranges"]
 
@@ -77,19 +77,12 @@ class RankGaps(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RankGaps):
             return self._ranges == other._ranges
-        if not isinstance(other, (tuple, list)) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, (tuple, list)) else False
-        return all(one == each for one, each in zip(self, other, strict=True))
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and all(one == each for one, each in zip(self, other, strict=True))
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self._ranges))
 
     def __repr__(self) -> str:
         return f"RankGaps({self._ranges!r})"
-
-    def __reduce__(self) -> Any:
-        present = [rank for before, after in zip(self._ranges, self._ranges[1:], strict=False)
-                   for rank in range(before.stop, after.start)]  # fmt: skip
-        end = self._ranges[-1].stop if self._ranges else 0
-        begin = range(self._ranges[0].start) if self._ranges else ()
-        return RankGaps, (end, [*begin, *present])
