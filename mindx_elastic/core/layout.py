@@ -29,6 +29,7 @@ __all__ = [
     "Interval",
     "Layout",
     "Placement",
+    "Shard",
     "local_places",
     "overlap",
     "parse_placement",
@@ -66,6 +67,11 @@ class Placement:
 
 
 REPLICATE = Placement()
+
+
+def Shard(dim: int, split_factor: int = 1) -> Placement:  # noqa: N802 - torch's name for it
+    """The placement that splits dimension `dim`."""
+    return Placement(dim, split_factor)
 
 
 def parse_placement(value: Any) -> Placement:

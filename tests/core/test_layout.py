@@ -33,6 +33,7 @@ from mindx_elastic.core.layout import (
     Box,
     Layout,
     Placement,
+    Shard,
     local_places,
     overlap,
     parse_placement,
@@ -220,7 +221,7 @@ def fitting_layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout]:
         inside = [mesh[j] for j in range(i + 1, len(mesh)) if dims[j] == dim]
         strided = draw(st.booleans())
         factor = math.prod(inside) if inside and strided else 1
-        placements.append(Placement(dim, factor))
+        placements.append(Shard(dim, factor))
     first = draw(st.integers(0, 3))
     ranks: list[int] = []
     if draw(st.booleans()):

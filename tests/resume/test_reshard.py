@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import REPLICATE, Layout, Placement
+from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.persist.catalog import scan
@@ -96,10 +96,10 @@ def test_from_each_layout_to_each(tmp_path: Path) -> None:
 @st.composite
 def layouts(draw: st.DrawFn, ndim: int) -> Layout:
     mesh = draw(st.lists(st.integers(1, 3), min_size=1, max_size=2).filter(lambda m: math.prod(m) <= 6))
-    choices = [REPLICATE, *(Placement(dim) for dim in range(ndim))]
+    choices = [REPLICATE, *(Shard(dim) for dim in range(ndim))]
     placements = [draw(st.sampled_from(choices)) for _ in mesh]
     if len(mesh) == 2 and placements[0] == placements[1] and placements[0].dim is not None and mesh[1] > 1:
-        placements[0] = draw(st.sampled_from([placements[0], Placement(placements[0].dim, mesh[1])]))
+        placements[0] = draw(st.sampled_from([placements[0], Shard(placements[0].dim, mesh[1])]))
     ranks = draw(st.permutations(range(math.prod(mesh))))
     return Layout(tuple(mesh), tuple(placements), ranks)
 
