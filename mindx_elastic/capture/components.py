@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -241,7 +242,7 @@ class ModuleComponent:
         live = dict(self.module.state_dict())
         problems = _differences({n: _local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
         if problems:
-            shown = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
+            shown = listed(problems, 12, "; ")
             raise MismatchError(
                 f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
                 'resume="never" in another directory'

@@ -35,6 +35,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
 
@@ -279,5 +280,4 @@ def _moved_alike(then: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _some(values: set[str]) -> str:
-    shown = sorted(values)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+    return listed(sorted(values), 3)

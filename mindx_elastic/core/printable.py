@@ -6,7 +6,9 @@ sequences could colour, hide or rewrite what a person reads, and a line break co
 
 from __future__ import annotations
 
-__all__ = ["printable", "printable_block"]
+from collections.abc import Sequence
+
+__all__ = ["listed", "printable", "printable_block"]
 
 
 def printable(text: object, limit: int | None = None) -> str:
@@ -22,6 +24,14 @@ def printable(text: object, limit: int | None = None) -> str:
     if found.isprintable():
         return found
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+
+
+def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """The first `most` items, and how many more there are: ``a, b and 3 more``, or ``a; b; and 3 more``."""
+    shown = separator.join(map(str, items[:most]))
+    if len(items) <= most:
+        return shown
+    return f"{shown}{'' if separator == ', ' else separator.rstrip()} and {len(items) - most} more"
 
 
 def printable_block(text: str) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import overload
 
+from mindx_elastic.core.printable import listed
+
 __all__ = ["RankGaps", "rank_list", "rank_ranges"]
 
 _MAX_SHOWN = 8
@@ -15,8 +17,7 @@ _MAX_SHOWN = 8
 def rank_list(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 1``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more``."""
     shown = ranks if isinstance(ranks, RankGaps) else sorted(ranks)
-    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:_MAX_SHOWN]))}{more}"
+    return f"rank{'s' * (len(shown) > 1)} {listed(shown, _MAX_SHOWN)}"
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:

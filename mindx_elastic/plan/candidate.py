@@ -12,8 +12,9 @@ from functools import cached_property
 
 from mindx_elastic.core.layout import Layout, overlap
 from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import RankGaps, rank_list
-from mindx_elastic.core.strategy import LayoutClass, Strategy, TensorSpec
+from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World, no_file
@@ -152,8 +153,7 @@ class Candidate:
         found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
         if found:
             self.is_other_program = True
-            more = f"; and {len(found) - _MAX_DIFFERENCES} more" if len(found) > _MAX_DIFFERENCES else ""
-            return f"it does not fit the program: {'; '.join(found[:_MAX_DIFFERENCES])}{more}"
+            return f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}"
         return self._assign()
 
     def _assign(self) -> str:
@@ -207,7 +207,7 @@ class Candidate:
         ranks = group.layout.holders[shard]
         if not names:
             return no_file(ranks)
-        what = names[0].lstrip("@") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        what = listed(names, 1).lstrip(MARKER)
         part = f"part {shard + 1} of {group.layout.num_shards} of {what}" if group.layout.num_shards > 1 else what
         return f"{part}: no usable file of {rank_list(ranks)}, which held it"
 
