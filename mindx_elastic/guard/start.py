@@ -32,9 +32,8 @@ import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
-from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.rng import restore_rng, seed_rng
-from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
