@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from mindx_elastic.agent.attempt import Attempt
-from mindx_elastic.agent.crash_loop import Failure
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.ledger import FAILED, FINISHED, NEW_NODE, STOPPED, AttemptRecord, Ledger
+from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status
 

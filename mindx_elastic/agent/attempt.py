@@ -28,15 +28,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
-from mindx_elastic.agent.exit_watch import ExitWatch, Leaver, Overdue
-from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch, Stuck
+from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.membership import Membership
 from mindx_elastic.agent.outside import Outside
-from mindx_elastic.agent.stacks import write_stacks
-from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
+from mindx_elastic.agent.rendezvous import Farewell, Membership
+from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase

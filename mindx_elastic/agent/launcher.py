@@ -23,12 +23,11 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
 from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
-from mindx_elastic.agent.one_node import OneNodeRendezvous
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.outside import Outside
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.alarm import exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings

@@ -13,16 +13,22 @@ event          when
 =============  ============================================================================================
 
 Their fields are those of `AttemptRecord` (`cause` is the event's `reason`, `step_reached` its `step`), and `pid` and
-`host` of the agent. `mindx_elastic.agent.ledger_file` reads them back.
+`host` of the agent. `load_runs` reads them back. The file may hold more than that: the workers' events (when the run
+directory is the checkpoint directory), lines of other programs, lines cut off by a kill or a full disk, and several
+runs of an agent, one after the other or, on a shared file system, beside each other. Its values are not trusted: one of
+the wrong type is taken as unknown.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -30,22 +36,27 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.events import READ_BYTES, EventLog, older_generation
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable
 
 __all__ = [
+    "EVENTS_FILE",
     "FAILED",
     "FINISHED",
     "NEW_NODE",
     "STOPPED",
+    "AgentRun",
     "AttemptRecord",
     "Ledger",
     "Totals",
     "add_up",
     "draw",
+    "load_runs",
     "render",
     "totals_line",
 ]
+
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
@@ -310,3 +321,157 @@ def _seconds(value: float | None) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# --- the records, read back from events.jsonl ---
+
+
+EVENTS_FILE = "events.jsonl"
+_START, _END = "agent_start", "agent_end"
+_ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
+_OURS = (_START, _END, "summary", *_ATTEMPTS)
+_MAX_LINE = 1 << 20
+
+
+@dataclass
+class AgentRun:
+    """One agent's life, as its events tell it."""
+
+    pid: int | None = None
+    host: str = ""
+    agent_dir: str = ""
+    """Its private folder; gone after a clean end."""
+    started: float | None = None
+    """Unix seconds."""
+    ended: float | None = None
+    """None: it runs, or it was killed."""
+    outcome: str = ""
+    """How it ended, in its own words."""
+    summary: dict[str, Any] | None = None
+    records: list[AttemptRecord] = field(default_factory=list)
+    """The oldest first."""
+
+
+def load_runs(path: Path) -> list[AgentRun]:
+    """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
+    runs: list[AgentRun] = []
+    for line in _events(path):
+        if line["event"] == _START:
+            runs.append(_begin(line))
+            continue
+        run = _owner(runs, line)
+        if run is None:
+            runs.append(run := _begin(line))
+        _add(run, line)
+    for run in runs:
+        run.records.sort(key=lambda record: record.attempt)
+    return runs
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    older = older_generation(path)
+    if not os.path.lexists(older):
+        return [line for _, line in _lines(path)]
+    before = list(_lines(older))
+    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
+    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
+    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+        while data := file.readline(_MAX_LINE):
+            line = _parse(data)
+            if line is not None and line.get("event") in _OURS:
+                yield data, line
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    for text in (data, data[start:] if start > 0 else b""):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            return line
+    return None
+
+
+def _begin(line: dict[str, Any]) -> AgentRun:
+    return AgentRun(
+        pid=_whole(line.get("pid")),
+        host=_text(line.get("host")),
+        agent_dir=_text(line.get("agent_dir")),
+        started=_real(line.get("time")),
+    )
+
+
+def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
+    """Whose line it is: that of the newest run with its pid and host. Pids come again, in containers always."""
+    pid, host = _whole(line.get("pid")), _text(line.get("host"))
+    for run in reversed(runs):
+        if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
+            return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
+    return None
+
+
+def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
+    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
+    known = {record.attempt for record in run.records}
+    return run.ended is not None or run.summary is not None or line.get("attempt") in known
+
+
+def _add(run: AgentRun, line: dict[str, Any]) -> None:
+    event = line["event"]
+    run.host = run.host or _text(line.get("host"))
+    if event == "summary":
+        run.summary = line
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    elif event == _END:
+        run.ended = _real(line.get("time"))
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    else:
+        _add_attempt(run, line)
+
+
+def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
+    number = _whole(line.get("attempt"))
+    if number is None:
+        return
+    record = next((known for known in run.records if known.attempt == number), None)
+    if record is None:
+        record = AttemptRecord(attempt=number)
+        run.records.append(record)
+    if line["event"] == "attempt_start":
+        record.started = record.started or _real(line.get("time"))
+    else:
+        line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
+    for name, read in _READERS.items():
+        value = read(line.get(name))
+        if value not in (None, "") and (name != "outcome" or line["event"] != "attempt_start"):
+            setattr(record, name, value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
+    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
+    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost"), _whole),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s"), _real),
+    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
+}
+"""How each field of `AttemptRecord` but its number is read."""

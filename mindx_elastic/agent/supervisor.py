@@ -26,18 +26,14 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from mindx_elastic.agent.account import Account
 from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.attempt import Attempt, Surroundings
-from mindx_elastic.agent.crash_loop import CrashLoop
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.exit_watch import ExitWatch
-from mindx_elastic.agent.farewell import Farewell
 from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.membership import Membership
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.outside import Outside
-from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
-from mindx_elastic.agent.restarts import Restarts
+from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
+from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.core.events import EventLog, logger

@@ -1,4 +1,4 @@
-"""The worker processes of one attempt: how they are waited for, signalled, looked at and ended."""
+"""The worker processes of one attempt: how they are waited for, signalled, looked at and ended, and their stacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindx_elastic.agent.exit_watch import Work
+from mindx_elastic.agent.hang import Work
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import members_of, open_pidfd, read_stat
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
+from mindx_elastic.guard.agent_link import STACK_SIGNAL
 
-__all__ = ["WorkerExit", "Workers", "process_state"]
+__all__ = ["WorkerExit", "Workers", "process_state", "write_stacks"]
+
 
 _NO_PIDFD_POLL_S = 0.05
 _REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
@@ -267,3 +269,61 @@ def _proc(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:
         return ""
+
+
+_STACKS_S = 1.0
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, a debugger): it cannot write its stack",
+    "D": "in an uninterruptible wait of the kernel (a disk, a network file system, a device): it may not answer",
+    "Z": "ended, not yet reaped",
+}
+
+
+def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path, *, attempt: int) -> list[Path]:
+    """Let every guarded worker of a hanging job write its stacks (`faulthandler`, in C) into a file of its own.
+
+    Waits for them a second at most. Main thread.
+
+    Returns the files; for a process that cannot answer, a file says what the kernel knows of it.
+    """
+    files: dict[int, Path] = {}
+    sizes: dict[int, int] = {}
+    for rank, status in statuses.items():
+        if not status.entered_ns:
+            continue  # perhaps no handler yet: the signal would end it
+        path = folder / f"attempt_{attempt}_rank_{rank}.txt"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            state = process_state(status.pid)
+            where = _kernel_place(status.pid)
+            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"--- {now} rank {rank} pid {status.pid} step {status.step}: state {state}{where}\n")
+                if state in _STATES:
+                    file.write(f"{_STATES[state]}\n")
+            files[rank], sizes[rank] = path, path.stat().st_size
+            # Without a handler (its file could not be opened, its interpreter is ending) the signal would end it.
+            if state != "T" and workers.catches(rank, STACK_SIGNAL):
+                workers.send(rank, STACK_SIGNAL)
+            else:
+                del sizes[rank]
+    _wait_for_growth(files, sizes)
+    return [files[rank] for rank in sorted(files)]
+
+
+def _wait_for_growth(files: Mapping[int, Path], sizes: dict[int, int]) -> None:
+    end = time.monotonic() + _STACKS_S
+    while sizes and time.monotonic() < end:
+        time.sleep(0.02)
+        for rank, size in list(sizes.items()):
+            with suppress(OSError):
+                if files[rank].stat().st_size > size:
+                    del sizes[rank]
+
+
+def _kernel_place(pid: int) -> str:
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        if name not in ("", "0"):
+            return f", in the kernel's {name}"
+    return ""

@@ -15,9 +15,8 @@ import pytest
 
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.exit_watch import ExitWatch
 from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
