@@ -9,8 +9,8 @@ from pathlib import Path
 from mindx_elastic.agent.holder import flush, trust_in
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.errors import MindxError
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.storage import quarantine
 
@@ -55,7 +55,7 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     for arena in arenas:
         if path.is_relative_to(arena):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                return Path(read_json_object(arena / "owner.json")["directory"])
+                return Path(read_owner(arena)["directory"])
             return None
     folder = path.parent
     if re.fullmatch(r"rank_\d+", folder.name):

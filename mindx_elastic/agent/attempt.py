@@ -28,7 +28,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
-from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.outside import Outside
@@ -39,6 +38,7 @@ from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.guard.policy import EXIT_TEMPORARY
+from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["Attempt", "Surroundings"]
 

@@ -22,7 +22,6 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
-from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import Launch, parse
@@ -34,6 +33,7 @@ from mindx_elastic.config import FaultPaths, KeySettings, Settings
 from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import EXIT_TEMPORARY
+from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["launch"]
 

@@ -27,7 +27,6 @@ from mindx_elastic.agent.account import Account
 from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.options import AgentOptions
@@ -39,6 +38,7 @@ from mindx_elastic.alarm.alarm import exit_code_of_signal, signal_name
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.guard.policy import EXIT_TEMPORARY
+from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["Supervisor", "print_block"]
 

@@ -21,7 +21,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.leftovers import AgentLeftover, ArenaLeftover
+    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover
 
 __all__ = ["clean_command"]
 
@@ -80,7 +80,7 @@ def _default_base() -> Path:
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
-    from mindx_elastic.agent.leftovers import find_agents, find_arenas, find_others
+    from mindx_elastic.memory.leftovers import find_agents, find_arenas, find_others
 
     try:
         agents, arenas, others = find_agents(base), find_arenas(base), find_others(base)
@@ -132,12 +132,12 @@ def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> di
 
 
 def _remove(path: Path, why: str, dry_run: bool) -> tuple[str, str]:
-    from mindx_elastic.agent.leftovers import remove
+    from mindx_elastic.memory.folders import remove_unused
 
     if dry_run:
         return _WOULD, why
     try:
-        return (_REMOVED, why) if remove(path) else (_IN_USE, "a job has begun to use it")
+        return (_REMOVED, why) if remove_unused(path) else (_IN_USE, "a job has begun to use it")
     except OSError as error:
         return _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or path)}"
 

@@ -25,7 +25,8 @@ from urllib.parse import quote, unquote
 
 from mindx_elastic.core.events import lines_backwards, logger, older_generation
 from mindx_elastic.core.owners import Owners, Trust
-from mindx_elastic.core.posix import open_regular, read_json_object
+from mindx_elastic.core.posix import open_regular
+from mindx_elastic.memory.folders import read_owner
 
 __all__ = ["Claim", "Trace", "claim_of", "known_runs", "leave_trace", "logged_runs", "marked_runs", "usable_runs"]
 
@@ -151,7 +152,7 @@ def leave_trace(directory: Path, run_id: str, *, logged: bool) -> Trace:
 def claim_of(job: Path, directory: Path) -> Claim | None:
     """The claim of a job's folder in shared memory, if it makes one and `directory` is still the one it speaks of."""
     try:
-        owner = read_json_object(job / "owner.json")
+        owner = read_owner(job)
         run_id, began = owner["run_id"], owner["created"]
         if owner["trace"] != "none" or owner["directory_identity"] != _identity(directory):
             return None

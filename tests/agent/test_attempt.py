@@ -15,13 +15,13 @@ import pytest
 
 from mindx_elastic.agent.attempt import Attempt, Surroundings
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.folder import AgentFolder
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
