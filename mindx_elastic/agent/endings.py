@@ -46,7 +46,7 @@ class Meaning(Enum):
 
 
 class StopKind(Enum):
-    """Why the agent made its workers stop; None of these: they ended by themselves."""
+    """Why the agent made its workers stop. Workers that ended by themselves have none of these."""
 
     SIGNAL = "signal"
     """The agent was told to stop."""
@@ -69,7 +69,7 @@ class Ending:
     cause: str = ""
     """For a person; empty when it finished."""
     rank: int = -1
-    """Whose failure it was; -1 for nobody's in particular."""
+    """The rank that failed; -1: not one in particular."""
     first: WorkerExit | None = None
     """The first worker that failed."""
     elsewhere: bool = False
@@ -128,7 +128,7 @@ def conclude(
     code: int = EXIT_TEMPORARY,
     cut_off: Collection[int] = (),
 ) -> Ending:
-    """The ending of an attempt all of whose workers have ended.
+    """How an attempt ended whose workers have all ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
     agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault. cut_off: ranks

@@ -179,7 +179,7 @@ def _duration(seconds: float) -> str:
 STOPPED_S = 60.0
 IDLE_S = 1800.0
 WORK_SHARE, WORK_BYTES = 0.02, 1 << 20
-"""Less than this share of one processor, and fewer bytes than these between two looks, is no work."""
+"""Less than this share of one processor, and fewer bytes than these between two looks, does not count as work."""
 JUMP_S = 30.0
 """Looks come twice a second; a gap of so many seconds is a standstill of the machine."""
 
@@ -287,7 +287,7 @@ class ExitWatch:
     def _idle_s(self, leavers: Mapping[int, Leaver], work: Work | None, now_ns: int) -> float:
         if work is not None:
             before, elapsed_s = self._work, (now_ns - self._work_ns) / _NS
-            # Less than before: a child has ended, whose share is gone from the sum.
+            # Less than before: a child has ended, and its share is gone from the sum.
             if (
                 before is None
                 or abs(work.processor_s - before.processor_s) > WORK_SHARE * elapsed_s

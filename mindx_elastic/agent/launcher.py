@@ -25,8 +25,8 @@ from mindx_elastic.agent import child
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.options import Launch, parse
-from mindx_elastic.agent.outside import Outside
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.alarm import exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings
@@ -213,7 +213,7 @@ def _make_supervisor(
         folder=folder,
         inbox=inbox,
         events=events,
-        outside=Outside(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
+        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
@@ -251,7 +251,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
 
 
 def _hand_on_error(file: str, code: int) -> None:
-    """As torchrun does: the first failed worker's error file becomes ours, for whoever started the agent."""
+    """As torchrun does: the first failed worker's error file becomes ours, for the program that started the agent."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE") and os.path.isfile(file):
         try:
             get_error_handler().dump_error_file(file, code)

@@ -75,7 +75,7 @@ class AttemptRecord:
     attempt: int
     world_size: int | None = None
     node: int | None = None
-    """Rank of the node whose agent says so."""
+    """Rank of the node of the agent that wrote this."""
     started: float | None = None
     """Unix seconds."""
     cause: str | None = None
@@ -203,7 +203,7 @@ def _facts(record: AttemptRecord) -> dict[str, Any]:
 
 
 def _identity() -> dict[str, Any]:
-    """Which agent says so: several may write to one file, after or beside one another."""
+    """The agent that writes: several may write to one file, after or beside one another."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
 
 
@@ -233,7 +233,7 @@ def totals_line(totals: Totals) -> str:
 def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
     """The attempts as a table; as lines where `width` columns are too few for one.
 
-    still_open: what to say of an attempt whose end is not recorded.
+    still_open: text for an attempt without a recorded end.
     """
     rows = [_cells(record, still_open) for record in records]
     if not rows:
@@ -409,7 +409,7 @@ def _begin(line: dict[str, Any]) -> AgentRun:
 
 
 def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
-    """Whose line it is: that of the newest run with its pid and host. Pids come again, in containers always."""
+    """The newest run with the pid and host of the line. Pids come again, in containers always."""
     pid, host = _whole(line.get("pid")), _text(line.get("host"))
     for run in reversed(runs):
         if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):

@@ -59,7 +59,7 @@ class AgentOptions:
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
     exit_timeout_s: float | None
-    """Seconds that a rank may live on after its training; None: as `exit_watch` says, 0: for ever."""
+    """Seconds that a rank may live on after its training; None: as `ExitWatch` says, 0: for ever."""
     run_dir: Path
     """Absolute; exists."""
     restarts_window_s: float | None

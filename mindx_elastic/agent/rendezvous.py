@@ -268,7 +268,7 @@ class Membership:
             if isinstance(error, CONNECTION_ERRORS) and not self._stopping.is_set() and reconnect(self._handler):
                 return self._num_waiting_again(), ""
             return 0, f"the rendezvous does not answer ({type(error).__name__})"
-        # Nodes whose heartbeats have stopped are taken out by whoever reads the state. Not in torch's public interface.
+        # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
         state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
         present = len(getattr(state, "participants", ())) or self._num_nodes
         if present < self._num_nodes and not waiting:

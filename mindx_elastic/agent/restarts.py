@@ -101,7 +101,7 @@ class CrashLoop:
         self._row: list[Failure] = []
         """The newest failures, all the same."""
         self._resumes: list[Failure] = []
-        """The newest failures, all on the way from the same checkpoint and before a boundary, whatever their cause."""
+        """The newest failures of any cause that went on from the same checkpoint and passed no boundary."""
         self._set_aside: Failure | None = None
         """The failure that set a checkpoint aside, until the job has got further than it."""
 

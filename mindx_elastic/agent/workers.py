@@ -96,7 +96,7 @@ class Workers:
         self._note_remains(ended)
         found = [end for rank in ended if (end := self._reap(rank)) is not None]
         self._end_remains()
-        # Whoever was killed has not died of the others' failure, but they may have of its.
+        # A killed worker has not died of the others' failure, but they may have died of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits += found
         return found
@@ -106,12 +106,12 @@ class Workers:
         process = self.live[rank]
         try:
             return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        except ChildProcessError:  # reaped by somebody else; Popen knows, or takes it for 0
+        except ChildProcessError:  # reaped elsewhere; Popen knows, or takes it for 0
             return True
 
     def _note_remains(self, ended: list[int]) -> None:
         """What is left in the sessions of workers that have ended. They are not reaped yet: until then, and as long as
-        anything is left, the number of a session is nobody else's.
+        anything is left, the number of a session is not used again.
 
         After a death by a signal it is killed at once. After an exit it has a moment to end by itself:
         multiprocessing's resource tracker and torch's shm manager clean up behind the process.
@@ -141,7 +141,7 @@ class Workers:
                 starts[stat.session][pid] = stat.started
         for session, members in starts.items():
             remains = self._remains[session]
-            # If all that it had are gone, its number may be somebody else's by now.
+            # If all members are gone, the number may belong to another session by now.
             is_known = session in ended_now or bool(remains.members.items() & members.items())
             remains.members = members if is_known else {}
             found.update(dict.fromkeys(remains.members, session))
@@ -187,7 +187,7 @@ class Workers:
         return WorkerExit(rank=rank, pid=process.pid, code=code, at=now, status=status, sent=sent, message=message)
 
     def status(self, rank: int) -> Status | None:
-        """What the rank's page says now; None when it has none of this process."""
+        """What the rank's page says now; None: there is no page of this process."""
         status = read_page(page_path(self._pages, rank))
         return status if status is not None and status.pid == self.processes[rank].pid else None
 

@@ -1,4 +1,4 @@
-"""One page of memory per worker: the worker writes where it stands, its agent reads it, neither ever waits.
+"""One page of memory per worker: the worker writes its state, its agent reads it, neither ever waits.
 
 The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
 machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
@@ -83,7 +83,7 @@ class Status:
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:
-    """Where the page of global rank `rank` lies."""
+    """Path of the page of global rank `rank`."""
     return agent_dir / f"rank_{rank}.page"
 
 
@@ -141,7 +141,7 @@ class StatusPage:
 
 
 def read_page(path: Path) -> Status | None:
-    """The agent's side: what `path` says now; None when there is no page (yet) or it is none of ours."""
+    """The agent's side: what `path` says now; None: there is no page (yet), or another file in its place."""
     try:
         data = read_small(path, PAGE_BYTES)
     except OSError:

@@ -35,8 +35,8 @@ class AgentFolder:
     """Create it in the main thread; `remove` it at the end."""
 
     def __init__(self, base: Path) -> None:
-        """base: a memory file system, as a rule /dev/shm. Raises OSError when there is no place for it, nor in the
-        temporary folder.
+        """base: a memory file system, as a rule /dev/shm; if it cannot be used, the temporary folder is. Raises OSError
+        when neither can.
         """
         identity = own_identity()
         try:
@@ -65,7 +65,7 @@ class AgentFolder:
         return path
 
     def forget_workers(self) -> None:
-        """Before new workers start: the pages and orders of the old ones."""
+        """Remove the pages and orders of the old workers, before new ones start."""
         for path in [*self.path.glob("rank_*.page"), self.path / "control.json"]:
             path.unlink(missing_ok=True)
 

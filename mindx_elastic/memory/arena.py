@@ -1,4 +1,4 @@
-"""The arena: what outlives a killed process, in files of shared memory.
+"""The arena of a rank: its files in shared memory, which outlive a killed process.
 
 ::
 
@@ -13,7 +13,7 @@
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
 after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
-loses none of them; the record has a digest of its own, so that half of one is none.
+loses none of them; the record has a digest of its own, so that half a record does not count.
 
 A name is a function of the checkpoint directory, so that the next start with the same command finds it.
 """
@@ -153,7 +153,7 @@ class ArenaFile:
         while self._present < self.size:
             if not go_on():
                 return False
-            # In pieces, also because whoever else in this process maps memory has to wait for each.
+            # In pieces, also because other threads of this process that map memory have to wait for each.
             start = self._present - self._present % mmap.PAGESIZE
             count = min(_PAGES_PIECE, self.size - start)
             if madvise(ctypes.addressof(anchor) + start, count, _MADV_POPULATE_WRITE) != 0:
@@ -162,7 +162,7 @@ class ArenaFile:
         return True
 
     def close(self) -> None:
-        """Unmap. Whoever still has a view keeps the memory until it lets go."""
+        """Unmap. A view that still exists keeps the memory until it goes."""
         if self.map is not None:
             with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()
@@ -183,7 +183,7 @@ class RankArena:
     """One rank's arena, open for writing. Used by one process at a time, which holds the lock; one thread."""
 
     def __init__(self, base: Path, directory: Path, rank: int) -> None:
-        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to somebody else."""
+        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to another user."""
         self.job, self.folder, self._lock = _open_locked(base, directory, rank)
         self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
         self._commit = ArenaFile(self.folder / "commit")
@@ -194,7 +194,7 @@ class RankArena:
             raise
 
     def describe(self, directory: Path, run_id: str, trace: Mapping[str, Any] | None = None) -> None:
-        """Say whose arena it is, for people and for `mindx-elastic clean`; with the run's `trace` in `directory`."""
+        """Write ``owner.json``, with the run's `trace` in `directory`."""
         path, temp = self.job / OWNER_FILE, self.folder / OWNER_FILE
         with open(open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
@@ -245,7 +245,7 @@ class RankArena:
         remove_rank(self.folder, self.close)
 
     def close(self) -> None:
-        """Give the lock back and leave the content to whoever starts next."""
+        """Give the lock back and leave the content to the next process."""
         for file in (*self.slots, self._commit):
             file.close()
         if self._lock >= 0:

@@ -192,7 +192,7 @@ class BoundaryLog:
     def __init__(
         self, arena: RankArena, collector: Collector, modules: Iterable[nn.Module], next_step: Callable[[], int]
     ) -> None:
-        """`modules`: the wrapped ones, whose forward ends before any gradient is reduced; `next_step`: the coming."""
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced); `next_step`: the coming one."""
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._run_id, self._attempt = "", 0
@@ -219,7 +219,7 @@ class BoundaryLog:
         self._write(self._collector.position.step, self._collector.volatile)
 
     def _forward_ended(self) -> None:
-        # Without gradients it is no training forward: what it draws shows at the boundary, as a forecast that failed.
+        # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
         if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
             self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
 
@@ -238,7 +238,7 @@ class BoundaryLog:
             if not ring.write(self._attempt, step, pieces, **kind):
                 ring.close()
                 self._open(pieces).write(self._attempt, step, pieces, **kind)
-        except Exception as error:  # whatever it is: no reason to end a training
+        except Exception as error:  # any error: training must go on
             self._broken = True
             expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
             remedy = "boundaries are no longer kept in memory, training goes on"

@@ -59,7 +59,7 @@ _YOUNG_S = 60.0
 
 
 def user_folder(base: Path) -> Path:
-    """Where everything of this user lies below `base`, or would: see `make_user_folder`."""
+    """The folder for everything of this user below `base`, whether or not it exists: see `make_user_folder`."""
     return next(iter(user_folders(base)), _usual_folder(base))
 
 
@@ -82,9 +82,9 @@ def _usual_folder(base: Path) -> Path:
 def make_user_folder(base: Path) -> Path:
     """The folder of this user below `base`, made if need be. Raises OSError.
 
-    Anybody may take its usual name in a folder like /dev/shm. It is then one with a random name behind the usual one: a
-    name that cannot be taken beforehand, and whose owner and mode tell every later process whose it is. So the next
-    start, the agent and the commands find it by looking, and nothing has to be written down.
+    Any user may take its usual name in a folder like /dev/shm. Then it gets a random part, so that the name cannot be
+    taken beforehand; owner and mode tell every later process that it is this user's. So the next start, the agent and
+    the commands find it by looking.
     """
     usual = _usual_folder(base)
     if found := user_folders(base):
@@ -108,7 +108,7 @@ def make_user_folder(base: Path) -> Path:
 
 @contextmanager
 def _one_at_a_time(base: Path) -> Iterator[None]:
-    """Not for long: anybody may hold this lock, and must not hold anything up with it."""
+    """Hold a lock of `base`, or go on without it after a few seconds: any user may hold this lock."""
     fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     end = time.monotonic() + _LOCK_S
     try:
@@ -133,7 +133,7 @@ def job_folder(base: Path, directory: Path) -> Path:
 
 
 def rank_folders(job: Path) -> dict[int, Path]:
-    """The rank folders of a job that belong to this user; none when there is no such job."""
+    """Rank -> folder of a job, of this user's folders only; empty when there is no such job."""
     found: dict[int, Path] = {}
     for path in sorted(job.glob("rank_*")) if is_own_folder(job) else ():
         number = path.name[5:]

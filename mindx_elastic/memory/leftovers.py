@@ -86,7 +86,7 @@ def find_others(base: Path) -> list[Path]:
 def _entries(base: Path) -> list[Path]:
     folders = user_folders(base)
     squatted = squatted_folder(base)
-    if squatted is not None and is_own_folder(squatted):  # ours, and no longer private: what is in it may go
+    if squatted is not None and is_own_folder(squatted):  # ours, but others have access by now: what is in it may go
         folders.append(squatted)
     return [path for folder in folders for path in sorted(folder.iterdir())]
 

@@ -1,8 +1,8 @@
 """What a worker keeps in shared memory, so that a killed process takes nothing with it.
 
 Two things in the rank's arena (`memory.arena`): snapshots of the whole state now and then (`snapshots`), and in a
-replicated job the small own state of every boundary (`boundaries`). Neither may ever stop a training: whatever goes
-wrong is said once, and the job goes on without.
+replicated job the small own state of every boundary (`boundaries`). Neither ever stops a training: an error is logged
+once, and the job goes on without.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ class Snapshotter:
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
-                with suppress(Exception):  # a lost store: nobody waits at it
+                with suppress(Exception):  # a lost store: no rank waits at it
                     self._exchange.publish("snapshot_every", ANY_INTERVAL)
             return
         now = time.perf_counter()
@@ -206,7 +206,7 @@ class Snapshotter:
             event = collector.boundary_event
             changed = self._gate.changed_since_boundary
             index = copy_snapshot(self._arena, snapshot, sequence, boundary_event=event, at=reach, changed=changed)
-        except Exception as error:  # whatever it is, also a `state_dict` of the user's that raises: training goes on
+        except Exception as error:  # any error, also of the user's own `state_dict`: training goes on
             self._give_up(error)
             return None
         if index is None:
@@ -217,7 +217,8 @@ class Snapshotter:
 
     def _seal(self, index: int) -> None:
         try:
-            # Not sealed is as good for whoever adopts the slot; not taken is not, and the other ranks would take it.
+            # A slot that is not sealed serves the next process as well. A snapshot that is skipped does not: the other
+            # ranks would take it.
             if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._pending)):
                 reach("sealed")
         except Exception as error:
@@ -262,7 +263,7 @@ class Snapshotter:
             if self._instead is not None:
                 self._instead()
                 return True
-            if self._taken != position.step:  # what lies there may be another run's
+            if self._taken != position.step:  # what is there may be another run's
                 self._copy()
             return not self.broken
 

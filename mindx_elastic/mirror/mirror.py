@@ -1,8 +1,8 @@
 """Copies of checkpoint files on other nodes, so that the nodes' own disks suffice when some of them are lost.
 
 A rank's file is copied to its partners (`partners`) once it is durable on its own disk: beside the training where that
-goes on, within a part of the time that is left where it does not. A copy that fails is said and never fails a save.
-Without copies to make (one node, ``redundancy=1``) nothing of this exists: no thread, no port.
+goes on, within a part of the time that is left where it does not. A copy that fails is logged and never fails a save.
+Without copies to make (one node, ``redundancy=1``) there is no thread and no port.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def open_mirror(
     *,
     trust: Trust | None = None,
 ) -> Mirror | None:
-    """None where there are no copies to make. Main thread, all ranks together.
+    """Start to keep copies; None where there are none to make. Main thread, all ranks together.
 
     `roots`: the guard's directories, in the same order on every rank. `store_host`: where the job's store is; the
     server listens on the address from which that one is reached. `trust`: whose files may be given away. Raises
@@ -152,9 +152,9 @@ def _is_loopback(host: str) -> bool:
 
 
 class Mirror:
-    """One per guard. Its methods belong to whoever saves (training, persist or watcher thread) unless said otherwise.
+    """One per guard, and the `Transport` of a start. Its methods belong to the thread that saves (training, persist or
+    watcher thread) unless said otherwise.
 
-    Also what `resume.reading` calls a transport.
     """
 
     def __init__(
@@ -263,7 +263,7 @@ class Mirror:
                 logger.debug("rank %d has not deleted its copy of %s: %s", partner, name, error)
 
     def _fail(self, partner: int, error: Exception, what: str) -> None:
-        """Say it, once until it goes well again."""
+        """Log it, once until a copy succeeds again."""
         if partner in self._failing:
             return
         self._failing.add(partner)
@@ -285,7 +285,7 @@ class Mirror:
     def fetch(self, holder: int, root: int, name: str) -> Path:
         """Get a file of this rank from rank `holder`, to its own place. Raises OSError or CheckpointError.
 
-        Main thread, at the start: the holder's server answers whatever its main thread does.
+        Main thread, at the start. The holder's server answers in a thread of its own.
         """
         if not 0 <= root < len(self._roots) or rank_of(name) != self._ranks.rank:
             raise OSError(f"{name!r} is no place for a file of rank {self._ranks.rank}")
@@ -331,7 +331,7 @@ class Mirror:
             return False
 
     def close(self) -> None:
-        """Break off whatever is under way. Main thread."""
+        """Break off all copies under way. Main thread."""
         with self._changed:
             self._closed = True
             self._jobs.clear()

@@ -1,4 +1,4 @@
-"""What two ranks say to each other when a checkpoint file is copied, and how long they wait for it.
+"""The protocol between two ranks when a checkpoint file is copied, and how long they wait.
 
 ::
 
@@ -22,8 +22,8 @@ A file is its bytes and the 16 bytes of their xxh3-128. Each request has ``token
 published) and ``rank`` (who asks); an answer with ``error`` is the end. ``header`` is the xxh3-128 of the bytes before
 the data section, which hold the digests of all tensors: it names the content. No object is ever built from a message.
 
-The token does not lie in the store where the job has a key: what is published there is only what the ranks derive it
-from (`Exchange.derive`).
+Where the job has a key, the store does not hold the token itself: only what the ranks derive it from
+(`Exchange.derive`).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ _FILE_NAME = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}\.safetensors")
 
 
 def rank_of(name: object) -> int | None:
-    """The rank whose file the relative path `name` is; None for a path that our own writer would not make.
+    """The rank whose file the relative path `name` is; None for a path that our writer does not make.
 
     ``rank_{r}/{file}.safetensors``, and the same below the folder of a TFT tree; nothing else.
     """
@@ -130,7 +130,7 @@ class Endpoint:
 class Channel:
     """One connection. Every wait ends after `patience_s` seconds, and at `deadline` (`time.monotonic`): TimeoutError.
 
-    Whatever else goes wrong is an OSError too. One thread, except `abort`.
+    All other errors are OSErrors too. One thread, except `abort`.
     """
 
     def __init__(self, sock: socket.socket, *, deadline: float = math.inf, patience_s: float = PATIENCE_S) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.attempt import Attempt, Surroundings
+from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
@@ -105,20 +105,20 @@ def inbox() -> Iterator[SignalInbox]:
 @pytest.fixture
 def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
     def attempt(workers: Workers, *, grace_s: float = 30.0, faults: Faults | None = None, **more: Any) -> Ending:
-        around = Surroundings(
+        context = AttemptContext(
             folder=AgentFolder(tmp_path),
             inbox=inbox,
             hang=HangWatch(0),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
             farewell=more.get("farewell"),
-            outside=faults or Faults(),  # type: ignore[arg-type]
+            stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
             grace_s=grace_s,
             stacks=tmp_path / "stacks",
             on_look=lambda statuses: None,
         )
-        return Attempt(workers, around, number=0).run()  # type: ignore[arg-type]
+        return Attempt(workers, context, number=0).run()  # type: ignore[arg-type]
 
     return attempt
 

@@ -1,4 +1,4 @@
-"""Put a checkpoint out of the way from which several attempts have gone on and died."""
+"""Puts a checkpoint from which several attempts have gone on and died into the quarantine."""
 
 from __future__ import annotations
 
