@@ -24,6 +24,7 @@ from torch.distributed.launcher.api import LaunchConfig
 from mindx_elastic.agent import child
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
+from mindx_elastic.agent.ledger import render
 from mindx_elastic.agent.options import Launch, parse
 from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous
 from mindx_elastic.agent.stop_files import StopFiles
@@ -222,13 +223,13 @@ def _make_supervisor(
 
 def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: SignalInbox) -> None:
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
-    ending, account = supervisor.ending, supervisor.account
+    ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
         if ending.outcome == "finished" and not ending.cut_off:
             drop(arena)
             continue
         flushed = flush(arena)
-        account.note_flushed(flushed.step)
+        ledger.note_flushed(flushed.step)
         for line in flushed.lines:
             logger.info("from memory to disk: %s", line)
     if handler is not None and ending.outcome != "stopped":
@@ -239,10 +240,10 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
                 handler.shutdown()
         except (Exception, SignalException) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
-    account.settle(ending)
-    account.ledger.close(ending.outcome, exit_code=ending.code)
-    if account.is_eventful:
-        print_block(account.ledger.render())
+    ledger.note_last_loss(ending)
+    ledger.close(ending.outcome, exit_code=ending.code)
+    if ledger.is_eventful:
+        print_block(render(ledger.records))
     if supervisor.error_file:
         _hand_on_error(supervisor.error_file, ending.code)
     said = f": {ending.cause}" if ending.cause else ""

@@ -26,19 +26,26 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mindx_elastic.agent.restarts import Failure
 from mindx_elastic.core.events import READ_BYTES, EventLog, older_generation
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.status_page import Status
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.attempt import Attempt
+    from mindx_elastic.agent.endings import Ending
 
 __all__ = [
     "EVENTS_FILE",
@@ -60,11 +67,14 @@ __all__ = [
 
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
+_OUTCOMES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED, "membership": NEW_NODE}
+"""By `Ending.outcome`."""
+_NS = 1_000_000_000
 WIDTH = 100
 _CAUSE_CHARS, _LEAST_CAUSE_WIDTH = 150, 16
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class AttemptRecord:
     """One start of the workers of one node and how it ended; None where something is not known (yet).
 
@@ -120,8 +130,18 @@ class Totals:
     not_training_s: float
 
 
+@dataclass
+class _Pause:
+    """The time after an attempt that ended early, until training goes on."""
+
+    attempt: int
+    began: float
+    """`time.monotonic` of the failure."""
+    step_reached: int
+
+
 class Ledger:
-    """The agent's account of its attempts. One thread.
+    """The agent's account of its attempts: takes what the agent sees (pages, endings, its own clock). One thread.
 
     events: where the events go; the caller gives the log of its run directory.
     """
@@ -132,30 +152,127 @@ class Ledger:
         self._ended: set[int] = set()
         self._settled: set[int] = set()
         self._closed = False
+        self._number, self._num_workers = -1, 0
+        self._pause: _Pause | None = None
+        self._resumed = False
 
     @property
     def records(self) -> list[AttemptRecord]:
         """All attempts so far, the oldest first; live objects, to be changed through `update`."""
         return [self._records[attempt] for attempt in sorted(self._records)]
 
+    @property
+    def is_eventful(self) -> bool:
+        """Whether anything happened that is worth a table."""
+        records = self.records
+        return len(records) > 1 or any(record.outcome == FAILED for record in records)
+
+    def start_attempt(self, number: int, *, world_size: int, num_workers: int, node: int, restarts: int) -> None:
+        """The workers run."""
+        self._number, self._num_workers, self._resumed = number, num_workers, False
+        self._events.attempt = number
+        record = self.add(AttemptRecord(attempt=number, world_size=world_size, node=node, started=time.time()))
+        self._events.rank = node
+        self._events.emit(
+            "attempt_start",
+            world_size=world_size,
+            node=node,
+            started=record.started,
+            restarts=restarts,
+            **_identity(),
+        )
+        if self._pause is not None:
+            self.update(self._pause.attempt, restart_s=time.monotonic() - self._pause.began)
+
+    def look(self, statuses: Mapping[int, Status]) -> None:
+        """What the pages say while the attempt runs: from where it went on, and when it got further."""
+        if len(statuses) < self._num_workers:
+            return
+        if not self._resumed and all(status.entered_ns for status in statuses.values()):
+            self._resumed = True
+            self._note_resume(statuses)
+        if self._pause is not None and all(status.first_boundary_ns for status in statuses.values()):
+            first = max(status.first_boundary_ns for status in statuses.values()) / _NS
+            self.update(self._pause.attempt, first_step_s=max(0.0, first - self._pause.began))
+            self._pause = None
+
+    def _note_resume(self, statuses: Mapping[int, Status]) -> None:
+        resumed = min(status.resumed_step for status in statuses.values())
+        path = next((status.resumed_path for status in statuses.values() if status.resumed_path), "")
+        self.update(self._number, resumed_step=resumed, resumed_path=path or None)
+        if self._pause is None:
+            return
+        lost = max(0, self._pause.step_reached - max(0, resumed))
+        record = self._records[self._pause.attempt]
+        saved = resumed if record.saved_step is None or resumed > record.saved_step else record.saved_step
+        self.update(record.attempt, steps_lost=lost, saved_step=saved)
+
+    def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
+        """All workers have ended."""
+        statuses = attempt.workers.last_statuses()
+        self.look(statuses)
+        reached = min((status.step for status in statuses.values()), default=-1)
+        began = _began(attempt, statuses.values())
+        saved = max((status.saved_step for status in statuses.values()), default=-1)
+        saved_ns = max((status.saved_ns for status in statuses.values()), default=0)
+        failed = ending.outcome == "failed"
+        self.update(
+            self._number,
+            cause=ending.cause or None,
+            cause_rank=ending.rank if ending.rank >= 0 else None,
+            step_reached=reached if statuses else None,
+            saved_step=saved if saved >= 0 else None,
+            steps_lost=max(0, reached - saved) if ending.outcome == "stopped" and saved >= 0 else None,
+            detect_s=max(0.0, attempt.noticed_at - began) if failed and attempt.noticed_at is not None else None,
+            save_s=max(0.0, saved_ns / _NS - began) if saved_ns else None,
+            outcome=_OUTCOMES[ending.outcome],
+        )
+        again = ending.outcome in ("failed", "membership")
+        self._pause = _Pause(self._number, began, reached) if again else None
+
+    def note_flushed(self, step: int | None) -> None:
+        """The newest step that was written from memory in the end."""
+        records = self.records
+        if step is not None and records and (records[-1].saved_step is None or step > records[-1].saved_step):
+            self.update(records[-1].attempt, saved_step=step)
+
+    def note_last_loss(self, ending: Ending) -> None:
+        """No attempt will follow: note what the last one lost, as far as that can be known without one."""
+        records = self.records
+        if ending.outcome != "failed" or not records or records[-1].outcome != FAILED:
+            return
+        last = records[-1]
+        safe = max((s for s in (last.saved_step, last.resumed_step) if s is not None), default=None)
+        if last.step_reached is None or safe is None:
+            return
+        if last.saved_step is not None or safe >= last.step_reached:  # else memory may hold more
+            self.update(last.attempt, steps_lost=max(0, last.step_reached - max(0, safe)))
+
+    def failure(self, attempt: Attempt, ending: Ending) -> Failure:
+        """The attempt's failure as `CrashLoop` wants to know it."""
+        statuses = list(attempt.workers.last_statuses().values())
+        guarded = len(statuses) == len(attempt.workers.processes) and not ending.elsewhere
+        return Failure(
+            cause=ending.cause,
+            rank=ending.rank,
+            step=min((status.step for status in statuses), default=-1),
+            resumed_step=min((status.resumed_step for status in statuses), default=-1),
+            resumed_path=next((status.resumed_path for status in statuses if status.resumed_path), ""),
+            boundaries=min((status.boundaries for status in statuses), default=0),
+            guarded=guarded,
+        )
+
     def add(self, record: AttemptRecord) -> AttemptRecord:
-        """A new attempt has begun. Raises ValueError when there is one of that number."""
-        if record.attempt in self._records:
-            raise ValueError(f"attempt {record.attempt} is in the ledger already")
+        """A new attempt has begun."""
         self._records[record.attempt] = record
         self._note_progress()
         return record
 
-    def update(self, attempt: int, **changes: Any) -> AttemptRecord:
-        """Set fields of the record of `attempt`. Raises KeyError for an unknown attempt, TypeError for such a field."""
-        record = self._records[attempt]
-        unknown = changes.keys() - {field.name for field in fields(record)}
-        if unknown:
-            raise TypeError(f"an attempt has no {', '.join(sorted(unknown))}")
+    def update(self, attempt: int, **changes: Any) -> None:
+        """Set fields of the record of `attempt`."""
         for name, value in changes.items():
-            setattr(record, name, value)
+            setattr(self._records[attempt], name, value)
         self._note_progress()
-        return record
 
     def close(self, outcome: str = "", **more: Any) -> None:
         """The end of the agent: record what is still open, and the totals. Called again it does nothing.
@@ -170,10 +287,6 @@ class Ledger:
         totals = add_up(self.records)
         more = {**asdict(totals), **more, **_identity()}
         self._events.emit("summary", reason=totals_line(totals), outcome=outcome or None, **more)
-
-    def render(self, width: int = WIDTH) -> str:
-        """The screen: see the function `render`."""
-        return render(self.records, width=width)
 
     def _note_progress(self) -> None:
         for record in self.records:
@@ -205,6 +318,13 @@ def _facts(record: AttemptRecord) -> dict[str, Any]:
 def _identity() -> dict[str, Any]:
     """The agent that writes: several may write to one file, after or beside one another."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _began(attempt: Attempt, statuses: Iterable[Status]) -> float:
+    """When it happened: by the agent's clock, or earlier if a survivor had heard of it before."""
+    alarms = [s.alarm_ns / _NS for s in statuses if s.alarm_ns]
+    known = [*alarms, *([attempt.failed_at] if attempt.failed_at is not None else [])]
+    return min(known, default=time.monotonic())
 
 
 def add_up(records: Iterable[AttemptRecord]) -> Totals:

@@ -23,11 +23,11 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mindx_elastic.agent.account import Account
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
@@ -66,7 +66,7 @@ class Supervisor(LocalElasticAgent):
     ) -> None:
         """num_nodes: most that may take part. With one, no membership thread is started."""
         super().__init__(spec, logs_specs, **torch_arguments)
-        self.account = Account(events)
+        self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
         self.arenas: set[str] = set()
@@ -143,12 +143,12 @@ class Supervisor(LocalElasticAgent):
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
-            on_look=self.account.look,
+            on_look=self.ledger.look,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
         attempt = Attempt(workers, context, number=self._number)
-        self.account.start_attempt(
+        self.ledger.start_attempt(
             self._number,
             world_size=group.workers[0].world_size,
             num_workers=len(ranks),
@@ -163,7 +163,7 @@ class Supervisor(LocalElasticAgent):
             workers.close()
             if membership is not None:
                 membership.stop()
-        self.account.end_attempt(attempt, self.ending)
+        self.ledger.end_attempt(attempt, self.ending)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
@@ -178,7 +178,7 @@ class Supervisor(LocalElasticAgent):
         if attempt.abandoned:
             logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
             return False
-        verdict = self._crash_loop.judge(self.account.failure(attempt, ending))
+        verdict = self._crash_loop.judge(self.ledger.failure(attempt, ending))
         allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
         if verdict.explanation and (allowed or verdict.action == "stop"):
             logger.error("%s", verdict.explanation)
@@ -189,7 +189,7 @@ class Supervisor(LocalElasticAgent):
             return False
         if verdict.action == "set_aside":
             set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
-        print_block(self.account.ledger.render())
+        print_block(render(self.ledger.records))
         logger.warning("restart %s", self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True

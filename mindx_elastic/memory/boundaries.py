@@ -192,7 +192,7 @@ class BoundaryLog:
     def __init__(
         self, arena: RankArena, collector: Collector, modules: Iterable[nn.Module], next_step: Callable[[], int]
     ) -> None:
-        """`modules`: the wrapped ones (their forward ends before gradients are reduced); `next_step`: the coming one."""
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one."""
         self._arena, self._collector, self._next_step = arena, collector, next_step
         self._ring: BoundaryRing | None = None
         self._run_id, self._attempt = "", 0
