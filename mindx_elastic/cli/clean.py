@@ -80,14 +80,14 @@ def _default_base() -> Path:
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
-    from mindx_elastic.memory.leftovers import find_agents, find_arenas, find_others
+    from mindx_elastic.memory.leftovers import find_leftovers
 
     try:
-        agents, arenas, others = find_agents(base), find_arenas(base), find_others(base)
+        found = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in agents]
-    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in arenas]
+    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in found.agents]
+    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in found.arenas]
     done = [entry for entry in [*agent_entries, *arena_entries] if entry["action"] in (_REMOVED, _WOULD)]
     return {
         "schema": JSON_SCHEMA,
@@ -96,7 +96,7 @@ def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
         "freed_bytes": sum(entry["size_bytes"] for entry in done),
         "agents": agent_entries,
         "arenas": arena_entries,
-        "not_ours": [str(path) for path in others],
+        "not_ours": [str(path) for path in found.others],
     }
 
 

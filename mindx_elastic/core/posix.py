@@ -102,8 +102,6 @@ class ProcessStat:
 
     state: str
     """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, t traced, Z and X ended."""
-    parent: int
-    group: int
     session: int
     flags: int
     """The kernel's flags of the main thread."""
@@ -126,8 +124,6 @@ def read_stat(pid: int) -> ProcessStat | None:
         fields = text.rpartition(")")[2].split()
         return ProcessStat(
             state=fields[0],
-            parent=int(fields[1]),
-            group=int(fields[2]),
             session=int(fields[3]),
             flags=int(fields[6]),
             processor_ticks=sum(map(int, fields[11:15])),

@@ -9,7 +9,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from mindx_elastic.memory.folders import (
     user_of_job,
 )
 
-__all__ = ["AgentLeftover", "ArenaLeftover", "find_agents", "find_arenas", "find_others"]
+__all__ = ["AgentLeftover", "ArenaLeftover", "Leftovers", "find_leftovers"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
@@ -59,41 +59,32 @@ class ArenaLeftover:
     age_s: float
 
 
-def find_agents(base: Path) -> list[AgentLeftover]:
-    """The agents' folders. Raises OSError."""
-    found = []
-    for path in _folders(base):
-        pid = agent_pid(path)
-        if pid is not None:
-            age_s = time.time() - path.lstat().st_mtime
-            found.append(AgentLeftover(path, pid, user_of_agent(path, pid), _size(path), age_s))
-    return found
+@dataclass(frozen=True)
+class Leftovers:
+    """What `find_leftovers` has found."""
 
-
-def find_arenas(base: Path) -> list[ArenaLeftover]:
-    """The jobs' arenas. Raises OSError."""
-    return [_look_at_arena(path) for path in _folders(base) if _ARENA.fullmatch(path.name)]
-
-
-def find_others(base: Path) -> list[Path]:
+    agents: list[AgentLeftover] = field(default_factory=list)
+    arenas: list[ArenaLeftover] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
     """What else is there, or in the place of the user's folder: not ours."""
+
+
+def find_leftovers(base: Path) -> Leftovers:
+    """What is in this user's folders below `base`. Raises OSError."""
+    found, folders = Leftovers(), user_folders(base)
     squatted = squatted_folder(base)
-    known = {path for path in _folders(base) if agent_pid(path) is not None or _ARENA.fullmatch(path.name)}
-    others = [path for path in _entries(base) if path not in known]
-    return others if squatted is None or is_own_folder(squatted) else [squatted, *others]
-
-
-def _entries(base: Path) -> list[Path]:
-    folders = user_folders(base)
-    squatted = squatted_folder(base)
-    if squatted is not None and is_own_folder(squatted):  # ours, but others have access by now: what is in it may go
-        folders.append(squatted)
-    return [path for folder in folders for path in sorted(folder.iterdir())]
-
-
-def _folders(base: Path) -> list[Path]:
-    """Real folders of this user in the user's folders."""
-    return [path for path in _entries(base) if is_own_folder(path)]
+    if squatted is not None:  # if it is ours, others have got access to it: what is in it may go
+        (folders if is_own_folder(squatted) else found.others).append(squatted)
+    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
+        pid, own = agent_pid(path), is_own_folder(path)
+        if own and pid is not None:
+            age_s = time.time() - path.lstat().st_mtime
+            found.agents.append(AgentLeftover(path, pid, user_of_agent(path, pid), _size(path), age_s))
+        elif own and _ARENA.fullmatch(path.name):
+            found.arenas.append(_look_at_arena(path))
+        else:
+            found.others.append(path)
+    return found
 
 
 def _look_at_arena(path: Path) -> ArenaLeftover:

@@ -317,7 +317,7 @@ class Mirror:
             return
         self._settled = True
         for channel in self._presence:
-            channel.__exit__(None, None, None)
+            channel.close()
         if self._server is not None:
             deadline = time.monotonic() + timeout_s
             self._server.wait_for_sources(deadline, quiet_s=quiet_s, is_alive=self._is_alive)

@@ -80,7 +80,7 @@ class Server:
                 if not full:
                     self._channels.add(channel)
             if full:
-                channel.__exit__(None, None, None)
+                channel.close()
                 continue
             threading.Thread(target=self._serve, args=(channel,), name="mindx-mirror-peer", daemon=True).start()
 

@@ -39,7 +39,6 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -139,9 +138,10 @@ class Channel:
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.abort()
         self._socket.close()
 
@@ -248,7 +248,7 @@ def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, *
     try:
         channel.send({"token": endpoint.token, "rank": rank, "op": op, **fields})
     except BaseException:
-        channel.__exit__(None, None, None)
+        channel.close()
         raise
     return channel
 
@@ -267,15 +267,13 @@ class Incoming:
             if not preallocate(self._fd, size):
                 check_free_space(path.parent, size)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
 
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._temp.unlink(missing_ok=True)  # gone already when all went well
         os.close(self._fd)
 
