@@ -90,8 +90,8 @@ def parse(arguments: Sequence[str]) -> Launch:
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory.
     """
-    parser = _parser()
-    line = split(parser, _OURS, arguments)
+    parser, ours = _parser()
+    line = split(parser, ours, arguments)
     if line.wants_help:
         print(_help())
         raise SystemExit(0)
@@ -179,21 +179,8 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
 
 
-_OURS = frozenset(
-    f"--{separator.join(words)}"
-    for words in (
-        ("grace",),
-        ("snapshot", "every"),
-        ("hang", "timeout"),
-        ("run", "dir"),
-        ("max", "restarts", "window"),
-        ("crash", "loop"),
-    )
-    for separator in "-_"
-)
-
-
-def _parser() -> ArgumentParser:
+def _parser() -> tuple[ArgumentParser, frozenset[str]]:
+    """torchrun's parser with our options, and the names of those."""
     try:
         parser = get_args_parser()
     except ValueError as error:  # a switch's variable, which torch reads with int()
@@ -202,8 +189,10 @@ def _parser() -> ArgumentParser:
     parser.prog = _PROG
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    theirs = {name for action in parser._actions for name in action.option_strings}
     _add_options(parser, hidden=True)
-    return parser
+    both = {name for action in parser._actions for name in action.option_strings}
+    return parser, frozenset(both - theirs)
 
 
 def _help() -> str:
@@ -211,7 +200,7 @@ def _help() -> str:
         prog=_PROG, usage=f"{_PROG} [options] [torchrun options] script.py [arguments]", description=_DESCRIPTION
     )
     _add_options(ours, hidden=False)
-    theirs = _parser()
+    theirs, _ = _parser()
     theirs.usage = SUPPRESS
     theirs.description = None
     _, _, rest = theirs.format_help().partition("positional arguments:")

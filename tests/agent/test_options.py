@@ -339,6 +339,12 @@ def test_an_option_of_ours_makes_none_of_torchrun_s_ambiguous(word: str) -> None
         assert (plan.config.max_restarts, plan.options.restarts_window_s) == (7, None)
 
 
+@pytest.mark.parametrize("word", ["--e", "--ev"])
+def test_an_abbreviation_that_only_ours_would_share_is_torchrun_s(word: str) -> None:
+    plan = parse([word, "console", "train.py"])
+    assert plan.config.event_log_handler == "console" and plan.options.exit_timeout_s is None
+
+
 def test_abbreviations_and_underscores_of_ours() -> None:
     options = parse(
         ["--gr", "7", "--max-restarts-w=60", "--crash_loop", "5", "--run_d", "here", "--snap=2", "train.py"]
