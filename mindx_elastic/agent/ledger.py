@@ -179,7 +179,8 @@ class Ledger:
             node=node,
             started=record.started,
             restarts=restarts,
-            **_identity(),
+            pid=os.getpid(),
+            host=socket.gethostname(),
         )
         if self._pause is not None:
             self.update(self._pause.attempt, restart_s=time.monotonic() - self._pause.began)
