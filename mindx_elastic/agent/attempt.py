@@ -84,7 +84,7 @@ class Attempt:
         """Ranks that not even SIGKILL could end."""
         self._signum: int | None = None
         self._num_heard = 0
-        self._cause, self._cause_rank, self._fault_code = "", -1, EXIT_TEMPORARY
+        self._cause, self._cause_rank = "", -1
         self._deadline: float | None = None
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
@@ -108,7 +108,6 @@ class Attempt:
             signum=self._signum,
             cause=self._cause,
             rank=self._cause_rank,
-            code=self._fault_code,
             cut_off=self._cut_off,
         )
         if ending.cut_off:

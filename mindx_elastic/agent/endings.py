@@ -125,13 +125,12 @@ def conclude(
     signum: int | None = None,
     cause: str = "",
     rank: int = -1,
-    code: int = EXIT_TEMPORARY,
     cut_off: Collection[int] = (),
 ) -> Ending:
     """How an attempt ended whose workers have all ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
-    agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault. cut_off: ranks
+    agent stopped them, for `FAILURE` and `FAULT`. cut_off: ranks
     whose training was finished, but which did not come to their own end, because the agent had to end one of them.
     """
     meanings = [meaning(end) for end in exits]
@@ -144,7 +143,7 @@ def conclude(
     if signum is not None:
         return Ending(outcome="stopped", code=_stop_code(exits, left, signum), cause=signal_name(signum))
     if stop is StopKind.FAULT:
-        return Ending(outcome="stopped", code=_code(left[0]) if left else code, cause=cause)
+        return Ending(outcome="stopped", code=_code(left[0]) if left else EXIT_TEMPORARY, cause=cause)
     if failed or stop is StopKind.FAILURE:
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:

@@ -39,6 +39,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
 
 __all__ = ["CONNECTION_ERRORS", "Farewell", "FreshStoreRendezvous", "Membership", "OneNodeRendezvous", "reconnect"]
 
@@ -317,15 +318,11 @@ class Farewell:
 
     def _bounded(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """The store's machine may be gone, and a call to it has no time-out of its own."""
-        box: list[_T] = []
-
-        def run() -> None:
-            try:
-                box.append(work())
-            except Exception as error:
-                logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
-
-        thread = threading.Thread(target=run, name="mindx-farewell", daemon=True)
-        thread.start()
-        thread.join(_FAREWELL_S)
-        return box[0] if box else otherwise
+        thread = ReadyThread("mindx-farewell")
+        try:
+            return thread.call(work, _FAREWELL_S)
+        except Exception as error:
+            logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
+            return otherwise
+        finally:
+            thread.close(0.0)
