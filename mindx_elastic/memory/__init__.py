@@ -2,28 +2,27 @@
 
 ::
 
-    {base}/mindx-elastic-{uid}/      one folder a user, mode 700                         `folders`
-        agent-{pid}-{random}/        one folder an agent                                 `agent_folder`
-        {directory's digest}/        one folder a job: the arenas of this machine        `arena`
+    {base}/mindx-elastic-{uid}/         one folder a user, mode 700: `folders`
+        agent-{pid}-{random}/           one folder an agent: `agent_folder`
+        {directory's digest}/           one folder a job, with a folder a rank: `arena`
 
-=========================  ==================================  =============================  ==========================
-file                       written by                          read by                        removed by
-=========================  ==================================  =============================  ==========================
-agent-*/rank_R.page        the worker (`core.status_page`)     the agent, ``status``          the agent at each restart
-agent-*/control.json       the agent: its orders               the workers                    the agent at each restart
-agent-*/agent.json,        the agent                           the workers, other agents,     the agent at its end, else
-job.key                                                        ``clean``                      the next agent, ``clean``
-JOB/owner.json             each rank at its start (`memory`)   a start (`known_runs`), the    the last rank that goes
-                                                               holder, ``clean``
-JOB/rank_R/slot_0, slot_1  the rank, at some boundaries        a start (`memory_files`), the  the rank when its training
-                           (`snapshots`)                       holder                         has ended well, the holder
-JOB/rank_R/commit          the same: what is true of the two   the same                       once the disk has them, or
-                           slots (`arena`)                                                    ``clean``
-JOB/rank_R/boundaries      the rank, at each boundary of a     the same                       the same
-                           replicated job (`boundaries`)
-JOB/rank_R/lock, interval  the rank (`arena`)                  the next process of the rank   the same
-=========================  ==================================  =============================  ==========================
+====================  =============================================  =================================================
+file                  written by                                     read by
+====================  =============================================  =================================================
+agent-*/agent.json    the agent, at its start                        workers; the next agent, ``clean``: is it dead?
+agent-*/job.key       the agent of a one-node job                    workers
+agent-*/control.json  the agent: its orders                          workers
+agent-*/rank_*.page   the worker, at each step: `core.status_page`   the agent, ``status``
+job/owner.json        each rank, at its start: `memory`              a start (`known_runs`), the holder, ``clean``
+rank_*/slot_*         the rank, at some boundaries: `snapshots`      a start (`memory_files`), the holder
+rank_*/commit         the same: what is true of the slots            the same
+rank_*/boundaries     the rank, at each boundary: `boundaries`       the same
+rank_*/interval       the rank: its snapshot interval                the next process of the rank
+rank_*/lock           locked while the rank's process lives          `folders`, before anything is removed
+====================  =============================================  =================================================
 
-Folders go through the functions at the end of `folders` only. Besides, a start empties a slot that a killed process has
-left useless (`snapshots.adopt_slots`), and puts a damaged snapshot into the quarantine of the checkpoint directory.
+The functions at the end of `folders` remove folders, and no others do. An agent's folder goes at its end, else with the
+next agent of the user or ``clean``. A rank's goes when its training has ended well, when the holder finds that the disk
+is as far, or with ``clean``. Single files go earlier: pages and orders at each restart (`agent_folder`), a slot that a
+killed process has left useless at the next start (`snapshots.adopt_slots`), a damaged one to the quarantine.
 """
