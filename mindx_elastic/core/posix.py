@@ -49,7 +49,9 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o600, *, 
     a regular file (EINVAL). `mode`: of a file that ``os.O_CREAT`` makes. `follow_link`: for a path that the user has
     named. Raises OSError. Any thread.
     """
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    flags |= os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
+    if not flags & os.O_EXCL:  # a new file cannot be a pipe, and its writes must not be cut short by any file system
+        flags |= os.O_NONBLOCK
     fd = os.open(path, flags, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)

@@ -74,8 +74,9 @@ def test_a_link_that_the_user_has_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_made_is_private(tmp_path: Path) -> None:
     path = tmp_path / "file"
-    os.close(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL))
-    assert path.stat().st_mode & 0o777 == 0o600
+    fd = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    assert path.stat().st_mode & 0o777 == 0o600 and os.get_blocking(fd)
+    os.close(fd)
     with pytest.raises(FileExistsError):
         open_regular(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
