@@ -174,10 +174,7 @@ class Attempt:
         work = None
         if exits.wants_work and len(past) == len(self.workers.live) and now >= self._work_due:
             self._work_due, work = now + _WORK_S, self.workers.work()
-        leavers = {
-            rank: Leaver(pid=status.pid, left_ns=status.left_ns, stopped=states[rank] == "T")
-            for rank, status in past.items()
-        }
+        leavers = {rank: Leaver(left_ns=status.left_ns, stopped=states[rank] == "T") for rank, status in past.items()}
         overdue = exits.observe(leavers, time.monotonic_ns(), num_live=len(self.workers.live), work=work)
         if overdue:
             self._hear_overdue(overdue, statuses)

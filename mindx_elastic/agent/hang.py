@@ -197,7 +197,6 @@ class Work:
 class Leaver:
     """A living rank that has left its guard."""
 
-    pid: int
     left_ns: int
     """When, `time.monotonic_ns`."""
     stopped: bool

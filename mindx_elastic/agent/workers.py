@@ -36,8 +36,6 @@ class WorkerExit:
     pid: int
     code: int
     """Exit code; minus the signal's number when a signal ended it."""
-    at: float
-    """`time.monotonic` when it was noticed."""
     status: Status | None = None
     """The last that its page said; None without a guard."""
     sent: frozenset[int] = field(default_factory=frozenset)
@@ -183,8 +181,8 @@ class Workers:
         if rank in self._fds:
             os.close(self._fds.pop(rank))
         status, sent = self.status(rank), frozenset(self._sent[rank])
-        now, message = time.monotonic(), self._error_of(rank) if code > 0 else ""
-        return WorkerExit(rank=rank, pid=process.pid, code=code, at=now, status=status, sent=sent, message=message)
+        message = self._error_of(rank) if code > 0 else ""
+        return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, message=message)
 
     def status(self, rank: int) -> Status | None:
         """What the rank's page says now; None: there is no page of this process."""
@@ -247,7 +245,7 @@ class Workers:
         process = self.live.pop(rank)
         if rank in self._fds:
             os.close(self._fds.pop(rank))
-        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL, at=time.monotonic())
+        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL)
         self.exits.append(end)
 
     def close(self) -> None:

@@ -54,7 +54,7 @@ class Workers:
                 if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
                     status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
                 sent = frozenset(self.sent[rank])
-                found.append(WorkerExit(rank=rank, pid=1, code=code, at=when, status=status, sent=sent))
+                found.append(WorkerExit(rank=rank, pid=1, code=code, status=status, sent=sent))
         self.exits += found
         return found
 

@@ -271,7 +271,7 @@ class Clock:
 
     def leave(self, rank: int, *, stopped: bool = False) -> None:
         left = self.leavers[rank].left_ns if rank in self.leavers else int(self.now * NS)
-        self.leavers[rank] = Leaver(pid=100 + rank, left_ns=left, stopped=stopped)
+        self.leavers[rank] = Leaver(left_ns=left, stopped=stopped)
 
     def look(self) -> list[Overdue]:
         work = None
@@ -365,7 +365,7 @@ def test_by_itself_idle_ranks_have_half_an_hour() -> None:
 
 def test_bytes_are_work_too() -> None:
     watch = ExitWatch(None)
-    leavers = {0: Leaver(pid=1, left_ns=NS, stopped=False)}
+    leavers = {0: Leaver(left_ns=NS, stopped=False)}
     for second in range(0, int(3 * IDLE_S), 10):
         work = Work(processor_s=0.0, nbytes=second * (1 << 20))
         assert watch.observe(leavers, (second + 1) * NS, num_live=1, work=work) == []
