@@ -30,12 +30,12 @@ from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.inventory.facts import facts_of
-from mindx_elastic.memory.arena import RankArena, job_folder, rank_folders
-from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE
-from mindx_elastic.memory.boundary_ring import read_ring
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
+from mindx_elastic.memory.folders import job_folder, rank_folders
 from mindx_elastic.memory.known_runs import claim_of, known_runs, usable_runs
 from mindx_elastic.memory.memory_files import RING_COPY, own_rings, own_states
-from mindx_elastic.memory.slots import adopt_slots
+from mindx_elastic.memory.snapshots import adopt_slots
 from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
