@@ -25,10 +25,10 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.core.owners import Owners
+    from mindx_elastic.core.owners import Owners, Trust
     from mindx_elastic.persist.catalog import CatalogEntry
 
-__all__ = ["check_entries", "entries_at", "owners_at", "verify_command"]
+__all__ = ["check_entries", "entries_at", "owners_at", "trust_at", "verify_command"]
 
 
 def verify_command(
@@ -89,7 +89,7 @@ def verify_command(
         raise typer.Exit(EXIT_BAD)
 
 
-def owners_at(path: Path) -> Owners:
+def trust_at(path: Path) -> Trust:
     """Whose files count at `path`, a file or a directory: as for a start, with MINDX_TRUSTED_USERS.
 
     No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
@@ -97,7 +97,14 @@ def owners_at(path: Path) -> Owners:
     from mindx_elastic.config import SharingSettings
     from mindx_elastic.core.owners import Trust, user_ids
 
-    return Trust(trusted=user_ids(SharingSettings.from_env().trusted_users)).of(path)
+    trust = Trust(trusted=user_ids(SharingSettings.from_env().trusted_users))
+    trust.roots[path] = trust.of(path)
+    return trust
+
+
+def owners_at(path: Path) -> Owners:
+    """Those of `trust_at`."""
+    return trust_at(path).of(path)
 
 
 def entries_at(path: Path) -> list[CatalogEntry]:

@@ -343,13 +343,14 @@ def _facts(
 def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -> list[CatalogEntry]:
     """The entries of this share of the files, the bad ones too; what the others say about them goes to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
+    owners = {directory: trust.of(directory) for directory in listing.directories}
     for path in [*listing.files][slice(*_slice(share))]:
         directory = listing.files[path]
         if path.parent.parent == directory and (note := note_at(path)) is not None:
             found.notes.append(note)
             found.never_saved.append((note.run_id, note.rank, note.world_size))
             continue
-        entry = read_entry(path, owners=trust.of(directory))
+        entry = read_entry(path, owners=owners[directory])
         if entry is not None:
             entries.append(entry)
     for entry in entries:

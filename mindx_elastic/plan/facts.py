@@ -193,6 +193,13 @@ class ResumePlan:
                 used |= {found[0].path for r in readers if (found := self.holders(group.layout, shard, r))}
         return used
 
+    def used_files(self) -> list[FileFact]:
+        """All files that some rank reads, to be verified before: those of the ranks, then those of parts."""
+        found = {share.file.path: share.file for share in self.ranks}
+        parts = self.used_paths()
+        found |= {fact.path: fact for facts in self.files.values() for fact in facts if fact.path in parts}
+        return list(found.values())
+
 
 @dataclass(frozen=True)
 class Refusal:
