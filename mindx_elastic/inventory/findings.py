@@ -390,7 +390,7 @@ def _find_known_runs(
     """The runs on disk; and, where there is memory to judge, what event logs and the memory itself say of its runs."""
     wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
     wanted |= {moment[0] for states in found.own.values() for moment in states}
-    if wanted and listing.arenas is not None and listing.directories:
+    if listing.arenas is not None and rank_folders(listing.arenas):
         found.known = known_runs(listing.directories, wanted, trust)
         found.claim = claim_of(listing.arenas, listing.directories[0])
     for entry in on_disk:

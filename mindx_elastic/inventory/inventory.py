@@ -346,18 +346,18 @@ class Inventory:
     # --- steps ---
 
     @property
-    def steps(self) -> list[Step]:
-        """Every step, judged; what a start tries first in front."""
-        return [self.judge(moment) for moment in self.moments]
+    def moments(self) -> list[Moment]:
+        """Those that a start can try, in its order."""
+        return order_of_moments(self.facts)
 
     @property
-    def moments(self) -> list[Moment]:
-        """Of every step, also of those whose files are not for resuming; what a start tries first in front."""
-        infos = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
-        return order_of_moments([*self.facts, *infos])
+    def steps(self) -> list[Step]:
+        """Every step, judged, the newest run, attempt and step in front; also those that are not for resuming."""
+        useless = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
+        return [self.judge(moment) for moment in order_of_moments([*self.facts, *useless])]
 
     def newest_complete(self, run_id: str | None = None) -> Step | None:
-        """The first complete step, of any run or of `run_id`."""
+        """The first complete step that a start can try, of any run or of `run_id`."""
         moments = (moment for moment in self.moments if run_id in (None, moment[0]))
         return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
 
@@ -365,8 +365,9 @@ class Inventory:
         """Whether a start of as many ranks as wrote it can go on from this step: a candidate of the planner."""
         facts = self._by_moment().get(moment, [])
         entries = sorted(self._entries().get(moment, ()), key=preference)
-        dated = [*facts, *(entry.info for entry in entries if entry.info is not None)]
-        world_size = max(dated, key=lambda each: each.created).world_size
+        sizes = [(fact.created, fact.world_size) for fact in facts]
+        sizes += [(entry.info.created, entry.info.world_size) for entry in entries if entry.info is not None]
+        world_size = max(sizes)[1]
         own_states = self.own_states.get(moment, ())
 
         def ask() -> Candidate:
