@@ -28,7 +28,7 @@ from mindx_elastic.cli.common import (
     printable,
 )
 from mindx_elastic.cli.file_details import describe_file, print_file
-from mindx_elastic.cli.verify import check_entries, entries_at, owners_at, trust_at
+from mindx_elastic.cli.verify import check_entries, entries_at
 
 if TYPE_CHECKING:
     from mindx_elastic.inventory.inventory import Inventory, Step
@@ -74,8 +74,12 @@ def inspect_command(
 
 
 def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
+    from mindx_elastic.inventory.findings import reader_trust
+
     (entry,) = entries_at(path)
-    problems = check_entries([entry], owners_at(path))[0] if verify else [entry.problem] if entry.problem else []
+    problems = [entry.problem] if entry.problem else []
+    if verify:
+        problems = check_entries([entry], reader_trust(path).of(path))[0]
     details = describe_file(entry, problems, verified=not problems if verify else None)
     if as_json:
         typer.echo(json.dumps({"schema": JSON_SCHEMA, "file": details}, indent=2))
@@ -85,10 +89,10 @@ def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
 
 
 def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
-    from mindx_elastic.inventory.findings import list_files, scan
+    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
     from mindx_elastic.inventory.inventory import Inventory
 
-    trust = trust_at(path)
+    trust = reader_trust(path)
     inventory = Inventory.merge([scan(list_files([path]), trust=trust)])
     good = [entry for entry in inventory.entries.values() if entry.header is not None]
     findings: _Findings | None = None

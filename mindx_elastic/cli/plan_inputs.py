@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindx_elastic.cli.verify import check_entries, trust_at
+from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.strategy import Strategy, TensorSpec
@@ -79,10 +79,10 @@ def find(directory: Path, strategy_file: Path | None = None, run_id: str | None 
 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
-    from mindx_elastic.inventory.findings import list_files, scan
+    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
     from mindx_elastic.inventory.inventory import Inventory
 
-    findings = scan(list_files([directory]), trust=trust_at(directory))
+    findings = scan(list_files([directory]), trust=reader_trust(directory))
     if not findings.facts:
         findings.rejected += _leftovers(directory, findings.entries.values())
     if run_id is not None:
@@ -289,15 +289,16 @@ def plan_and_check(
     found: Found, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
+    from mindx_elastic.inventory.findings import reader_trust
     from mindx_elastic.inventory.inventory import until_sound
 
     checked, seen = Checked(), set[str]()
-    owners = trust_at(found.directory).of(found.directory)
+    owners = reader_trust(found.directory).of(found.directory)
 
     def check(plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:
         facts = [] if isinstance(plan, Refusal) else [fact for fact in plan.used_files() if fact.path not in seen]
         entries = [found.entries[fact.path] for fact in facts]
-        for fact, entry, problems in zip(facts, entries, check_entries(entries), strict=True):
+        for fact, entry, problems in zip(facts, entries, check_entries(entries, owners), strict=True):
             seen.add(fact.path)
             checked.files += 1
             checked.nbytes += entry.size

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 
 import xxhash
 
+from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import MAX_RANKS
-from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import Strategies, facts_of, strategy_digest
 from mindx_elastic.memory.arena import rank_folders
@@ -29,7 +30,7 @@ from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.plan.facts import FileFact, Moment, Rejected
 
-__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "scan"]
+__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "reader_trust", "scan"]
 
 Place = tuple[int, str]
 """Number of a directory and path in it, the same on every rank."""
@@ -279,6 +280,17 @@ def _moment(values: Sequence[Any]) -> Moment:
 
 
 # --- scanning ---
+
+
+def reader_trust(path: Path) -> Trust:
+    """Whose files count at `path`, a file or a directory, for one who only looks: as for a start, with
+    MINDX_TRUSTED_USERS.
+
+    No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
+    """
+    trust = Trust(trusted=user_ids(SharingSettings.from_env().trusted_users))
+    trust.roots[path] = trust.of(path)
+    return trust
 
 
 def scan(

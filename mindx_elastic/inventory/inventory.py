@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from mindx_elastic.core.rank_gaps import RankGaps
 from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.inventory.findings import Findings, Place, Share
 from mindx_elastic.memory.known_runs import usable_runs
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
@@ -27,7 +28,7 @@ from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Moment, Refusal, Rejected, ResumePlan, World, moment_name
 from mindx_elastic.plan.planner import never_whole, order_of_moments, plan_resume
 
-__all__ = ["Inventory", "Step", "until_sound"]
+__all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
@@ -365,9 +366,8 @@ class Inventory:
         """Whether a start of as many ranks as wrote it can go on from this step: a candidate of the planner."""
         facts = self._by_moment().get(moment, [])
         entries = sorted(self._entries().get(moment, ()), key=preference)
-        sizes = [(fact.created, fact.world_size) for fact in facts]
-        sizes += [(entry.info.created, entry.info.world_size) for entry in entries if entry.info is not None]
-        world_size = max(sizes)[1]
+        infos = [entry.info for entry in entries if entry.info is not None]
+        world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
         own_states = self.own_states.get(moment, ())
 
         def ask() -> Candidate:
@@ -400,6 +400,26 @@ class Inventory:
                 if entry.info is not None:
                     self._read.setdefault(entry.info.moment, []).append(entry)
         return self._read
+
+
+def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
+    """`Inventory.newest_complete` of one run, from headers that were read before and no further than needed: for
+    retention, which works beside the training.
+
+    Small states are not looked at: a rank without a file leaves a step incomplete.
+    """
+    moments: dict[Moment, list[CatalogEntry]] = {}
+    for entry in entries:
+        if entry.info is not None and entry.info.resumable and entry.info.run_id == run_id:
+            moments.setdefault(entry.info.moment, []).append(entry)
+    for moment in sorted(moments, reverse=True):
+        infos = [entry.info for entry in moments[moment] if entry.info is not None]
+        if RankGaps(max(info.world_size for info in infos), (info.rank for info in infos)):
+            continue
+        facts, _ = facts_of(moments[moment])
+        if Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete:
+            return moment
+    return None
 
 
 def _sorted_in(facts: Iterable[FileFact]) -> dict[Moment, list[FileFact]]:
