@@ -10,6 +10,7 @@ from mindx_elastic.convert.mapped import open_regular
 from mindx_elastic.convert.mindspore_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
+from mindx_elastic.inventory.findings import reader_trust
 from mindx_elastic.persist.catalog import rank_of_folder, read_entries
 
 __all__ = ["KINDS", "find_kind", "kind_of_name"]
@@ -46,7 +47,7 @@ def _kind_of_folder(path: Path) -> str:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
     if METADATA in names:
         return "dcp"
-    entries = read_entries(path)
+    entries = read_entries(path, owners=reader_trust(path).of(path))
     if any(entry.header is not None for entry in entries):
         return "mindx"
     if any(entry.foreign and entry.path.suffix == ".safetensors" for entry in entries):

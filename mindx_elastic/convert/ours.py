@@ -1,8 +1,14 @@
 """Our own checkpoint files as a source and as a destination.
 
-As a source a step is put together from the files of all its ranks: tensors that are the same everywhere come from the
-lowest rank, sharded ones from the parts (``mindx.layout`` in the headers), components are merged (pipeline stages).
-Every tensor that is used is checked against its digest; a damaged one is taken from another holder where there is one.
+As a source, the inventory chooses the step: the newest one all of whose tensors are there. It is then put together from
+the files of all its ranks: tensors that are the same everywhere come from the lowest rank, sharded ones from the parts
+(``mindx.layout`` in the headers), components are merged (pipeline stages).
+
+The reading is not that of a start on one rank (`resume.reshard`). A start verifies whole files and does without a
+damaged one; here every tensor that is used is checked by itself and taken from another holder where it is damaged, so
+that what is sound in a damaged file can still be rescued, and nothing else is read. A start refuses what it cannot go
+on from exactly, such as weights that ranks keep equal by themselves, or another rank's own components; those can be
+converted.
 """
 
 from __future__ import annotations
