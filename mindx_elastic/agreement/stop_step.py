@@ -70,10 +70,6 @@ class Decision:
     step: int | None
     reason: str = ""
 
-    @property
-    def together(self) -> bool:
-        return self.step is not None
-
     def encode(self) -> str:
         return json.dumps({"step": self.step, "reason": printable(self.reason, _MAX_REASON)})
 

@@ -107,10 +107,6 @@ class PeerWatch:
         found = [peers[fd] for fd, event in poll.poll(0) if event & select.POLLIN]
         return list(dict.fromkeys([*self.gone, *found]))
 
-    def watched(self) -> list[int]:
-        """Peers on this machine that are watched, dead or alive."""
-        return sorted({*self._fds, *self.gone})
-
     def close(self) -> None:
         """After the watcher has stopped."""
         for fd in self._fds.values():
