@@ -111,8 +111,7 @@ class LastResort:
         """
         self._closed = True
         self._wake()
-        alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
+        if self._lingers:
             self._thread.name = "lingering-last-resort"
             atexit.register(self._exiting.set)
             return
@@ -120,10 +119,15 @@ class LastResort:
             self._thread.join()
         self._close()
 
-    def _linger(self, alarm: Alarm) -> None:
-        time.sleep(max(0.0, alarm.deadline.at - _LEAVE_S - time.monotonic()))
+    @property
+    def _lingers(self) -> bool:
+        return self._alarm is not None and self._stopper is not None and self._stopper.coming_out
+
+    def _linger(self) -> None:
+        assert self._alarm is not None
+        time.sleep(max(0.0, self._alarm.deadline.at - _LEAVE_S - time.monotonic()))
         if self._exiting.is_set():
-            os._exit(alarm.exit_code)
+            os._exit(self._alarm.exit_code)
         atexit.unregister(self._exiting.set)
 
     def _close(self) -> None:
@@ -146,10 +150,9 @@ class LastResort:
             except Exception:
                 logger.exception("unexpected error in the last resort; it goes on")
                 pause = _AGAIN_S
-        alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
+        if self._lingers:
             self._close()
-            self._linger(alarm)
+            self._linger()
 
     def _look(self) -> float | None:
         """Do what is due now. Returns for how many seconds to sleep at most; None: until it is woken."""

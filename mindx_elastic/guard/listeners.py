@@ -12,8 +12,7 @@ from contextlib import ExitStack
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import making_sense
-from mindx_elastic.alarm.alarm import Alarm, signal_name
-from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch, own_identity
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
@@ -124,25 +123,25 @@ class Listeners:
 
     def alarm_of(self, signum: int) -> Alarm | None:
         """The last resort: the alarm of a signal that the watcher does not read; None: only the watcher knows."""
-        alarms = self._stopper.alarms
         if self._stopper.finished or not self.handlers.has(signum):
             return None
         if signum in self._own_signals:
-            return alarms.of_signal(signum)
+            return self._stopper.alarms.of_signal(signum)
         if signum == signal.SIGTERM:
-            return alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
+            return self._stopper.alarms.of_agent_signal(signum)
         return None  # an order of the agent; a SIGTERM follows where the worker does not obey
 
     def hear_signal(self, signum: int) -> None:
-        """Watcher thread."""
-        if self._stopper.finished or not self.handlers.hear(signum):
+        """Watcher thread: `signum` has arrived in this process."""
+        stopper, link = self._stopper, self._link
+        if stopper.finished or not self.handlers.hear(signum):
             return
-        if signum == signal.SIGTERM and self._link is not None and self._link.is_orphan():
-            self._stopper.hear(self._stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
-        elif signum == signal.SIGTERM and signum not in self._own_signals:
-            alarm = self._stopper.alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
-            self._stopper.hear(alarm)
-        elif signum != CONTROL_SIGNAL or self._link is None:
-            self._stopper.hear_signal(signum)
-        elif (orders := self._link.orders()) is not None:
-            self._stopper.hear(self._stopper.alarms.of_agent(orders))
+        if link is not None and signum == CONTROL_SIGNAL:
+            if (order := link.orders()) is not None:
+                stopper.hear(stopper.alarms.of_agent(order))
+        elif link is not None and signum == signal.SIGTERM and link.is_orphan():
+            stopper.hear(stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+        elif signum in self._own_signals:
+            stopper.hear_signal(signum)
+        else:
+            stopper.hear(stopper.alarms.of_agent_signal(signum))
