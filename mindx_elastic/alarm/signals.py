@@ -43,7 +43,7 @@ class SignalHandlers:
         self._watcher = watcher
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
-        self._listening = False
+        self._installed = False
         self._lock = threading.Lock()  # never taken in the handler
         self._marked: deque[int] = deque()
         self._heard = 0
@@ -60,7 +60,7 @@ class SignalHandlers:
             )
         try:
             self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
-            self._listening = True
+            self._installed = True
             for number in self.signals:
                 before = signal.getsignal(number)
                 earlier = getattr(before, "__self__", None)
@@ -154,9 +154,12 @@ class SignalHandlers:
             # None: the predecessor was installed by C code and cannot be restored from Python.
             signal.signal(number, self._late if lingers else signal.SIG_DFL if before is None else before)
         self._previous.clear()
-        if self._listening:
-            signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
-            self._listening = False
+        if self._installed:
+            try:
+                signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+            except (OSError, ValueError):  # its owner has closed it meanwhile
+                signal.set_wakeup_fd(-1)
+            self._installed = False
         self._previous_fd = -1
 
 
