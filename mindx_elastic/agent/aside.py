@@ -12,7 +12,7 @@ from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.errors import MindxError
-from mindx_elastic.persist.catalog import read_entry, scan
+from mindx_elastic.persist.catalog import read_entries, read_entry
 from mindx_elastic.persist.storage import quarantine
 
 __all__ = ["set_checkpoint_aside"]
@@ -41,7 +41,7 @@ def set_checkpoint_aside(path: Path, reason: str, arenas: list[Path]) -> list[Pa
         logger.warning("%s is not there any more; nothing to set aside", path)
         return []
     moved = []
-    for other in scan(directory, owners=trust.of(directory)).entries:
+    for other in read_entries(directory, owners=trust.of(directory)):
         if other.info is not None and other.info.moment == moment:
             try:
                 moved.append(quarantine(other.path, reason, directory))

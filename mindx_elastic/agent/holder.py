@@ -15,28 +15,26 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
-from mindx_elastic.inventory.facts import facts_of
+from mindx_elastic.inventory.findings import list_files, scan
+from mindx_elastic.inventory.inventory import Inventory, Step, until_sound
 from mindx_elastic.memory.arena import RankArena, job_folder, rank_folders
 from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE
 from mindx_elastic.memory.boundary_ring import read_ring
-from mindx_elastic.memory.known_runs import claim_of, known_runs, usable_runs
-from mindx_elastic.memory.memory_files import RING_COPY, own_rings, own_states
+from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.memory.slots import adopt_slots
-from mindx_elastic.persist.catalog import read_entry, scan
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.first_save import FirstSave
@@ -51,17 +49,14 @@ from mindx_elastic.persist.storage import (
     publish,
 )
 from mindx_elastic.persist.writer import keep_older
-from mindx_elastic.plan.facts import FileFact, ResumePlan, World
-from mindx_elastic.plan.planner import bases_of, order_of_moments, plan_resume, steps_before
+from mindx_elastic.plan.facts import FileFact
+from mindx_elastic.plan.planner import bases_of, steps_before
 
 __all__ = ["Flushed", "drop", "flush", "trust_in"]
 
 _PIECE_BYTES = 4 << 20
 _PATIENCE_S = 2.0  # for the lock of a worker that the kernel is still taking away; a living job keeps it anyway
 _LASTS_S = 1800.0  # as long as a start waits for us at most; the lock ends with this process
-
-_Slots = dict[Moment, tuple[Path, CheckpointInfo]]
-"""The snapshots of one rank."""
 
 
 @dataclass
@@ -159,23 +154,18 @@ def _flush_all(
     directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust, flushed: Flushed, *, alone: bool
 ) -> set[int]:
     """The ranks whose memory has to stay. Raises OSError when something cannot be written; then all of it has to."""
-    slots: dict[int, _Slots] = {}
-    for rank, arena in arenas.items():
+    for arena in arenas.values():
         flushed.lines += adopt_slots(arena)
-        slots[rank] = _snapshots(arena)
+    machine = _Machine(directory, job, arenas, trust)
     rings = {rank: ring for rank, arena in arenas.items() if (ring := arena.folder / BOUNDARIES_FILE).exists()}
-    known = _usable_runs(directory, job, slots, rings, trust)
-    if not known and (rings or any(slots.values())):
+    if not machine.inventory.runs and (rings or machine.snapshots):
         # Emptied by somebody, or a disk that cannot be read at the moment: then this is all that is left.
         raise CheckpointError(
             f"{directory / 'events.jsonl'} does not know the run that it is of, nor does a file there (files of other "
             "users count if MINDX_TRUSTED_USERS names them for the agent, too); `mindx-elastic clean` removes it"
         )
-    run = _newest_run(slots, known)
-    slots = {rank: {m: slot for m, slot in found.items() if m[0] == run} for rank, found in slots.items()}
-    machine = _Machine(directory, job, sorted(rank_folders(job)), slots, trust)
     wanted = _sound(machine, flushed)
-    problems = _copy_rings(machine, rings, {run} if run else known)
+    problems = _copy_rings(machine, rings)
     for step in wanted:
         _write(step, machine, flushed, alone=alone)
     if problems:
@@ -183,181 +173,116 @@ def _flush_all(
     return _not_on_disk(machine, flushed)
 
 
-def _snapshots(arena: RankArena) -> _Slots:
-    entries = [read_entry(slot.path) for slot in arena.slots]
-    infos = [(entry.path, entry.info) for entry in entries if entry is not None]
-    return {info.moment: (path, info) for path, info in infos if info is not None and info.resumable}
-
-
-def _usable_runs(
-    directory: Path, job: Path, slots: Mapping[int, _Slots], rings: Mapping[int, Path], trust: Trust
-) -> set[str]:
-    """As by a start, of this machine alone; see `memory.known_runs`."""
-    wanted = {info.run_id for found in slots.values() for _, info in found.values()}
-    for ring in rings.values():
-        with suppress(OSError):  # said when it is copied
-            wanted |= {record.run_id for record in read_ring(ring)}
-    known = known_runs([directory], wanted, trust)
-    if not wanted <= known.keys():
-        for step in scan(directory, owners=trust.of(directory)).steps:
-            known[step.run_id] = max(step.created, known.get(step.run_id, 0.0))
-    claim = claim_of(job, directory)
-    return usable_runs(known, [] if claim is None else [claim])
-
-
-def _newest_run(slots: Mapping[int, _Slots], known: set[str]) -> str:
-    """The run that the job has gone on with last; others in memory were given up by whoever began anew."""
-    infos = [info for found in slots.values() for _, info in found.values() if info.run_id in known]
-    return max(infos, key=lambda info: info.created).run_id if infos else ""
-
-
 # --- what there is ---
-
-
-@dataclass
-class _Step:
-    """What memory and disk have of one moment."""
-
-    moment: Moment
-    world_size: int
-    in_memory: dict[int, tuple[Path, CheckpointInfo]] = field(default_factory=dict)
-    on_disk: set[int] = field(default_factory=set)
-    """Ranks."""
-    facts: list[FileFact] = field(default_factory=list)
-    """Of both."""
-    unforeseen: bool = False
-    """It came out otherwise than its forecasts in the rings, as some rank's file says."""
-
-    def has(self, rank: int) -> bool:
-        return rank in self.in_memory or rank in self.on_disk
-
-    @property
-    def to_write(self) -> list[int]:
-        """Ranks that have it in memory only."""
-        return sorted(set(self.in_memory) - self.on_disk)
-
-    @property
-    def usable(self) -> bool:
-        """Whether the planner could go on from it with what is here."""
-        return self._works(self.facts)
-
-    @property
-    def usable_on_disk(self) -> bool:
-        in_memory = {str(path) for path, _ in self.in_memory.values()}
-        return self._works([fact for fact in self.facts if fact.path not in in_memory])
-
-    def _works(self, facts: Sequence[FileFact]) -> bool:
-        return isinstance(plan_resume(facts, World(self.world_size)), ResumePlan)
 
 
 class _Machine:
     """This machine's view of the job, sorted as by a start."""
 
-    def __init__(
-        self, directory: Path, job: Path, ranks: Sequence[int], slots: Mapping[int, _Slots], trust: Trust
-    ) -> None:
-        self.directory, self.job, self.slots, self._trust = directory, job, slots, trust
-        self.ranks = ranks
+    def __init__(self, directory: Path, job: Path, arenas: Mapping[int, RankArena], trust: Trust) -> None:
+        self.directory, self.job, self._arenas, self._trust = directory, job, arenas, trust
+        self.ranks = sorted(rank_folders(job))
         """Those with a folder in memory, whether it could be opened or not."""
+        self.damaged: set[str] = set()
+        """Snapshots."""
         self.look()
 
     def look(self) -> None:
         """Again, when memory or disk have changed."""
-        steps: dict[Moment, _Step] = {}
-        for rank, found in self.slots.items():
-            for path, info in found.values():
-                self._step_of(info, steps).in_memory[rank] = path, info
-        on_disk = scan(self.directory, owners=self._trust.of(self.directory)).entries
-        for entry in on_disk:
-            if entry.info is not None and entry.info.resumable:
-                self._step_of(entry.info, steps).on_disk.add(entry.info.rank)
-        slots = [read_entry(path) for found in self.slots.values() for path, _ in found.values()]
-        facts, _ = facts_of([*on_disk, *(entry for entry in slots if entry is not None)])
-        for fact in facts:
-            if fact.moment in steps:
-                steps[fact.moment].facts.append(fact)
-        self.order = order_of_moments(facts)
-        """All moments; what a start takes first is in front."""
-        self._bases = bases_of(facts)
-        self.steps = [steps[moment] for moment in self.order if moment in steps]
+        slots = [slot.path for arena in self._arenas.values() for slot in arena.slots if slot.path.exists()]
+        listing = list_files([self.directory], self.job)
+        self._where = listing.machine
+        found = scan(
+            replace(listing, snapshots=tuple(slot for slot in slots if str(slot) not in self.damaged)),
+            trust=self._trust,
+        )
+        self.snapshots = found.in_memory
+        """Of all runs."""
+        inventory = Inventory.merge([found])
+        # The run that the job has gone on with last; others in memory were given up by whoever began anew.
+        in_memory = [fact for fact in inventory.facts if self.is_in_memory(fact)]
+        newest = max(in_memory, key=lambda fact: fact.created, default=None)
+        self.run = "" if newest is None else newest.moment[0]
+        self.inventory = inventory.among(lambda fact: not self.is_in_memory(fact) or fact.moment[0] == self.run)
 
-    def _step_of(self, info: CheckpointInfo, steps: dict[Moment, _Step]) -> _Step:
-        step = steps.setdefault(info.moment, _Step(info.moment, info.world_size))
-        step.unforeseen |= info.coordinates.get("foreseen") == 0
-        return step
+    def is_in_memory(self, fact: FileFact) -> bool:
+        return fact.where == self._where
 
-    def lacking(self, step: _Step) -> list[int]:
+    @property
+    def steps(self) -> list[Step]:
+        """What a start takes first is in front."""
+        return [self.inventory.judge(moment) for moment in self.inventory.moments]
+
+    def in_memory(self, step: Step) -> dict[int, FileFact]:
+        """By rank."""
+        return {fact.rank: fact for fact in reversed(step.facts) if self.is_in_memory(fact)}
+
+    def to_write(self, step: Step) -> list[FileFact]:
+        """What is in memory only, by rank."""
+        on_disk = {fact.rank for fact in step.facts if not self.is_in_memory(fact)}
+        return [fact for rank, fact in sorted(self.in_memory(step).items()) if rank not in on_disk]
+
+    def lacking(self, step: Step) -> list[int]:
         """Ranks of this machine without a file of `step`."""
-        return [rank for rank in self.ranks if rank < step.world_size and not step.has(rank)]
+        return [rank for rank in self.ranks if rank < step.world_size and rank not in step.ranks]
 
-    def wanted(self) -> list[_Step]:
+    def wanted(self) -> list[Step]:
         """What has to be on disk for a start elsewhere to go on as one from this memory could; the newest in front."""
-        wanted: list[_Step] = []
+        wanted: list[Step] = []
         for step in self.steps:
-            if step.usable:
+            if step.is_usable:
                 return [*wanted, step, *self._exact_before(step)]
             if all(self._has_moved(rank, step) for rank in self.lacking(step)):
                 wanted.append(step)  # other machines have the rest of it, or of an older one: nobody here knows
         return wanted
 
-    def _has_moved(self, rank: int, step: _Step) -> bool:
+    def _has_moved(self, rank: int, step: Step) -> bool:
         """Whether this folder may be of an earlier attempt, and its rank be on another machine since."""
-        attempts = [attempt for _, attempt, _ in self.slots.get(rank, ())]
+        attempts = [fact.moment[1] for fact in self.inventory.facts if self.is_in_memory(fact) and fact.rank == rank]
         return bool(attempts) and max(attempts) < step.moment[1]
 
-    def _exact_before(self, newest: _Step) -> list[_Step]:
+    def _exact_before(self, newest: Step) -> list[Step]:
         """Where a rank has nothing of its own of the newest step: the one just before that a start prefers then."""
-        own = {rank: self._own(rank) for rank in self.ranks if rank < newest.world_size}
 
-        def is_exact(step: _Step) -> bool:
-            return all(step.has(rank) or own[rank](step) for rank in own)
+        def is_exact(step: Step) -> bool:
+            return step.ranks.union(step.own_states).issuperset(r for r in self.ranks if r < newest.world_size)
 
         if is_exact(newest):
             return []
-        steps = {step.moment: step for step in self.steps}
-        near = [steps[moment] for moment in steps_before(newest.moment, self._bases) if moment in steps]
-        return [step for step in near if step.usable and is_exact(step)][:1]
-
-    def _own(self, rank: int) -> Callable[[_Step], bool]:
-        rings = own_rings([self.directory], self.job, rank)
-        states = [own_states(ring, self._trust.of(ring)) for ring in rings]
-
-        def has(step: _Step) -> bool:
-            found = [one[step.moment] for one in states if step.moment in one]
-            return any(not (own.forecast and step.unforeseen) for own in found)
-
-        return has
+        there = set(self.inventory.moments)
+        before = steps_before(newest.moment, bases_of(self.inventory.facts))
+        near = [self.inventory.judge(moment) for moment in before if moment in there]
+        return [step for step in near if step.is_usable and is_exact(step)][:1]
 
 
-def _sound(machine: _Machine, flushed: Flushed) -> list[_Step]:
+def _sound(machine: _Machine, flushed: Flushed) -> list[Step]:
     """The steps to write. One that has rotted in memory does not stand in the way of an older one."""
-    while True:
-        wanted = [step for step in machine.wanted() if step.to_write]
-        damaged = [(rank, step) for step in wanted for rank in step.to_write if _is_damaged(step, rank, flushed)]
-        if not damaged:
-            return wanted
-        for rank, step in damaged:
-            del machine.slots[rank][step.moment]
-        machine.look()
 
+    def choose() -> list[Step]:
+        return [step for step in machine.wanted() if machine.to_write(step)]
 
-def _is_damaged(step: _Step, rank: int, flushed: Flushed) -> bool:
-    problems = verify_file(step.in_memory[rank][0])
-    flushed.lines += problems[:1]
-    return bool(problems)
+    def check(steps: list[Step]) -> Iterator[tuple[None, FileFact, str]]:
+        for fact in (fact for step in steps for fact in machine.to_write(step)):
+            problems = verify_file(Path(fact.path))
+            if problems:
+                machine.damaged.add(fact.path)
+                flushed.lines.append(problems[0])
+                yield None, fact, problems[0]
+
+    return until_sound(machine.inventory, choose, check)
 
 
 def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
     """Ranks whose newest snapshot is neither on disk nor less than what is: that is never thrown away."""
     machine.look()
-    newest_usable = next((n for n, step in enumerate(machine.steps) if step.usable_on_disk), None)
+    on_disk = machine.inventory.among(lambda fact: not machine.is_in_memory(fact))
+    there, steps = set(on_disk.moments), machine.steps
+    usable = (n for n, step in enumerate(steps) if step.moment in there and on_disk.judge(step.moment).is_usable)
+    newest_usable = next(usable, len(steps))
     kept = set()
-    for rank in machine.slots:
-        number = next((n for n, step in enumerate(machine.steps) if rank in step.in_memory), None)
-        if number is None or rank in machine.steps[number].on_disk:
-            continue
-        newest = machine.steps[number]
-        if newest_usable is None or number < newest_usable:
+    for rank in sorted({rank for step in steps for rank in machine.in_memory(step)}):
+        number, newest = next((n, step) for n, step in enumerate(steps) if rank in machine.in_memory(step))
+        if number < newest_usable and any(fact.rank == rank for fact in machine.to_write(newest)):
             kept.add(rank)
             flushed.lines.append(
                 f"the memory of rank {rank} is kept: its step {newest.moment[2]} is newer than what is on disk, and "
@@ -369,23 +294,25 @@ def _not_on_disk(machine: _Machine, flushed: Flushed) -> set[int]:
 # --- writing ---
 
 
-def _write(step: _Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> None:
+def _write(step: Step, machine: _Machine, flushed: Flushed, *, alone: bool) -> None:
     _, attempt, number = step.moment
-    for rank in step.to_write:
-        source, info = step.in_memory[rank]
-        folder = machine.directory / f"rank_{rank}" if info.world_size > 1 else machine.directory
-        _copy_file(
-            source, folder / f"memory-{info.epoch}_{info.step_in_epoch}_breakpoint.safetensors", info, alone=alone
-        )
-    if flushed.step is None and (step.usable or not machine.lacking(step)):
+    facts = machine.to_write(step)
+    for fact in facts:
+        info = machine.inventory.entries[fact.path].info
+        assert info is not None  # it has given the fact
+        folder = machine.directory / f"rank_{fact.rank}" if fact.world_size > 1 else machine.directory
+        name = f"memory-{fact.epoch}_{fact.step_in_epoch}_breakpoint.safetensors"
+        _copy_file(Path(fact.path), folder / name, info, alone=alone)
+    if flushed.step is None and (step.is_usable or not machine.lacking(step)):
         flushed.step = number
-    what = f"step {number} (attempt {attempt}) of {rank_list(step.to_write)}"
+    what = f"step {number} (attempt {attempt}) of {rank_list([fact.rank for fact in facts])}"
     flushed.lines.append(f"{what} is written from memory to {machine.directory}")
 
 
-def _copy_rings(machine: _Machine, rings: Mapping[int, Path], runs: set[str]) -> list[OSError]:
+def _copy_rings(machine: _Machine, rings: Mapping[int, Path]) -> list[OSError]:
     """What could not be copied; the snapshots matter more."""
     problems: list[OSError] = []
+    runs = {machine.run} if machine.run else machine.inventory.runs
     newest = next((step for step in machine.steps if step.moment[0] in runs), None)
     if newest is not None and newest.world_size == 1:
         return problems  # whoever has the one file has it all

@@ -28,10 +28,11 @@ from mindx_elastic.cli.common import (
     printable,
 )
 from mindx_elastic.cli.file_details import describe_file, print_file
-from mindx_elastic.cli.verify import check_entries, entries_at, owners_at
+from mindx_elastic.cli.verify import check_entries, entries_at
 
 if TYPE_CHECKING:
-    from mindx_elastic.persist.catalog import Catalog, CatalogEntry, StepSet
+    from mindx_elastic.inventory.inventory import Inventory, Step
+    from mindx_elastic.persist.catalog import CatalogEntry
 
 __all__ = ["inspect_command"]
 
@@ -73,8 +74,12 @@ def inspect_command(
 
 
 def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
+    from mindx_elastic.inventory.findings import reader_trust
+
     (entry,) = entries_at(path)
-    problems = check_entries([entry], owners_at(path))[0] if verify else [entry.problem] if entry.problem else []
+    problems = [entry.problem] if entry.problem else []
+    if verify:
+        problems = check_entries([entry], reader_trust(path).of(path))[0]
     details = describe_file(entry, problems, verified=not problems if verify else None)
     if as_json:
         typer.echo(json.dumps({"schema": JSON_SCHEMA, "file": details}, indent=2))
@@ -84,68 +89,76 @@ def _inspect_file(path: Path, *, as_json: bool, verify: bool) -> int:
 
 
 def _inspect_folder(path: Path, *, as_json: bool, verify: bool) -> int:
-    from mindx_elastic.persist.catalog import scan
+    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
+    from mindx_elastic.inventory.inventory import Inventory
 
-    owners = owners_at(path)
-    catalog = scan(path, owners=owners)
-    good = [entry for entry in catalog.entries if entry.header is not None]
+    trust = reader_trust(path)
+    inventory = Inventory.merge([scan(list_files([path]), trust=trust)])
+    good = [entry for entry in inventory.entries.values() if entry.header is not None]
     findings: _Findings | None = None
     if verify:
-        findings = {entry.path: found for entry, found in zip(good, check_entries(good, owners), strict=True)}
-    report = _report(catalog, findings, now=time.time())
+        verdicts = check_entries(good, trust.of(path))
+        findings = {entry.path: found for entry, found in zip(good, verdicts, strict=True)}
+    report = _report(path, inventory, findings, now=time.time())
     if as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(make_console(), report)
-    if not catalog.entries:
+    if not inventory.entries:
         return EXIT_NOTHING
     return EXIT_BAD if any((findings or {}).values()) else 0
 
 
-def _report(catalog: Catalog, findings: _Findings | None, *, now: float) -> dict[str, Any]:
+def _report(directory: Path, inventory: Inventory, findings: _Findings | None, *, now: float) -> dict[str, Any]:
     """The JSON document; the table is printed from it, so that the two cannot disagree."""
-    from mindx_elastic.persist.catalog import group_steps
     from mindx_elastic.persist.storage import quarantined
 
-    sound = [entry for entry in catalog.entries if not (findings or {}).get(entry.path)]
-    newest = next((step_set for step_set in group_steps(sound) if step_set.complete), None)
+    steps = [_step(step, findings, now) for step in inventory.steps]
+    for fact in inventory.facts:
+        if problems := (findings or {}).get(Path(fact.path)):
+            inventory.forget(None, fact, problems[0])
+    newest = inventory.newest_complete()
     return {
         "schema": JSON_SCHEMA,
-        "directory": str(catalog.directory),
-        "newest_complete_step": None if newest is None else newest.step,
-        "newest_complete_run_id": None if newest is None else newest.run_id,
-        "newest_complete_attempt": None if newest is None else newest.attempt,
+        "directory": str(directory),
+        "newest_complete_step": None if newest is None else newest.moment[2],
+        "newest_complete_run_id": None if newest is None else newest.moment[0],
+        "newest_complete_attempt": None if newest is None else newest.moment[1],
         "digests_checked": findings is not None,
-        "steps": [_step(step_set, findings, now) for step_set in catalog.steps],
-        "problems": [_problem(entry) for entry in catalog.problems],
-        "quarantined": len(quarantined(catalog.directory)),
+        "steps": steps,
+        "problems": [_problem(entry) for entry in inventory.entries.values() if entry.problem is not None],
+        "quarantined": len(quarantined(directory)),
     }
 
 
-def _step(step_set: StepSet, findings: _Findings | None, now: float) -> dict[str, Any]:
-    info = step_set.info
-    files = [_file(entry, findings) for entry in step_set.entries]
-    best = step_set.best
+def _step(step: Step, findings: _Findings | None, now: float) -> dict[str, Any]:
+    run_id, attempt, number = step.moment
+    files = [_file(entry, findings) for entry in step.entries]
+    best: dict[int, CatalogEntry] = {}
+    for entry, file in zip(step.entries, files, strict=True):
+        best.setdefault(file["rank"], entry)
+    infos = [entry.info for entry in best.values() if entry.info is not None]
+    created = max(file["created"] for file in files)
     return {
-        "run_id": step_set.run_id,
-        "attempt": step_set.attempt,
-        "step": step_set.step,
-        "epoch": info.epoch,
-        "step_in_epoch": info.step_in_epoch,
-        "batch_num": info.batch_num,
-        "kind": info.kind,
-        "reasons": list(step_set.reasons),
-        "world_size": step_set.world_size,
+        "run_id": run_id,
+        "attempt": attempt,
+        "step": number,
+        "epoch": infos[0].epoch,
+        "step_in_epoch": infos[0].step_in_epoch,
+        "batch_num": infos[0].batch_num,
+        "kind": infos[0].kind,
+        "reasons": list(dict.fromkeys(info.reason for info in infos)),
+        "world_size": step.world_size,
         "ranks": sorted(best),
-        "missing_ranks": list(step_set.missing_ranks[:_MOST_MISSING]),
-        "num_missing_ranks": len(step_set.missing_ranks),
-        "complete": step_set.complete,
-        "why_incomplete": step_set.why_incomplete,
-        "resumable": step_set.resumable,
+        "missing_ranks": list(step.missing_ranks[:_MOST_MISSING]),
+        "num_missing_ranks": len(step.missing_ranks),
+        "complete": step.is_complete,
+        "why_incomplete": step.why_incomplete,
+        "resumable": bool(step.facts),
         "verified": None if findings is None else all(file["verified"] for file in files),
         "size_bytes": sum(entry.size for entry in best.values()),
-        "created": step_set.created,
-        "age_s": round(now - step_set.created, 3),
+        "created": created,
+        "age_s": round(now - created, 3),
         "files": files,
     }
 

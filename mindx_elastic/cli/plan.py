@@ -128,7 +128,7 @@ def _plan(
     run: str | None,
     verify: bool,
 ) -> _Result:
-    from mindx_elastic.cli.plan_inputs import find, gather_faults, make_plan, new_world, parse_mesh, plan_and_check
+    from mindx_elastic.cli.plan_inputs import find, gather_faults, new_world, parse_mesh, plan_and_check
     from mindx_elastic.plan.facts import KnownFaults
 
     sizes = None if mesh is None else parse_mesh(mesh)
@@ -137,9 +137,10 @@ def _plan(
     if world_size is None and sizes is None:
         _refuse_if_only_claimed(found)
     world = new_world(found, world_size, sizes)
+    known = KnownFaults.of(faults.ranks, faults.created)
     if verify:
-        return _Result(found, faults, *plan_and_check(found, world, KnownFaults.of(faults.ranks, faults.created), step))
-    return _Result(found, faults, make_plan(found, world, KnownFaults.of(faults.ranks, faults.created), step), None)
+        return _Result(found, faults, *plan_and_check(found, world, known, step))
+    return _Result(found, faults, found.inventory.plan(world, known, step=step, recorded=found.recorded), None)
 
 
 def _refuse_if_only_claimed(found: Found) -> None:

@@ -3,51 +3,57 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mindx_elastic.cli.verify import check_entries, owners_at
+from mindx_elastic.cli.verify import check_entries
 from mindx_elastic.config import FaultPaths
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
-from mindx_elastic.plan.planner import order_of_moments, plan_resume
+from mindx_elastic.plan.planner import order_of_moments
 from mindx_elastic.plan.targets import remesh
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, parse_rank_list, read_faults
 from mindx_elastic.platforms.nodes import NodeMap, default_node_map, read_node_map
 
 if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
-    from mindx_elastic.persist.catalog import Catalog, CatalogEntry
+    from mindx_elastic.inventory.findings import Findings
+    from mindx_elastic.inventory.inventory import Inventory
+    from mindx_elastic.persist.catalog import CatalogEntry
     from mindx_elastic.persist.format import Header
 
-__all__ = ["Checked", "Found", "find", "gather_faults", "make_plan", "new_world", "parse_mesh", "plan_and_check"]
+__all__ = ["Checked", "Found", "find", "gather_faults", "new_world", "parse_mesh", "plan_and_check"]
 
 _MESH_DIM = re.compile(r"\s*([A-Za-z_][A-Za-z0-9_.-]*)\s*=\s*([0-9]{1,8})\s*")
 
 
 @dataclass(frozen=True)
 class Found:
-    """What lies in the directory."""
+    """What is in the directory."""
 
     directory: Path
-    facts: Sequence[FileFact] = ()
-    rejected: Sequence[Rejected] = ()
-    entries: Mapping[str, CatalogEntry] = field(default_factory=dict)
-    """By path."""
-    own_states: Mapping[Moment, Collection[int]] = field(default_factory=dict)
+    inventory: Inventory
     recorded: Mapping[Moment, Strategy] = field(default_factory=dict)
+
+    @property
+    def facts(self) -> Sequence[FileFact]:
+        return self.inventory.facts
+
+    @property
+    def entries(self) -> Mapping[str, CatalogEntry]:
+        """By path."""
+        return self.inventory.entries
 
     @property
     def anything(self) -> bool:
         """Whether a job has been here: then a start that finds nothing to go on from is no fresh start."""
-        return bool(self.facts or self.rejected)
+        return bool(self.facts or self.inventory.rejected)
 
     @property
     def world_size(self) -> int | None:
@@ -61,59 +67,47 @@ class Found:
 
 
 def find(directory: Path, strategy_file: Path | None = None, run_id: str | None = None) -> Found:
-    """Look at every header under `directory`, and at the small states that lie on disk beside the checkpoints.
+    """Look at every header under `directory`, and at the small states beside the checkpoints.
 
     run_id: other runs' files are left out. Raises UsageError for a strategy file that is malformed or fits no step.
     """
-    from mindx_elastic.inventory.facts import facts_of
-    from mindx_elastic.persist.catalog import scan
+    from mindx_elastic.inventory.findings import list_files, reader_trust, scan
+    from mindx_elastic.inventory.inventory import Inventory
 
-    owners = owners_at(directory)
-    catalog = scan(directory, owners=owners)
-    facts, rejected = facts_of(catalog.entries)
-    rejected += [_too_large(fact) for fact in facts if fact.world_size > MAX_RANKS]
-    facts = [fact for fact in facts if fact.world_size <= MAX_RANKS]
-    if not facts:
-        rejected += _leftovers(catalog)
-    facts, rejected = _of_run(facts, rejected, run_id)
+    findings = scan(list_files([directory]), trust=reader_trust(directory))
+    if not findings.facts:
+        findings.rejected += _leftovers(directory, findings.entries.values())
+    if run_id is not None:
+        _keep_run(findings, run_id)
     recorded: dict[Moment, Strategy] = {}
-    entries = {str(entry.path): entry for entry in catalog.entries}
     if strategy_file is not None:
-        facts, recorded = _with_strategy(facts, strategy_file, entries)
-    return Found(directory, facts, rejected, entries, _own_states(catalog, owners), recorded)
+        findings.facts, recorded = _with_strategy(findings.facts, strategy_file, findings.entries)
+    return Found(directory, Inventory.merge([findings]), recorded)
 
 
-def _too_large(fact: FileFact) -> Rejected:
-    return Rejected(fact.path, f"says that it is one of {fact.world_size} ranks; {MAX_RANKS} at most")
-
-
-def _leftovers(catalog: Catalog) -> list[Rejected]:
+def _leftovers(directory: Path, entries: Iterable[CatalogEntry]) -> list[Rejected]:
     """What is no reason to plan, and keeps a start from being a fresh one."""
     from mindx_elastic.persist.storage import quarantined
 
     found = [
         Rejected(str(entry.path), f"is not meant for resuming ({entry.info.kind})")
-        for entry in catalog.entries
+        for entry in entries
         if entry.info is not None and not entry.info.resumable
     ]
-    aside = len(quarantined(catalog.directory))
+    aside = len(quarantined(directory))
     if aside:
         text = f"{aside} file{'s' * (aside > 1)} that could not be used (the .reason.txt beside each says why)"
-        found.append(Rejected(f"{catalog.directory}/quarantine", text))
+        found.append(Rejected(f"{directory}/quarantine", text))
     return found
 
 
-def _of_run(
-    facts: list[FileFact], rejected: list[Rejected], run_id: str | None
-) -> tuple[list[FileFact], list[Rejected]]:
-    if run_id is None:
-        return facts, rejected
-    chosen = [fact for fact in facts if fact.moment[0] == run_id]
-    if facts and not chosen:
-        runs = list(dict.fromkeys(moment[0] for moment in order_of_moments(facts)))
+def _keep_run(findings: Findings, run_id: str) -> None:
+    chosen = [fact for fact in findings.facts if fact.moment[0] == run_id]
+    if findings.facts and not chosen:
+        runs = list(dict.fromkeys(moment[0] for moment in order_of_moments(findings.facts)))
         text = ", ".join(runs[:8]) + (f" and {len(runs) - 8} more" if len(runs) > 8 else "")
-        rejected = [Rejected(f"run {run_id}", f"no usable file is of it (runs that are there: {text})"), *rejected]
-    return chosen, rejected
+        findings.rejected.insert(0, Rejected(f"run {run_id}", f"no usable file is of it (runs that are there: {text})"))
+    findings.facts = chosen
 
 
 def _with_strategy(
@@ -167,22 +161,6 @@ def _of_model(spec: TensorSpec) -> TensorSpec:
 
 def _is_silent(fact: FileFact) -> bool:
     return "" in fact.strategy.by_name
-
-
-def _own_states(catalog: Catalog, owners: Owners) -> dict[Moment, set[int]]:
-    """Of each step the ranks whose own random numbers and buffers lie on disk (``rank_*/boundaries.mindx``)."""
-    from mindx_elastic.memory.memory_files import RING_COPY, own_states
-    from mindx_elastic.persist.catalog import rank_of_folder
-
-    infos = [entry.info for entry in catalog.entries if entry.info is not None]
-    unforeseen = {info.moment for info in infos if info.coordinates.get("foreseen") == 0}
-    found: dict[Moment, set[int]] = {}
-    for ring in sorted(catalog.directory.glob(f"rank_*/{RING_COPY}")):
-        rank = rank_of_folder(ring.parent)
-        for moment, own in own_states(ring, owners).items() if rank is not None else ():
-            if rank is not None and not (own.forecast and moment in unforeseen):
-                found.setdefault(moment, set()).add(rank)
-    return found
 
 
 # --- faults ---
@@ -300,81 +278,31 @@ class Checked:
     nbytes: int = 0
 
 
-def make_plan(
-    found: Found, world: World, faults: KnownFaults, step: int | None, rejected: Sequence[Rejected] = ()
-) -> ResumePlan | Refusal:
-    """Call the planner; `rejected`: paths that have turned out to be damaged, in addition to those that `found` has."""
-    damaged = {each.what for each in rejected}
-    facts = [fact for fact in found.facts if fact.path not in damaged]
-
-    def call(only: Moment | None, others: Sequence[Rejected]) -> ResumePlan | Refusal:
-        return plan_resume(
-            facts,
-            world,
-            faults=faults,
-            own_states=found.own_states,
-            recorded=found.recorded,
-            rejected=others,
-            only=only,
-        )
-
-    known = (*rejected, *found.rejected)
-    plan = call(None, known) if step is None else _plan_of_step(facts, step, faults, call, known)
-    return plan if isinstance(plan, Refusal) else replace(plan, steps_lost=_steps_lost(found, plan))
-
-
-def _plan_of_step(
-    facts: Sequence[FileFact],
-    step: int,
-    faults: KnownFaults,
-    call: Callable[[Moment | None, Sequence[Rejected]], ResumePlan | Refusal],
-    known: Sequence[Rejected],
-) -> ResumePlan | Refusal:
-    """Several runs or attempts may have such a step: the first that works, in the planner's order."""
-    reasons: tuple[Rejected, ...] = ()
-    worlds: set[int] = set()
-    moments = [moment for moment in order_of_moments(facts) if moment[2] == step]
-    for moment in moments:
-        plan = call(moment, reasons)
-        if isinstance(plan, ResumePlan):
-            return replace(plan, rejected=(*plan.rejected, *known))
-        reasons = plan.reasons
-        worlds.update(plan.other_worlds)
-    reasons = reasons if moments else (_no_such_step(facts, step),)
-    return Refusal((*reasons, *known), bool(facts), tuple(sorted(worlds)), faults.ranks)
-
-
-def _no_such_step(facts: Sequence[FileFact], step: int) -> Rejected:
-    steps = list(dict.fromkeys(moment[2] for moment in order_of_moments(facts)))
-    text = ", ".join(map(str, steps[:8])) + (f" and {len(steps) - 8} more" if len(steps) > 8 else "")
-    return Rejected(f"step {step}", f"no usable file is of it (steps that are there: {text or 'none'})")
-
-
-def _steps_lost(found: Found, plan: ResumePlan) -> int | None:
-    """Counted from everything that was seen, damaged files and steps that were not asked for included."""
-    newest = max(fact.moment[2] for fact in found.facts if fact.moment[:2] == plan.moment[:2])
-    return newest - plan.step if newest > plan.step else None
-
-
 def plan_and_check(
     found: Found, world: World, faults: KnownFaults, step: int | None
 ) -> tuple[ResumePlan | Refusal, Checked]:
     """A plan whose files have been read and match their digests: a damaged one is dropped and the rest planned anew."""
-    checked, good, damaged = Checked(), set[str](), list[Rejected]()
-    owners = owners_at(found.directory)
-    while True:
-        plan = make_plan(found, world, faults, step, damaged)
-        paths = [] if isinstance(plan, Refusal) else [path for path in _files_used(plan) if path not in good]
-        if not paths:
-            return plan, checked
-        entries = [found.entries[path] for path in paths]
-        for path, entry, problems in zip(paths, entries, check_entries(entries), strict=True):
+    from mindx_elastic.inventory.findings import reader_trust
+    from mindx_elastic.inventory.inventory import until_sound
+
+    checked, seen = Checked(), set[str]()
+    owners = reader_trust(found.directory).of(found.directory)
+
+    def check(plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:
+        facts = [] if isinstance(plan, Refusal) else [fact for fact in plan.used_files() if fact.path not in seen]
+        entries = [found.entries[fact.path] for fact in facts]
+        for fact, entry, problems in zip(facts, entries, check_entries(entries, owners), strict=True):
+            seen.add(fact.path)
+            checked.files += 1
+            checked.nbytes += entry.size
             problem = "; ".join(problems) or _changed(entry, owners)
             if problem:
-                damaged.append(Rejected(path, problem))
-            good.add(path)
-        checked.files += len(entries)
-        checked.nbytes += sum(entry.size for entry in entries)
+                yield None, fact, problem
+
+    def plan() -> ResumePlan | Refusal:
+        return found.inventory.plan(world, faults, step=step, recorded=found.recorded)
+
+    return until_sound(found.inventory, plan, check), checked
 
 
 def _changed(entry: CatalogEntry, owners: Owners) -> str:
@@ -382,17 +310,3 @@ def _changed(entry: CatalogEntry, owners: Owners) -> str:
     from mindx_elastic.persist.catalog import read_entry
 
     return "" if read_entry(entry.path, entry, owners) is entry else "was replaced while it was looked at; call again"
-
-
-def _files_used(plan: ResumePlan) -> list[str]:
-    """All files that some rank reads, in the order of ranks. Where ranks put tensors together: of whole tensors the
-    donors in their turn, of parts the first file of every rank, which is what a start may ask for."""
-    found = dict.fromkeys(each.file.path for each in plan.ranks)
-    readers = [each.rank for each in plan.ranks if each.assembled]
-    if readers and any(group.layout.splitting for group in plan.source.classes):
-        found |= dict.fromkeys(facts[0].path for facts in plan.files.values())
-    elif readers:
-        for group in plan.source.classes:
-            for reader in readers:
-                found |= dict.fromkeys(fact.path for fact in islice(plan.holders(group.layout, 0, reader), 1))
-    return list(found)

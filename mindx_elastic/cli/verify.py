@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mindx_elastic.core.owners import Owners
     from mindx_elastic.persist.catalog import CatalogEntry
 
-__all__ = ["check_entries", "entries_at", "owners_at", "verify_command"]
+__all__ = ["check_entries", "entries_at", "verify_command"]
 
 
 def verify_command(
@@ -56,6 +56,7 @@ def verify_command(
     mindx-elastic verify ckpt --json | jq '.files[] | select(.ok | not)'
     """
     import mindx_elastic.persist.reader  # noqa: F401  # torch: seconds on a busy machine, and none of them verifies
+    from mindx_elastic.inventory.findings import reader_trust
 
     started = time.monotonic()
     entries = entries_at(path)
@@ -65,7 +66,7 @@ def verify_command(
 
         in_quarantine = len(quarantined(path))
         entries = [entry for entry in entries if entry.header is not None or entry.looks_ours or not entry.foreign]
-    verdicts = check_entries(entries, owners_at(path))
+    verdicts = check_entries(entries, reader_trust(path).of(path))
     files = [_as_dict(entry, problems) for entry, problems in zip(entries, verdicts, strict=True)]
     bad = sum(not file["ok"] for file in files)
     summary = {
@@ -88,24 +89,15 @@ def verify_command(
         raise typer.Exit(EXIT_BAD)
 
 
-def owners_at(path: Path) -> Owners:
-    """Whose files count at `path`, a file or a directory: as for a start, with MINDX_TRUSTED_USERS.
-
-    No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
-    """
-    from mindx_elastic.config import SharingSettings
-    from mindx_elastic.core.owners import Trust, user_ids
-
-    return Trust(trusted=user_ids(SharingSettings.from_env().trusted_users)).of(path)
-
-
 def entries_at(path: Path) -> list[CatalogEntry]:
     """Everything that a scan finds at `path`; for a file its own entry, whatever it is."""
-    from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entry, scan
+    from mindx_elastic.inventory.findings import reader_trust
+    from mindx_elastic.persist.catalog import CatalogEntry, looks_ours, read_entries, read_entry
 
+    owners = reader_trust(path).of(path)
     if is_folder(path):
-        return list(scan(path, owners=owners_at(path)).entries)
-    entry = read_entry(path, owners=owners_at(path))
+        return list(read_entries(path, owners=owners))
+    entry = read_entry(path, owners=owners)
     if entry is None:  # the user named this file, so it is not passed over as a scan would do
         link = path.is_symlink()
         problem = "is a symbolic link; checkpoint files are never followed" if link else "is not a checkpoint file"
@@ -114,10 +106,8 @@ def entries_at(path: Path) -> list[CatalogEntry]:
     return [entry]
 
 
-def check_entries(entries: Sequence[CatalogEntry], owners: Owners | None = None) -> list[list[str]]:
-    """For each entry what is wrong with it, digests included; an empty list when it is good. `owners`: as of the look
-    that found them; as a rule those of the checkpoint directory that each lies in."""
-    from mindx_elastic.persist.catalog import root_of
+def check_entries(entries: Sequence[CatalogEntry], owners: Owners) -> list[list[str]]:
+    """For each entry what is wrong with it, digests included; an empty list when it is good."""
     from mindx_elastic.persist.reader import verify_file
 
     verdicts = []
@@ -127,7 +117,7 @@ def check_entries(entries: Sequence[CatalogEntry], owners: Owners | None = None)
                 verdicts.append([entry.problem or "unreadable"])
             else:
                 # Without the path in front: every place that shows them has named the file already.
-                problems = verify_file(entry.path, owners or owners_at(root_of(entry.path, entry.info.rank)))
+                problems = verify_file(entry.path, owners)
                 prefix = printable(f"{entry.path}: ")
                 verdicts.append([printable(problem).removeprefix(prefix) for problem in problems])
                 progress(entry.size)

@@ -10,7 +10,8 @@ from mindx_elastic.convert.mapped import open_regular
 from mindx_elastic.convert.mindspore_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
-from mindx_elastic.persist.catalog import rank_of_folder, scan
+from mindx_elastic.inventory.findings import reader_trust
+from mindx_elastic.persist.catalog import rank_of_folder, read_entries
 
 __all__ = ["KINDS", "find_kind", "kind_of_name"]
 
@@ -46,12 +47,12 @@ def _kind_of_folder(path: Path) -> str:
         raise CheckpointError(f"{path}: cannot be listed: {error.strerror}", path=path) from error
     if METADATA in names:
         return "dcp"
-    catalog = scan(path)
-    if catalog.steps:
+    entries = read_entries(path, owners=reader_trust(path).of(path))
+    if any(entry.header is not None for entry in entries):
         return "mindx"
-    if any(entry.foreign and entry.path.suffix == ".safetensors" for entry in catalog.entries):
+    if any(entry.foreign and entry.path.suffix == ".safetensors" for entry in entries):
         return "mindspore"
-    bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in catalog.problems[:4])
+    bad = "; ".join(f"{entry.path}: {entry.problem}" for entry in entries[:4])
     if bad:
         raise CorruptCheckpointError(f"no checkpoint in {path} can be used: {bad}", path=path)
     ranks = " below its rank folders either" if any(rank_of_folder(path / name) is not None for name in names) else ""

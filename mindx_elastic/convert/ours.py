@@ -1,15 +1,21 @@
 """Our own checkpoint files as a source and as a destination.
 
-As a source a step is put together from the files of all its ranks: tensors that are the same everywhere come from the
-lowest rank, sharded ones from the parts (``mindx.layout`` in the headers), components are merged (pipeline stages).
-Every tensor that is used is checked against its digest; a damaged one is taken from another holder where there is one.
+As a source, the inventory chooses the step: the newest one all of whose tensors are there. It is then put together from
+the files of all its ranks: tensors that are the same everywhere come from the lowest rank, sharded ones from the parts
+(``mindx.layout`` in the headers), components are merged (pipeline stages).
+
+The reading is not that of a start on one rank (`resume.reshard`). A start verifies whole files and does without a
+damaged one; here every tensor that is used is checked by itself and taken from another holder where it is damaged, so
+that what is sound in a damaged file can still be rescued, and nothing else is read. A start refuses what it cannot go
+on from exactly, such as weights that ranks keep equal by themselves, or another rank's own components; those can be
+converted.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +33,8 @@ from mindx_elastic.errors import (
     NoUsableCheckpointError,
     UsageError,
 )
-from mindx_elastic.persist.catalog import StepSet, scan
+from mindx_elastic.inventory.findings import list_files, reader_trust, scan
+from mindx_elastic.inventory.inventory import Inventory, Step
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.unflatten import unflatten
@@ -37,6 +44,7 @@ __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 
 _OF_EACH_RANK = {"rng", "loader", "progress", "gradient_order", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
+_FEW_RANKS = 1 << 12
 _REFERENCES = ("$tensor", "$ndarray", "$blob")
 
 
@@ -51,7 +59,7 @@ class OurStep:
 
 
 def find_step(path: Path, step: int | None) -> OurStep:
-    """What to convert: a file, or of a directory the newest complete step, or `step`.
+    """What to convert: a file, or of a directory the newest step all of whose tensors are there, or `step`.
 
     Raises NoUsableCheckpointError when there is nothing, UsageError for one rank's file of a sharded job.
     """
@@ -68,33 +76,43 @@ def find_step(path: Path, step: int | None) -> OurStep:
         alone = any(spec.layout.size < info.world_size for spec in file.specs.values())
         note = f"what rank {info.rank} holds; the other ranks of {info.world_size} may hold more" if alone else ""
         return OurStep(info, {info.rank: [file]}, note)
-    catalog = scan(path)
-    steps = [s for s in catalog.steps if step in (None, s.step)]
+    inventory = Inventory.merge([scan(list_files([path]), trust=reader_trust(path))])
+    there = inventory.steps
+    steps = [each for each in there if step in (None, each.moment[2])]
     if not steps:
-        there = sorted({s.step for s in catalog.steps})
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        shown = f"; steps found: {', '.join(map(str, there[-8:]))}" if there else ""
-        bad = [f"{entry.path}: {entry.problem}" for entry in catalog.problems if entry.looks_ours]
+        numbers = sorted({each.moment[2] for each in there})
+        shown = f"; steps found: {', '.join(map(str, numbers[-8:]))}" if numbers else ""
+        bad = [f"{one.path}: {one.problem}" for one in inventory.entries.values() if one.problem and one.looks_ours]
         shown += f"; cannot be used: {'; '.join(bad[:4])}" if bad else ""
         raise NoUsableCheckpointError(f"no {wanted} found in {path}{shown}", path=path)
-    chosen = next((s for s in steps if s.complete), steps[0])
-    return OurStep(chosen.info, _files_of(chosen), _doubt(chosen, steps))
+    chosen = next((each for each in steps if each.is_complete or _is_whole(each)), steps[0])
+    first = chosen.entries[0].header
+    assert first is not None  # the entries of a step have good ones
+    return OurStep(first.info, _files_of(chosen), _doubt(chosen, steps))
 
 
-def _files_of(step: StepSet) -> dict[int, list[RankFile]]:
+def _is_whole(step: Step) -> bool:
+    """Whether every part of every tensor is in some file, so that only what is a rank's own may be missing."""
+    if step.world_size > 16 * max(len(step.ranks), _FEW_RANKS):
+        return False  # said by a few small files: what they would cost the planner follows what they say
+    return step.is_usable
+
+
+def _files_of(step: Step) -> dict[int, list[RankFile]]:
     found: dict[int, list[RankFile]] = {}
     for entry in step.entries:
-        assert entry.header is not None  # a step has good headers only
-        if entry.header.info.world_size == step.world_size:
+        if entry.header is not None and entry.header.info.world_size == step.world_size:
             found.setdefault(entry.header.info.rank, []).append(RankFile(entry.path, entry.header))
     return found
 
 
-def _doubt(chosen: StepSet, steps: list[StepSet]) -> str:
-    notes = [] if chosen.complete else [f"step {chosen.step} is not complete: {chosen.why_incomplete}"]
-    same = [s for s in steps if s.step == chosen.step]
+def _doubt(chosen: Step, steps: Sequence[Step]) -> str:
+    run_id, _, number = chosen.moment
+    notes = [] if chosen.is_complete else [f"step {number} is not complete: {chosen.why_incomplete}"]
+    same = [each for each in steps if each.moment[2] == number]
     if len(same) > 1:
-        notes.append(f"{len(same)} runs or attempts have a step {chosen.step}; run {chosen.run_id} is taken")
+        notes.append(f"{len(same)} runs or attempts have a step {number}; run {run_id} is taken")
     return "; ".join(notes)
 
 

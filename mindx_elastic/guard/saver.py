@@ -23,8 +23,9 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.inventory.inventory import newest_complete
 from mindx_elastic.mirror.mirror import Mirror
-from mindx_elastic.persist.catalog import Catalog, read_entry, scan
+from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reserve import Reserve
@@ -83,7 +84,7 @@ class Saver:
         self.flags = AnsweredFlags()
         """The flag files that have stopped this run."""
         self._queue = SaveQueue()
-        self._catalogs: dict[Path, Catalog] = {}  # headers already read need not be read again
+        self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -360,7 +361,8 @@ class Saver:
             return
         folder = self.folder(policy.directory)
         root = self._resolved.get(policy.directory, policy.directory)
-        catalog = self._catalogs[root] = scan(root, known=self._catalogs.get(root), owners=self.trust.of(root))
+        known = self._entries.get(root, ())
+        entries = self._entries[root] = read_entries(root, known=known, owners=self.trust.of(root))
         facts = [
             CheckpointFact(
                 path=entry.path,
@@ -371,7 +373,7 @@ class Saver:
                 run_id=info.run_id,
                 attempt=info.attempt,
             )
-            for entry in catalog.entries
+            for entry in entries
             if (info := entry.info) is not None
             and (info.run_id, info.rank) == (self.events.run_id, self.ranks.rank)
             and entry.path.parent == folder
@@ -381,22 +383,22 @@ class Saver:
             facts,
             keep_max=policy.keep_max,
             keep_per_n_minutes=policy.keep_per_n_minutes,
-            protect=self._protected(policy, catalog, sorted({fact.moment for fact in facts})),
+            protect=self._protected(policy, entries, sorted({fact.moment for fact in facts})),
         )
         for path in doomed:
             self.delete(path)
 
-    def _protected(self, policy: PeriodicPolicy, catalog: Catalog, own: Sequence[Moment]) -> set[Moment]:
+    def _protected(self, policy: PeriodicPolicy, entries: Sequence[CatalogEntry], own: Sequence[Moment]) -> set[Moment]:
         """The newest whole step, the step just written, and those that may become whole yet.
 
         A step is whole when every rank's file is there. The other ranks may be behind: by one save, or with background
         saves by two (one being written, one waiting or being made); one more than that of the newest own steps stay as
         long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
         """
-        whole = catalog.newest_complete(self.events.run_id)
-        behind = [moment for moment in own if whole is None or moment > whole.moment]
+        whole = newest_complete(entries, self.events.run_id)
+        behind = [moment for moment in own if whole is None or moment > whole]
         kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
-        return kept if whole is None else {*kept, whole.moment}
+        return kept if whole is None else {*kept, whole}
 
 
 def _is_of(policy: PeriodicPolicy, path: Path, info: CheckpointInfo) -> bool:

@@ -16,10 +16,11 @@ from typing import Any, Protocol
 
 import xxhash
 
+from mindx_elastic.config import SharingSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
-from mindx_elastic.core.owners import Trust
+from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import Strategies, facts_of, strategy_digest
 from mindx_elastic.memory.arena import rank_folders
@@ -30,7 +31,7 @@ from mindx_elastic.persist.first_save import Note, note_at
 from mindx_elastic.persist.storage import quarantine, quarantined
 from mindx_elastic.plan.facts import FileFact, Rejected
 
-__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "scan"]
+__all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "reader_trust", "scan"]
 
 Place = tuple[int, str]
 """Number of a directory and path in it, the same on every rank."""
@@ -282,6 +283,17 @@ def _moment(values: Sequence[Any]) -> Moment:
 # --- scanning ---
 
 
+def reader_trust(path: Path) -> Trust:
+    """Whose files count at `path`, a file or a directory, for one who only looks: as for a start, with
+    MINDX_TRUSTED_USERS.
+
+    No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
+    """
+    trust = Trust(trusted=user_ids(SharingSettings.from_env().trusted_users))
+    trust.roots[path] = trust.of(path)
+    return trust
+
+
 def scan(
     listing: Listing,
     *,
@@ -344,13 +356,14 @@ def _facts(
 def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -> list[CatalogEntry]:
     """The entries of this share of the files, the bad ones too; what the others say about them goes to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
+    owners = {directory: trust.of(directory) for directory in listing.directories}
     for path in [*listing.files][slice(*_slice(share))]:
         directory = listing.files[path]
         if path.parent.parent == directory and (note := note_at(path)) is not None:
             found.notes.append(note)
             found.never_saved.append((note.run_id, note.rank, note.world_size))
             continue
-        entry = read_entry(path, owners=trust.of(directory))
+        entry = read_entry(path, owners=owners[directory])
         if entry is not None:
             entries.append(entry)
     for entry in entries:
@@ -390,7 +403,7 @@ def _find_known_runs(
     """The runs on disk; and, where there is memory to judge, what event logs and the memory itself say of its runs."""
     wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
     wanted |= {moment[0] for states in found.own.values() for moment in states}
-    if wanted and listing.arenas is not None and listing.directories:
+    if listing.arenas is not None and rank_folders(listing.arenas):
         found.known = known_runs(listing.directories, wanted, trust)
         found.claim = claim_of(listing.arenas, listing.directories[0])
     for entry in on_disk:

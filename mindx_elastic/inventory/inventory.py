@@ -14,11 +14,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
 from mindx_elastic.core.rank_lists import RankGaps
 from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.inventory.findings import Findings, Place, Share
 from mindx_elastic.memory.known_runs import usable_runs
 from mindx_elastic.persist.catalog import KIND_ORDER, CatalogEntry, preference
@@ -27,7 +29,7 @@ from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.planner import never_complete, order_of_moments, plan_resume
 
-__all__ = ["Inventory", "Step", "judge", "until_sound"]
+__all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
@@ -58,9 +60,13 @@ class _Damage:
     """That met it; None: there is only this process."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of one attempt of one run, judged: can a start of as many ranks go on from it?"""
+    """One step of one attempt of one run, judged: can a start of as many ranks go on from it?
+
+    The planner is asked when the files alone do not tell: what a few small files cost does not depend on how many ranks
+    they claim to be of.
+    """
 
     moment: Moment
     world_size: int
@@ -69,22 +75,37 @@ class Step:
     """Its files that can be resumed from, by rank; of one rank the one to try first in front."""
     entries: tuple[CatalogEntry, ...]
     """All its files that this process has read, in the same order; what cannot be resumed from comes last."""
-    missing_ranks: Sequence[int]
-    """Ranks without a file of their own to resume from; in huge worlds no list of them is made (`RankGaps`)."""
-    problem: str
-    """Why no start of as many ranks goes on from it, as the planner says; empty: one does."""
-    inexact: tuple[str, ...]
-    """Why such a start would not be bit for bit the uninterrupted run."""
+    own_states: Collection[int]
+    """Ranks that have their own small state of it."""
+    ask: Callable[[], Candidate]
+    """The planner's opinion."""
+
+    @property
+    def missing_ranks(self) -> Sequence[int]:
+        """Ranks without a file of their own to resume from; in huge worlds no list of them is made (`RankGaps`)."""
+        return RankGaps(self.world_size, self.ranks)
+
+    @property
+    def ranks(self) -> set[int]:
+        """Those with a file to resume from."""
+        return {fact.rank for fact in self.facts}
+
+    @cached_property
+    def candidate(self) -> Candidate:
+        """This step as the planner judges it, for as many ranks as wrote it."""
+        return self.ask()
 
     @property
     def is_usable(self) -> bool:
         """A start goes on from it; a rank may have to take another's file."""
-        return not self.problem
+        return not self.candidate.problem
 
     @property
     def is_complete(self) -> bool:
         """A start goes on from it as if nothing had happened. Digests are not checked."""
-        return not (self.problem or self.inexact)
+        if RankGaps(self.world_size, {*self.ranks, *self.own_states}):
+            return False  # they would begin with new random numbers at best
+        return not (self.candidate.problem or self.candidate.inexact)
 
     @property
     def why_incomplete(self) -> str | None:
@@ -95,17 +116,9 @@ class Step:
         absent = RankGaps(self.world_size, {*self.ranks, *useless})
         parts = [f"{_ranks(absent)} of {self.world_size} missing"] if absent else []
         parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
-        return "; ".join(parts) if parts and self.has_one_size else self.problem or self.inexact[0]
-
-    @property
-    def ranks(self) -> set[int]:
-        """Those with a file to resume from."""
-        return {fact.rank for fact in self.facts}
-
-    @property
-    def has_one_size(self) -> bool:
-        """All its files are of a world of the same size."""
-        return len({fact.world_size for fact in self.facts}) < 2
+        if parts and len({fact.world_size for fact in self.facts}) < 2:
+            return "; ".join(parts)
+        return self.candidate.problem or self.candidate.inexact[0]
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -137,7 +150,9 @@ class Inventory:
         self._never_saved: dict[str, set[tuple[int, int]]] = {}
         self._damage: list[_Damage] = []
         self._facts: list[FileFact] | None = None
+        self._moments: dict[Moment, list[FileFact]] | None = None
         self._settled: dict[Moment, list[FileFact]] | None = None
+        self._read: dict[Moment, list[CatalogEntry]] | None = None
 
     @classmethod
     def merge(cls, findings: Sequence[Findings]) -> Inventory:
@@ -232,14 +247,14 @@ class Inventory:
             file.seen_by = frozenset()
         file.places = {}  # where it was fetched, it may have been spoilt on either side
         self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
-        self._facts = self._settled = None
+        self._facts = self._moments = self._settled = None
 
     def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
         """What there would be with these files alone. Small states, and what was rejected, stay."""
         made = copy(self)
         made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
         made._damage = list(self._damage)
-        made._facts = made._settled = None
+        made._facts = made._moments = made._settled = None
         return made
 
     # --- planning ---
@@ -338,50 +353,86 @@ class Inventory:
     # --- steps ---
 
     @property
-    def steps(self) -> list[Step]:
-        """Every step, judged; what a start tries first in front."""
-        return [self.judge(moment) for moment in self.moments]
+    def moments(self) -> list[Moment]:
+        """Those that a start can try, in its order."""
+        return order_of_moments(self.facts)
 
     @property
-    def moments(self) -> list[Moment]:
-        """Of every step, also of those whose files are not for resuming; what a start tries first in front."""
-        infos = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
-        return order_of_moments([*self.facts, *infos])
+    def steps(self) -> list[Step]:
+        """Every step, judged, the newest run, attempt and step in front; also those that are not for resuming."""
+        useless = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
+        return [self.judge(moment) for moment in order_of_moments([*self.facts, *useless])]
 
     def newest_complete(self, run_id: str | None = None) -> Step | None:
-        """The first complete step, of any run or of `run_id`."""
+        """The first complete step that a start can try, of any run or of `run_id`."""
         moments = (moment for moment in self.moments if run_id in (None, moment[0]))
         return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
 
     def judge(self, moment: Moment, recorded: Mapping[Moment, Strategy] | None = None) -> Step:
         """Whether a start of as many ranks as wrote it can go on from this step: a candidate of the planner."""
+        facts = self._by_moment().get(moment, [])
+        entries = sorted(self._entries().get(moment, ()), key=preference)
+        infos = [entry.info for entry in entries if entry.info is not None]
+        world_size = max((each.created, each.world_size) for each in (facts or infos))[1]
+        own_states = self.own_states.get(moment, ())
+
+        def ask() -> Candidate:
+            settled = self._settle().get(moment, [])
+            return Candidate(moment, settled, Context(World(world_size), frozenset(), self.own_states, recorded or {}))
+
+        return Step(
+            moment=moment,
+            world_size=world_size,
+            facts=tuple(facts),
+            entries=tuple(entries),
+            own_states=own_states,
+            ask=ask,
+        )
+
+    def _by_moment(self) -> dict[Moment, list[FileFact]]:
+        if self._moments is None:
+            self._moments = _sorted_in(self.facts)
+        return self._moments
+
+    def _settle(self) -> dict[Moment, list[FileFact]]:
         if self._settled is None:
-            self._settled = {}
-            for fact in settle_assumptions(self.facts):
-                self._settled.setdefault(fact.moment, []).append(fact)
-        facts = self._settled.get(moment, [])
-        entries = [entry for entry in self.entries.values() if entry.info is not None and entry.info.moment == moment]
-        return judge(moment, facts, entries, self.own_states, recorded)
+            self._settled = _sorted_in(settle_assumptions(self.facts))
+        return self._settled
+
+    def _entries(self) -> dict[Moment, list[CatalogEntry]]:
+        if self._read is None:
+            self._read = {}
+            for entry in self.entries.values():
+                if entry.info is not None:
+                    self._read.setdefault(entry.info.moment, []).append(entry)
+        return self._read
 
 
-def judge(
-    moment: Moment,
-    facts: Sequence[FileFact],
-    entries: Iterable[CatalogEntry] = (),
-    own_states: Mapping[Moment, Collection[int]] | None = None,
-    recorded: Mapping[Moment, Strategy] | None = None,
-) -> Step:
-    """`Inventory.judge`. `facts`: of the step, their assumptions settled; `entries`: of the step."""
-    read = sorted(entries, key=preference)
-    sizes = [(fact.created, fact.world_size) for fact in facts]
-    world_size = max(sizes or [(e.info.created, e.info.world_size) for e in read if e.info is not None])[1]
-    problem, inexact = "none of its files can be used", tuple[str, ...]()
-    if facts:
-        context = Context(World(world_size), frozenset(), own_states or {}, recorded or {})
-        candidate = Candidate(moment, facts, context)
-        problem, inexact = candidate.problem, tuple(candidate.inexact)
-    missing = RankGaps(world_size, (fact.rank for fact in facts))
-    return Step(moment, world_size, tuple(facts), tuple(read), missing, problem, inexact)
+def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
+    """`Inventory.newest_complete` of one run, from headers that were read before and no further than needed: for
+    retention, which works beside the training.
+
+    Small states are not looked at: a rank without a file leaves a step incomplete.
+    """
+    moments: dict[Moment, list[CatalogEntry]] = {}
+    for entry in entries:
+        if entry.info is not None and entry.info.resumable and entry.info.run_id == run_id:
+            moments.setdefault(entry.info.moment, []).append(entry)
+    for moment in sorted(moments, reverse=True):
+        infos = [entry.info for entry in moments[moment] if entry.info is not None]
+        if RankGaps(max(info.world_size for info in infos), (info.rank for info in infos)):
+            continue
+        facts, _ = facts_of(moments[moment])
+        if Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete:
+            return moment
+    return None
+
+
+def _sorted_in(facts: Iterable[FileFact]) -> dict[Moment, list[FileFact]]:
+    found: dict[Moment, list[FileFact]] = {}
+    for fact in facts:
+        found.setdefault(fact.moment, []).append(fact)
+    return found
 
 
 def until_sound(

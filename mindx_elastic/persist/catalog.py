@@ -15,33 +15,28 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.core.folders import STEP_FOLDER
-from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.core.posix import read_small
 from mindx_elastic.core.printable import printable
-from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.errors import CheckpointError, ForeignCheckpointError, StrPath, UntrustedFileError
 from mindx_elastic.persist.format import CheckpointInfo, Header, read_header
 from mindx_elastic.persist.storage import LOCK_FILE, TEMP_SUFFIX
 
 __all__ = [
     "KIND_ORDER",
-    "Catalog",
     "CatalogEntry",
-    "StepSet",
     "find_files",
-    "group_steps",
     "looks_ours",
     "preference",
     "rank_of_folder",
+    "read_entries",
     "read_entry",
     "root_of",
-    "scan",
 ]
 
 KIND_ORDER = ("breakpoint", "ttp", "request_exit", "final", "periodic", "manual")
@@ -88,104 +83,26 @@ class CatalogEntry:
         return None if self.header is None else self.header.info
 
 
-@dataclass(frozen=True)
-class StepSet:
-    """Everything that was found for one step of one attempt of one run."""
-
-    run_id: str
-    attempt: int
-    """Attempts are branches: a later one began at some step of an earlier one, and files of two are never put
-    together."""
-    step: int
-    entries: tuple[CatalogEntry, ...]
-    """By rank; of one rank the resumable ones first, then by `KIND_ORDER`, then the newest."""
-    world_size: int
-    """Of the newest file, should they disagree."""
-    complete: bool
-    """Every rank has a resumable file of this run, attempt, step and world size. Digests are not checked yet."""
-    missing_ranks: Sequence[int]
-    """Ranks without a resumable file, ascending; in huge worlds no list of them is made (`RankGaps`)."""
-    why_incomplete: str | None
-    """One line for a person; None when complete."""
-    reasons: tuple[str, ...]
-    """Distinct reasons of the files that would be used, in rank order."""
-    created: float
-    """Unix seconds of the newest file."""
-    resumable: bool
-    """At least one file may be resumed from."""
-
-    @property
-    def moment(self) -> Moment:
-        """What all its files have in common."""
-        return self.run_id, self.attempt, self.step
-
-    @property
-    def best(self) -> dict[int, CatalogEntry]:
-        """For each rank that was found the entry to try first."""
-        chosen: dict[int, CatalogEntry] = {}
-        for entry in self.entries:
-            chosen.setdefault(_info(entry).rank, entry)
-        return chosen
-
-    def of_rank(self, rank: int) -> tuple[CatalogEntry, ...]:
-        """All entries of one rank, the one to try first in front."""
-        return tuple(entry for entry in self.entries if _info(entry).rank == rank)
-
-    @property
-    def info(self) -> CheckpointInfo:
-        """The header facts of the lowest rank's best file."""
-        return _info(self.entries[0])
-
-
-@dataclass(frozen=True)
-class Catalog:
-    """The result of a scan. `steps`: the run with the newest file first, inside a run the last attempt first (it began
-    at a step that somebody chose, so its steps supersede higher ones of an earlier attempt), in it the highest step."""
-
-    directory: Path
-    entries: tuple[CatalogEntry, ...]
-    steps: tuple[StepSet, ...]
-    rank: int | None = None
-    """Set when only one rank's files were looked at; `StepSet.complete` then speaks of that rank alone."""
-
-    @property
-    def problems(self) -> tuple[CatalogEntry, ...]:
-        """Entries that cannot be used."""
-        return tuple(entry for entry in self.entries if entry.problem is not None)
-
-    def newest_complete(self, run_id: str | None = None) -> StepSet | None:
-        """The first complete step, of any run or of `run_id`."""
-        return next((s for s in self.steps if s.complete and run_id in (None, s.run_id)), None)
-
-
-def scan(
-    directory: StrPath, *, rank: int | None = None, known: Catalog | None = None, owners: Owners | None = None
-) -> Catalog:
+def read_entries(
+    directory: StrPath, *, known: Iterable[CatalogEntry] = (), owners: Owners | None = None
+) -> tuple[CatalogEntry, ...]:
     """Read the headers of all checkpoint files under `directory` (which may itself be a rank folder).
 
-    rank: look only at the directory itself and that rank's folders, and keep only that rank's files;
-    completeness is then judged for this rank alone. For jobs whose nodes do not share a disk, and to spare a
-    shared one.
-
-    known: an earlier catalog; good files whose path, size and modification time are still the same are taken from it.
-    Reading a header costs some 10 us a tensor, and a job that prunes after each save looks at the same files again
-    and again.
+    known: what an earlier call found; good files whose path, size and modification time are still the same are taken
+    from it. Reading a header costs some 10 us a tensor, and a job that prunes after each save looks at the same files
+    again and again.
 
     owners: whose files count; as a rule this process's user, root and the directory's owner.
 
-    A directory that does not exist is an empty catalog; one that cannot be listed, or any file that cannot be
-    read, is an entry with a problem. Files that vanish meanwhile (another rank's retention) are left out.
-    Nothing is raised for bad content. Reads only; any thread; blocks on the disk.
+    A directory that does not exist has no entries; one that cannot be listed, or any file that cannot be read, is an
+    entry with a problem. Files that vanish meanwhile (another rank's retention) are left out. Nothing is raised for
+    bad content. Reads only; any thread; blocks on the disk.
     """
     root = Path(directory)
     owners = find_owners(root) if owners is None else owners
-    good = {entry.path: entry for entry in known.entries if entry.header is not None} if known is not None else {}
-    entries = [
-        entry
-        for entry in _walk(root, rank, good, owners)
-        if rank is None or entry.info is None or entry.info.rank == rank
-    ]
-    return Catalog(root, tuple(entries), group_steps(entries, rank=rank), rank)
+    good = {entry.path: entry for entry in known if entry.header is not None}
+    found = (read_entry(f, good.get(f), owners) if isinstance(f, Path) else f for f in find_files(root))
+    return tuple(entry for entry in found if entry is not None)
 
 
 def looks_ours(path: StrPath) -> bool:
@@ -252,62 +169,6 @@ def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | N
     return CatalogEntry(path, header, None, False, looks_ours(path), header.file_size, status.st_mtime)
 
 
-def group_steps(entries: Iterable[CatalogEntry], *, rank: int | None = None) -> tuple[StepSet, ...]:
-    """Sort good entries into steps; see `Catalog.steps` for the order and `scan` for `rank`. Pure."""
-    groups: dict[Moment, list[CatalogEntry]] = {}
-    for entry in entries:
-        if entry.info is not None:
-            groups.setdefault(entry.info.moment, []).append(entry)
-    steps = [_step_set(group, rank) for group in groups.values()]
-    activity: dict[str, float] = {}
-    for step_set in steps:
-        activity[step_set.run_id] = max(activity.get(step_set.run_id, step_set.created), step_set.created)
-    steps.sort(key=lambda s: (-activity[s.run_id], s.run_id, -s.attempt, -s.step))
-    return tuple(steps)
-
-
-def _step_set(group: Sequence[CatalogEntry], rank: int | None) -> StepSet:
-    entries = tuple(sorted(group, key=preference))
-    infos = [_info(entry) for entry in entries]
-    newest = max(infos, key=lambda info: info.created)
-    there = {info.rank for info in infos if info.resumable}
-    missing: Sequence[int] = RankGaps(newest.world_size, there)
-    if rank is not None:
-        missing = () if rank in there else (rank,)
-    why = _why_incomplete(infos, missing, newest.world_size)
-    used: dict[int, str] = {}
-    for info in infos:
-        used.setdefault(info.rank, info.reason)
-    return StepSet(
-        run_id=newest.run_id,
-        attempt=newest.attempt,
-        step=newest.step,
-        entries=entries,
-        world_size=newest.world_size,
-        complete=why is None,
-        missing_ranks=missing,
-        why_incomplete=why,
-        reasons=tuple(dict.fromkeys(used.values())),
-        created=newest.created,
-        resumable=bool(there),
-    )
-
-
-def _why_incomplete(infos: Sequence[CheckpointInfo], missing: Sequence[int], world_size: int) -> str | None:
-    sizes = sorted({info.world_size for info in infos})
-    if len(sizes) > 1:
-        # Shares of two worlds do not add up to one state, even when each rank number is there once.
-        return f"files disagree on the world size ({', '.join(map(str, sizes))})"
-    useless = sorted({info.rank for info in infos if info.rank in missing})
-    absent: Sequence[int] = missing
-    if useless:
-        ruled_out = {info.rank for info in infos}
-        absent = RankGaps(world_size, ruled_out) if isinstance(missing, RankGaps) else ()
-    parts = [f"{rank_list(absent)} of {world_size} missing"] if absent else []
-    parts += [f"{rank_list(useless)} saved a state that cannot be resumed from"] if useless else []
-    return "; ".join(parts) or None
-
-
 def preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
     """Sort key of the good entries of one step: by rank, of one rank the one to try first in front."""
     info = _info(entry)
@@ -320,14 +181,7 @@ def _info(entry: CatalogEntry) -> CheckpointInfo:
     return entry.header.info
 
 
-def _walk(root: Path, rank: int | None, good: Mapping[Path, CatalogEntry], owners: Owners) -> Iterator[CatalogEntry]:
-    for found in find_files(root, rank=rank):
-        entry = read_entry(found, good.get(found), owners) if isinstance(found, Path) else found
-        if entry is not None:
-            yield entry
-
-
-def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | CatalogEntry]:
+def find_files(root: Path) -> Iterator[Path | CatalogEntry]:
     """The files that a scan of `root` looks at, in its order, unread; folders that cannot be listed as entries."""
     folders = [root]
     while folders:
@@ -341,20 +195,17 @@ def find_files(root: Path, *, rank: int | None = None) -> Iterator[Path | Catalo
             continue
         for name in names:
             path = folder / name
-            if _is_our_folder(path, root, rank):
+            if _is_our_folder(path, root):
                 folders.append(path)
             elif not (name.endswith(TEMP_SUFFIX) or name == LOCK_FILE or _RANK_FOLDER.fullmatch(name)):
                 yield path
 
 
-def _is_our_folder(path: Path, root: Path, rank: int | None) -> bool:
+def _is_our_folder(path: Path, root: Path) -> bool:
     """Whether to go down into `path`: rank folders in the root and in folders of steps, folders of steps in the
     root."""
-    in_rank = _RANK_FOLDER.fullmatch(path.name)
-    if in_rank is None:
+    if _RANK_FOLDER.fullmatch(path.name) is None:
         return path.parent == root and STEP_FOLDER.fullmatch(path.name) is not None
-    if rank is not None and int(in_rank[1]) != rank:
-        return False
     return path.parent == root or STEP_FOLDER.fullmatch(path.parent.name) is not None
 
 

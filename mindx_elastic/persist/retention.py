@@ -65,7 +65,7 @@ def choose_deletions(
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
         effect where `keep_max` is set. With neither nothing is deleted.
     protect: moments that stay whatever the rules say. The caller puts the newest complete one here (from
-        `Catalog.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
+        `inventory.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
         one just committed (the clock may have been set back, and then the newest file does not look it). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
     deletable_kinds: only files of these kinds are counted and deleted.

@@ -8,12 +8,12 @@ import pytest
 
 from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.holder import Flushed
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from tests.checkpoint_files import write, write_step
 
 
 def left(directory: Path) -> list[str]:
-    return sorted(str(entry.path.relative_to(directory)) for entry in scan(directory).entries)
+    return sorted(str(entry.path.relative_to(directory)) for entry in read_entries(directory))
 
 
 def test_all_ranks_files_of_the_step_move(tmp_path: Path) -> None:

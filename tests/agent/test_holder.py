@@ -16,6 +16,7 @@ import pytest
 from mindx_elastic.agent import holder
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
@@ -24,11 +25,12 @@ from mindx_elastic.memory.boundary_ring import BoundaryRing
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks
-from mindx_elastic.persist.format import read_header
+from mindx_elastic.persist.format import CheckpointInfo, read_header
 from mindx_elastic.persist.packed import pack_state
 from mindx_elastic.persist.reader import verify_file
+from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.resume.restore import Resumed
-from tests.checkpoint_files import EPOCH_0, flip_bit_in_data, overwrite_header, write
+from tests.checkpoint_files import EPOCH_0, STATE, flip_bit_in_data, overwrite_header, write
 from tests.resume.arenas import RUN, Machine
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
@@ -260,6 +262,29 @@ def test_one_replicas_snapshot_is_enough(replicas: Job) -> None:
     assert flush(replicas.job).step == 50
     assert replicas.written() == {(0, 0, 50)} and replicas.remembered() == []
     assert replicas.start() == [(50, None, None), (50, 0, 50), (50, 0, 50)]
+
+
+def test_what_an_older_step_says_of_replicas_counts_as_for_a_start(replicas: Job) -> None:
+    """One snapshot a machine: that the other rank holds the same, only the files of an older step tell."""
+    ranks = replicas.world_size
+    record = {
+        "version": 2,
+        "world_size": ranks,
+        "layouts": [Layout((ranks,), (REPLICATE,)).to_json()],
+        "default": 0,
+        "assumed": [0],
+        "modules": ["model"],
+    }
+    for rank in range(ranks):
+        facts = {"rank": rank, "world_size": ranks, "step": 5, "epoch": 1, "step_in_epoch": 5, "batch_num": 100}
+        info = CheckpointInfo(run_id=RUN, reason="periodic", kind="periodic", created=EPOCH_0, **facts)
+        folder = replicas.directory / f"rank_{rank}"
+        folder.mkdir()
+        write_checkpoint(folder / "resnet-1_5.safetensors", STATE, info, layout={**record, "rank": rank})
+    replicas.snapshot(9, ranks=[0], layout=record)
+    for rank in range(1, ranks):
+        replicas.boundary(rank, 9)
+    assert flush(replicas.job).step == 9 and replicas.written() == {(0, 0, 9)}
 
 
 def test_any_replicas_newest(replicas: Job) -> None:

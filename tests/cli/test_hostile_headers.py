@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.flatten import flatten
 from tests.checkpoint_files import write
 from tests.persist.test_format import forge
@@ -259,7 +259,7 @@ def test_a_large_job_is_none_of_these(run: Callable[..., Any], tmp_path: Path) -
     job = [[f"layers.{n}", n, [4096, 4096]] for n in range(len(layouts))]
     record = layout(rank=0, world_size=ranks, layouts=layouts, default=0, job=job)
     forge(path, record)
-    (entry,) = scan(tmp_path).entries
+    (entry,) = read_entries(tmp_path)
     assert entry.problem is None and entry.info is not None and entry.info.world_size == ranks
     outcome = run("plan", tmp_path, "--json")
     assert "malformed" not in outcome.stdout, outcome.stdout

@@ -439,7 +439,7 @@ def test_fields_that_a_terminal_would_obey(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_replaced_meanwhile(run: Run, ddp: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(entries: list[Any]) -> list[list[str]]:
+    def check(entries: list[Any], owners: object) -> list[list[str]]:
         if any(entry.path == stop(ddp, 0) for entry in entries):
             os.utime(stop(ddp, 0), (1, time.time() + 9))
         return [[] for _ in entries]

@@ -102,6 +102,19 @@ def test_a_replica_stands_in(tmp_path: Path) -> None:
     assert result.notes == ["step 17 is not complete: ranks 0, 1 of 4 missing"]
 
 
+def test_the_newest_step_whose_tensors_are_all_there(tmp_path: Path) -> None:
+    """An older complete one was taken before, and training that was there thrown away."""
+    root = tmp_path / "ckpt"
+    write_job(root, ROWS, step=16, name="a.safetensors")
+    write_job(root, ROWS, step=17, name="b.safetensors")
+    (root / "rank_0" / "b.safetensors").unlink()  # rank 2 has the same
+    write_job(root, ROWS, step=18, name="c.safetensors")
+    for rank in (1, 3):
+        (root / f"rank_{rank}" / "c.safetensors").unlink()
+    _, result = run(root)
+    assert (result.step, result.notes) == (17, ["step 17 is not complete: rank 0 of 4 missing"])
+
+
 def test_damaged_tensors_come_from_another_rank(tmp_path: Path) -> None:
     write_job(tmp_path / "ckpt", ROWS)
     for rank in (0, 1):

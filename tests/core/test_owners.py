@@ -22,7 +22,7 @@ from mindx_elastic.guard.directories import prepare_directories
 from mindx_elastic.memory.boundary_ring import BoundaryRing
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import own_states
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.resume import reader as reading_module
 from tests.checkpoint_files import write, write_step
@@ -206,7 +206,8 @@ def test_only_strangers_files_are_no_silent_fresh_start_and_a_named_user_s_count
     with pytest.raises(NoUsableCheckpointError, match=f"belongs to user {COLLEAGUE}.*MINDX_TRUSTED_USERS"):
         find(tmp_path)
     _, trust = prepare_directories([tmp_path], RankInfo(), SharingSettings(trusted_users=(COLLEAGUE,)))
-    assert scan(tmp_path, owners=trust.of(tmp_path)).steps[0].step == 5
+    (entry,) = read_entries(tmp_path, owners=trust.of(tmp_path))
+    assert entry.info is not None and entry.info.step == 5
 
 
 @needs_root

@@ -17,7 +17,7 @@ import torch
 from mindx_elastic import Guard
 from mindx_elastic.errors import GracefulExit, SaveError, UsageError
 from mindx_elastic.guard import saver as saving
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import read_header
 from tests.capture.round_trip import assert_same
 from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, stop_and_wait
@@ -61,7 +61,7 @@ def test_the_end_is_kept_and_the_same_command_has_nothing_left_to_train(tmp_path
     assert names(tmp_path) == [f"job-3_{STEPS_PER_EPOCH}_final.safetensors"]
     info = read_header(next(tmp_path.glob("*.safetensors"))).info
     assert (info.step, info.kind, info.resumable) == (LAST, "final", True)
-    (entry,) = scan(tmp_path).entries
+    (entry,) = read_entries(tmp_path)
     assert entry.looks_ours
     ended: list[int] = []
     again = Job(tmp_path, seed=99)

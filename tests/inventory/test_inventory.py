@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.inventory.inventory import Inventory, Step, until_sound
-from mindx_elastic.persist.catalog import read_entry
+from mindx_elastic.inventory import inventory as module
+from mindx_elastic.inventory.facts import facts_of
+from mindx_elastic.inventory.inventory import Inventory, Step, newest_complete, until_sound
+from mindx_elastic.persist.catalog import CatalogEntry, read_entries
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.plan.facts import FileFact, Refusal, ResumePlan, World
 from tests.checkpoint_files import cut_off_end, write, write_step
@@ -280,7 +282,36 @@ def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
     newest = inventory.newest_complete()
     assert newest is not None and planned(inventory.plan(World(3))).moment == newest.moment
     fact = newest.facts[0]
-    assert read_entry(Path(fact.path)) is not None
     inventory.forget(None, fact, "a bit has flipped")
     newest = inventory.newest_complete()
     assert newest is not None and newest.moment[2] == 3
+
+
+# --- for retention ---
+
+
+def test_retention_goes_by_the_same_judgement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (3, 5, 7, 9):
+        write_step(tmp_path, step, world_size=3)
+    write_step(tmp_path, 20, run_id="another")
+    (tmp_path / "rank_1" / "resnet-1_9.safetensors").unlink()
+    contradicting = {"world_size": 4, "rank": 2, "step": 7}
+    write(tmp_path / "rank_2" / "resnet-1_7.safetensors", **contradicting)
+    judged: list[int] = []
+
+    def counted(entries: Sequence[CatalogEntry]) -> Any:
+        judged.extend(entry.info.step for entry in entries if entry.info is not None)
+        return facts_of(entries)
+
+    monkeypatch.setattr(module, "facts_of", counted)
+    assert newest_complete(read_entries(tmp_path), "run-a") == ("run-a", 0, 5)
+    assert set(judged) <= {5, 7}, "no more than it takes"
+    alone = look_alone(tmp_path).newest_complete("run-a")
+    assert alone is not None and alone.moment == ("run-a", 0, 5)
+    assert newest_complete(read_entries(tmp_path), "nobody") is None
+
+
+def test_a_later_attempt_is_newer_for_retention_too(tmp_path: Path) -> None:
+    write_step(tmp_path, 9)
+    write_step(tmp_path, 5, attempt=1)
+    assert newest_complete(read_entries(tmp_path), "run-a") == ("run-a", 1, 5)

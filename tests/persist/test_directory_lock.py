@@ -23,7 +23,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError, UsageError
 from mindx_elastic.persist import directory_lock as lock_module
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.directory_lock import DirectoryLock, hold_directory, hold_ranks
 from mindx_elastic.persist.storage import LOCK_FILE
 from tests.checkpoint_files import write
@@ -192,7 +192,7 @@ def test_readers_and_the_catalog_pass_it_over(tmp_path: Path) -> None:
     write(tmp_path / "resnet-1_5.safetensors", step=5)
     lock = hold(tmp_path)
     (tmp_path / LOCK_FILE).write_text("mindx.schema")  # would look like a checkpoint
-    assert [entry.path.name for entry in scan(tmp_path).entries] == ["resnet-1_5.safetensors"]
+    assert [entry.path.name for entry in read_entries(tmp_path)] == ["resnet-1_5.safetensors"]
     assert lock is not None
     lock.close()
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mindx_elastic.core.folders import step_folders_of_rank
-from mindx_elastic.persist.catalog import root_of, scan
+from mindx_elastic.persist.catalog import read_entries, root_of
 from mindx_elastic.persist.storage import create_temp, remove_stale_temps
 from mindx_elastic.persist.writer import previous_path
 from mindx_elastic.platforms import tft_tree
@@ -126,7 +126,7 @@ def test_a_rank_that_dies_while_it_writes(tmp_path: Path) -> None:
 def test_a_file_of_an_earlier_attempt_is_kept(tmp_path: Path) -> None:
     for attempt in (0, 1):
         path = settle_tft_file(write(tmp_path, 0, world_size=1, attempt=attempt), world_size=1)
-    assert {entry.info.attempt for entry in scan(tmp_path).entries if entry.info} == {0, 1}
+    assert {entry.info.attempt for entry in read_entries(tmp_path) if entry.info} == {0, 1}
     assert files(tmp_path) == sorted([*final(0), str(previous_path(path).relative_to(tmp_path))])
 
 
@@ -141,7 +141,7 @@ def test_a_folder_that_cannot_be_made_leaves_the_file_where_it_is(tmp_path: Path
 def test_a_scan_finds_both_kinds_of_trees(tmp_path: Path) -> None:
     settle_tft_file(write(tmp_path, 0, world_size=2), world_size=2, gone=lambda: [1])
     late = write(tmp_path, 1, world_size=2)
-    (step,) = scan(tmp_path).steps
-    assert step.complete and late.exists()
-    assert {root_of(entry.path, rank) for rank, entry in step.best.items()} == {tmp_path}
+    ranks = {entry.info.rank: entry.path for entry in read_entries(tmp_path) if entry.info is not None}
+    assert set(ranks) == {0, 1} and late.exists()
+    assert {root_of(path, rank) for rank, path in ranks.items()} == {tmp_path}
     assert root_of(tmp_path / "rank_1" / "x", 1) == tmp_path and root_of(tmp_path / "x", 0) == tmp_path

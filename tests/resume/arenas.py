@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,16 @@ class Machine:
     def arena(self, rank: int) -> RankArena:
         return RankArena(self.base, self.directory, rank)
 
-    def snapshot(self, step: int, *, ranks: Iterable[int] | None = None, sealed: bool = True, **fields: Any) -> None:
-        """A snapshot of this step in each rank's older slot."""
+    def snapshot(
+        self,
+        step: int,
+        *,
+        ranks: Iterable[int] | None = None,
+        sealed: bool = True,
+        layout: Mapping[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """A snapshot of this step in each rank's older slot. `layout`: the record, less the rank."""
         for rank in range(self.world_size) if ranks is None else ranks:
             facts = {
                 "run_id": RUN,
@@ -53,7 +61,8 @@ class Machine:
                 "torch_version": "2.6.0",
             }
             arena = self.arena(rank)
-            snapshot = lay_out(STATE, CheckpointInfo(**{**facts, **fields}), None)
+            record = None if layout is None else {**layout, "rank": rank}
+            snapshot = lay_out(STATE, CheckpointInfo(**{**facts, **fields}), record)
             index = copy_snapshot(arena, snapshot, arena.newest().sequence + 1, at=lambda stage: None)
             assert index is not None and (not sealed or seal_slot(arena, index))
             arena.close()

@@ -21,7 +21,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import REPLICATE, Layout, Placement, Shard
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.inventory.facts import facts_of
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.reader import Checkpoint
 from mindx_elastic.persist.storage import QUARANTINE
 from mindx_elastic.plan.facts import Refusal, ResumePlan, World
@@ -300,7 +300,7 @@ def test_the_rest_comes_from_the_ranks_own_file_or_from_one_each(tmp_path: Path,
 
 
 def refusal_of(root: Path, world_size: int, wanted: Mapping[str, tuple[Sequence[int], Layout]]) -> str:
-    facts, _ = facts_of(scan(root).entries)
+    facts, _ = facts_of(read_entries(root))
     found = plan_resume(facts, World(world_size, target_of(world_size, wanted).strategy))
     assert isinstance(found, Refusal)
     return str(found)

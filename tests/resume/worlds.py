@@ -13,7 +13,7 @@ from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.inventory.facts import facts_of
-from mindx_elastic.persist.catalog import scan
+from mindx_elastic.persist.catalog import read_entries
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.writer import write_checkpoint
 from mindx_elastic.plan.facts import Refusal, ResumePlan, World
@@ -175,7 +175,7 @@ def resharded(
 
 
 def plan_for(root: Path, target: Target) -> ResumePlan:
-    facts, rejected = facts_of(scan(root).entries)
+    facts, rejected = facts_of(read_entries(root))
     plan = plan_resume(facts, World(target.own.world_size, target.own), rejected=rejected)
     assert not isinstance(plan, Refusal), plan
     return plan
