@@ -276,8 +276,8 @@ def test_what_an_older_step_says_of_replicas_counts_as_for_a_start(replicas: Job
         "modules": ["model"],
     }
     for rank in range(ranks):
-        facts = {"rank": rank, "world_size": ranks, "step": 5, "epoch": 1, "step_in_epoch": 5, "batch_num": 100}
-        info = CheckpointInfo(run_id=RUN, reason="periodic", kind="periodic", created=EPOCH_0, **facts)
+        facts: dict[str, Any] = {"rank": rank, "world_size": ranks, "step": 5, "epoch": 1, "step_in_epoch": 5}
+        info = CheckpointInfo(run_id=RUN, reason="periodic", kind="periodic", batch_num=100, created=EPOCH_0, **facts)
         folder = replicas.directory / f"rank_{rank}"
         folder.mkdir()
         write_checkpoint(folder / "resnet-1_5.safetensors", STATE, info, layout={**record, "rank": rank})
