@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import xxhash
@@ -19,12 +19,9 @@ from mindx_elastic.plan.facts import FileFact, Rejected, single_rank_strategy
 
 __all__ = [
     "Strategies",
-    "base_of",
     "facts_of",
-    "pack_facts",
     "strategy_digest",
     "strategy_of",
-    "unpack_facts",
 ]
 
 _NO_PART_OF_IT = ("rng", "progress", "gradient_order")
@@ -101,13 +98,13 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         nbytes=entry.size,
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
-        base=base_of(info),
+        base=_base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
     )
 
 
-def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
+def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
     """Attempt and step that the file's attempt went on from, as its header says (`Saver.began_from`)."""
     attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
     return None if attempt is None or step is None else (attempt, step)
@@ -156,52 +153,6 @@ def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]]
     return {key: digest.hexdigest() for key, digest in found.items()}
 
 
-_ROW = (
-    *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("where", "replica_digests", "base"),
-)
-
-
-def pack_facts(facts: Sequence[FileFact]) -> list[list[Any]]:
-    """JSON-able rows; `unpack_facts` is the way back. Strategies are sent apart, here stands the digest of each.
-
-    `visible_to` is not sent: it is what the receivers find out.
-    """
-    digests: dict[int, str] = {}
-    for fact in facts:
-        if id(fact.strategy) not in digests:
-            digests[id(fact.strategy)] = strategy_digest(fact.strategy)
-    return [[list(f.moment), digests[id(f.strategy)], *(getattr(f, name) for name in _ROW)] for f in facts]
-
-
 def strategy_digest(strategy: Strategy) -> str:
     """The same on every rank for equal strategies."""
     return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())
-
-
-_WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
-
-
-def _check_row(row: Mapping[str, Any]) -> None:
-    """Raises ValueError for a row that no header can give."""
-    sound = (
-        all(isinstance(row[name], str) for name in ("path", "kind", "where"))
-        and all(type(row[name]) is int and row[name] >= 0 for name in _WHOLE)
-        and row["rank"] < row["world_size"]
-        and all(type(row[name]) in (int, float) for name in ("created", "fault_report"))
-        and isinstance(row["replica_digests"], dict)
-        and all(isinstance(text, str) for text in row["replica_digests"].values())
-    )
-    if not sound:
-        raise ValueError("no facts of a checkpoint file")
-
-
-def unpack_facts(rows: Iterable[list[Any]], strategies: Mapping[str, Strategy]) -> list[FileFact]:
-    """`strategies`: by digest."""
-    found = []
-    for (run, attempt, step), digest, *values in rows:
-        named = dict(zip(_ROW, values, strict=True))
-        named["base"] = None if named["base"] is None else tuple(named["base"])
-        _check_row(named)
-        found.append(FileFact(moment=(str(run), int(attempt), int(step)), strategy=strategies[digest], **named))
-    return found

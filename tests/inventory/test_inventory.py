@@ -105,6 +105,17 @@ def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
 
 
+def test_snapshots_of_known_runs_only(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 3)
+    machine.know("run-a")
+    machine.snapshot(4)
+    machine.snapshot(5, ranks=[0, 1], run_id="other")
+    machine.snapshot(6, ranks=[2], sealed=False)  # half a snapshot
+    found = look_alone(machine.directory, machine.job)
+    assert {(fact.rank, fact.moment[2]) for fact in found.facts} == {(0, 4), (1, 4), (2, 4)}
+    assert found.next_attempt("other") == 1 and not found.rejected
+
+
 def test_ranks_of_one_machine_share_its_snapshots(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     machine.know("run-a")
