@@ -117,8 +117,7 @@ def measure(directory: Path, repeats: int) -> dict[str, float]:
 
 def measure_log(directory: Path, repeats: int) -> dict[str, float]:
     """Medians in microseconds, by row: what a replica keeps of each boundary in shared memory."""
-    from mindx_elastic.capture.collector import Collector
-    from mindx_elastic.capture.targets import name_targets
+    from mindx_elastic.capture.collector import Collector, name_targets
     from mindx_elastic.core.position import Position
     from mindx_elastic.memory.arena import RankArena
     from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE, BoundaryLog

@@ -37,7 +37,8 @@ PURE = [
         "mirror/partners.py",
         "persist/retention.py",
     ),
-    *("core/layout.py", "core/strategy.py", "plan/planner.py"),
+    *("core/layout.py", "core/moment.py", "core/position.py", "core/rank_lists.py", "core/strategy.py"),
+    *("plan/assumptions.py", "plan/candidate.py", "plan/facts.py", "plan/planner.py", "plan/targets.py"),
 ]
 """Deciders: no torch, threads, clock or file system, so that they are tested in milliseconds and by properties."""
 IMPURE_MODULES = {

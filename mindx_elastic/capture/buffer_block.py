@@ -21,7 +21,7 @@ class BufferBlock:
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
         self.slices: list[_Slice | None] = []
-        """Where each view lies in `flat`; None for one outside of the block."""
+        """The part of `flat` that each view is; None for one outside of the block."""
         size = 0
         for tensor in tensors:
             if tensor is None or not _is_plain(tensor):

@@ -1,4 +1,4 @@
-"""What a checkpoint of this job holds: all components, the random generators and the position, at one boundary."""
+"""Collects what a checkpoint holds: the job's objects, the random generators and the position, at one boundary."""
 
 from __future__ import annotations
 
@@ -11,17 +11,43 @@ import torch
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
-from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.core.position import Position
-from mindx_elastic.errors import MismatchError
+from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["Collector"]
+__all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
+
+RESERVED_NAMES = ("rng", "progress", "gradient_order")
+"""Of what a checkpoint holds beside the job's objects."""
+
+
+def name_targets(
+    *, model: Any, optimizer: Any, lr_scheduler: Any, scaler: Any, loader: Any, stateful: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """One entry an object: ``model``, or ``model_0``, ``model_1`` for a list.
+
+    Raises UsageError for a name given twice.
+    """
+    if stateful is not None and not isinstance(stateful, Mapping):
+        raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
+    named: dict[str, Any] = {}
+    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+        if isinstance(value, (list, tuple)):
+            named.update({f"{name}_{index}": one for index, one in enumerate(value)})
+        elif value is not None:
+            named[name] = value
+    if loader is not None:
+        named["loader"] = loader
+    for name, value in (stateful or {}).items():
+        if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
+            raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")
+        named[name] = value
+    return named
 
 
 class Collector:
     """Gathers the state of named `targets`.
 
-    `copy` belongs to the training thread inside the update gate; `state` to whoever holds the gate.
+    Call `copy` in the training thread inside the update gate, and `state` with the gate held.
     """
 
     def __init__(self, targets: Mapping[str, object]) -> None:
@@ -35,7 +61,7 @@ class Collector:
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.boundary_event: Any = None
-        """CUDA event after the boundary's last kernel; None without CUDA. See `capture.snapshot`."""
+        """CUDA event after the boundary's last kernel; None without CUDA. See `capture.copying`."""
 
     @property
     def rng(self) -> dict[str, Any]:
@@ -72,7 +98,7 @@ class Collector:
     def volatile(self) -> dict[str, Any]:
         """The small part of the boundary's state that may differ from rank to rank where the weights do not.
 
-        Nothing is copied. Call it where nobody else copies: training thread, right after `copy`.
+        Nothing is copied. Call it in the training thread, right after `copy`.
         """
         plain = (ModuleComponent, OptimizerComponent)
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
@@ -86,9 +112,10 @@ class Collector:
         }
 
     def copy_ahead(self) -> dict[str, Any] | None:
-        """Training thread, after a forward: generators and buffers as they will be at the coming boundary.
+        """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
 
-        That is if nothing else draws or changes them. None when buffers were replaced since the last boundary.
+        The forecast is right if nothing else draws or changes them. None when buffers were replaced since the last
+        boundary.
         """
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says
@@ -99,7 +126,7 @@ class Collector:
         return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
 
     def forecast_came_true(self) -> bool | None:
-        """At a boundary: whether generators and buffers are as `copy_ahead` saw them; None when it saw nothing."""
+        """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
         if self._ahead_rng is None:
             return None
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
@@ -114,7 +141,7 @@ class Collector:
         own = {**state, "rng": volatile["rng"], "progress": volatile.get("progress", state["progress"])}
         for name, component in self.components.items():
             if name not in state:
-                continue  # another program than the one that wrote it: `load` says so
+                continue  # another program wrote it: `load` reports that
             if isinstance(component, ModuleComponent):
                 extras = volatile.get("extras", {}).get(name, {})
                 own[name] = component.with_buffers(state[name], volatile["buffers"][name], extras)
@@ -143,11 +170,11 @@ class Collector:
         self.layouts = LayoutRecorder(self.components, setup)
 
     def layout(self) -> dict[str, Any]:
-        """What a file says of its tensors, as JSON; see `capture.layouts`."""
+        """The layout record of this rank's files, as JSON; see `core.strategy.LayoutRecord`."""
         return self.layouts.record().json
 
     def load(self, state: dict[str, Any]) -> list[str]:
-        """Put a state back, everything but the random generators. Returns notes on what did not match but may differ.
+        """Put a state back, except the random generators. Returns notes on what differs and may.
 
         Raises MismatchError when a part is missing or does not fit; training must not start after it.
         """
@@ -165,8 +192,8 @@ class Collector:
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
     def _mark_devices(self) -> None:
-        # The kernels of this boundary's update may still run. An event on the training stream lets a reader in another
-        # thread wait for exactly them, and not for the next step's (perhaps hung) kernels.
+        # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
+        # thread waits for them only, and not for the next step's kernels, which may hang.
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()

@@ -1,7 +1,7 @@
-"""The parts of a job's state: what is stable, what is volatile, and how each is put back.
+"""Splits the state of each object of the job into a stable and a volatile part, and puts it back.
 
-A component is asked three things: `copy` its volatile part at a boundary (training thread, every step, microseconds),
-`state` = live stable part + that copy (any thread, holding the update gate), and `load` (start-up).
+A component has three methods: `copy` its volatile part at a boundary (training thread, every step, microseconds),
+`state` = live stable part + that copy (any thread, holding the update gate), and `load` (at the start).
 
 * a module: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state are
   copied
@@ -22,9 +22,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
-from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.sharded import local_part, with_layout_of
-from mindx_elastic.capture.snapshot import map_tensors
+from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -48,7 +47,7 @@ class Stateful(Protocol):
 
 
 class Component(Protocol):
-    """See the module's first lines."""
+    """One object of the job; see the module."""
 
     def copy(self) -> None: ...
     def state(self) -> Any: ...
@@ -74,8 +73,27 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; any other tensor as it is."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_layout_of(template: Any, part: torch.Tensor) -> torch.Tensor:
+    """`part` as the local part of a DTensor laid out like `template`, where that is a DTensor; else unchanged."""
+    if not isinstance(template, DTensor):
+        return part
+    return DTensor.from_local(
+        part.to(template.device),
+        template.device_mesh,
+        template.placements,
+        run_check=False,
+        shape=template.shape,
+        stride=template.stride(),
+    )
+
+
 class ModuleComponent:
-    """A module; see the top. `name` is used in errors."""
+    """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -143,7 +161,7 @@ class ModuleComponent:
         return True
 
     def forecast_came_true(self) -> bool:
-        """At a boundary: whether its buffers are those that `copy_ahead` saw."""
+        """At a boundary: whether its buffers are as `copy_ahead` copied them."""
         return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
 
     @torch.no_grad()
@@ -196,15 +214,15 @@ class ModuleComponent:
         return self._extra_copies
 
     def state(self) -> dict[str, Any]:
-        # FSDP2 swaps a module's parameters during forward and its `state_dict` hooks would reshard them under the
-        # training thread's feet: sharded parameters are taken from the references of the start.
+        # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
+        # training thread uses them: sharded parameters are taken from the references of the start.
         state: dict[str, Any] = dict(self._sharded or self.module.state_dict())
         copies = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
         if self._sharded:
             state.update(copies)
         for name in state:
             state[name] = copies.get(name, self._extra_copies.get(name, state[name]))
-        return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
+        return {name: _local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
@@ -218,25 +236,25 @@ class ModuleComponent:
 
     @property
     def volatile_names(self) -> list[str]:
-        """What of its state is no parameter: saved buffers and extra state."""
+        """The part of its state that is not parameters: saved buffers and extra state."""
         return [*self._slot_names, *(name for name, _ in self._extras)]
 
     def load(self, state: dict[str, Any]) -> None:
         live = dict(self.module.state_dict())
-        problems = _differences({n: local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
+        problems = _differences({n: _local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
         if problems:
-            shown = "; ".join(problems[:12]) + (f"; and {len(problems) - 12} more" if len(problems) > 12 else "")
+            shown = listed(problems, 12, "; ")
             raise MismatchError(
                 f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
                 'resume="never" in another directory'
             )
-        self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
+        self.module.load_state_dict({name: _with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
 
 
 def _reshard(module: nn.Module) -> None:
-    """FSDP2 leaves its root whole after a forward without a backward (an evaluation before the training)."""
+    """Shard again what FSDP2 has left whole: its root, after a forward without a backward (an evaluation)."""
     for child in module.modules():
         if any(c.__name__ == "FSDPModule" for c in type(child).__mro__):  # importing it takes long
             child.reshard()  # type: ignore[operator]
@@ -256,7 +274,7 @@ def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
 
 
 class OptimizerComponent:
-    """A torch optimizer; see the top."""
+    """A torch optimizer: its state is stable, the options of its groups are volatile."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
@@ -268,7 +286,7 @@ class OptimizerComponent:
 
     @property
     def local(self) -> torch.optim.Optimizer:
-        """The one that has this rank's state."""
+        """The optimizer that has this rank's state: the one inside ZeRO, else itself."""
         if not self.is_spread:
             return self.optimizer
         found: torch.optim.Optimizer | None = vars(self.optimizer).get("optim")
@@ -281,7 +299,7 @@ class OptimizerComponent:
 
     @property
     def parameters(self) -> list[torch.Tensor]:
-        """Those that it has state for, in the order of their numbers in the state."""
+        """The parameters that it updates, in the order of their numbers in its state."""
         return [p for group in self.local.param_groups for p in group["params"]]
 
     def copy(self) -> None:
@@ -300,7 +318,7 @@ class OptimizerComponent:
         return self._groups
 
     def state(self) -> dict[str, Any]:
-        state = dict(map_tensors(self.local.state_dict(), local_part))
+        state = dict(map_tensors(self.local.state_dict(), _local_part))
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
@@ -311,7 +329,7 @@ class OptimizerComponent:
         return state
 
     def _sharded_places(self) -> list[str]:
-        """``3.exp_avg``: of its state the DTensors laid out like their parameter; they come back as such."""
+        """The DTensors of its state with their parameter's layout, as ``3.exp_avg``; `load` restores them so."""
         found: list[str] = []
         for index, parameter in enumerate(self.parameters):
             if isinstance(parameter, DTensor):
@@ -338,13 +356,13 @@ class OptimizerComponent:
         if self.is_spread:
             for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
                 shown.update({key: value for key, value in loaded.items() if key != "params"})
-        # The process before has stepped it. A scheduler that steps before the first update here (at an epoch's end)
-        # would make torch warn of a wrong order.
+        # The process before has stepped it. Without this, torch warns of a wrong order when a scheduler steps before
+        # the first update here (at an epoch's end).
         vars(self.optimizer)["_opt_called"] = True
         self.copy()
 
     def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
-        """What had been DTensors are DTensors again."""
+        """Make DTensors again of what were DTensors."""
         places = set(state.pop("sharded", ()))
         if not places:
             return state
@@ -356,7 +374,7 @@ class OptimizerComponent:
         return {**state, "state": laid_out}
 
     def _undo_casts(self, state: dict[str, Any]) -> None:
-        """`Optimizer.load_state_dict` casts floating state to the parameter's dtype: fp32 moments lose bits."""
+        """Undo the casts of `Optimizer.load_state_dict` to the parameter's dtype, in which fp32 moments lose bits."""
         parameters = self.parameters
         indices = [i for group in state["param_groups"] for i in group["params"]]
         for index, parameter in zip(indices, parameters, strict=True):
@@ -380,7 +398,7 @@ def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> Any:
     if isinstance(value, torch.Tensor):
-        return with_layout_of(like, value) if place in places else value
+        return _with_layout_of(like, value) if place in places else value
     if type(value) is dict:
         return {key: _laid_out(item, f"{place}.{key}", places, like) for key, item in value.items()}
     if type(value) in (list, tuple):
@@ -425,7 +443,7 @@ class PlainComponent:
 
 
 def component_for(name: str, target: object) -> Component:
-    """The component that fits `target`. Raises UsageError when it has no state to give."""
+    """The component for `target`. Raises UsageError when it has no ``state_dict``."""
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
     if isinstance(target, torch.optim.Optimizer):

@@ -1,13 +1,14 @@
-"""Fast deep copies of plain nested state, for the small state that is copied at every boundary."""
+"""Copies of nested state: of the small state at every boundary, and of everything into host memory for a save."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["copy_tree"]
+__all__ = ["copy_tree", "map_tensors", "to_host"]
 
 _ATOMS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size)
 
@@ -36,3 +37,73 @@ def copy_tree(value: Any) -> Any:
     if hasattr(value, "copy") and hasattr(value, "__len__"):
         return value.copy()  # set, Counter, bytearray, numpy array
     return value
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """`value` with every tensor replaced by ``change(tensor)``; tied tensors stay tied.
+
+    The same memory seen the same way is changed once, for `state_dict()` gives a new object for each name of a tied
+    weight.
+    """
+    done: dict[object, torch.Tensor] = {}
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            key = _memory(item)
+            if key not in done:
+                done[key] = change(item)
+            return done[key]
+        kind = type(item)
+        if isinstance(item, dict):
+            changed = item.copy()
+            for key in changed:
+                changed[key] = walk(changed[key])
+            return changed
+        if kind in (list, tuple):
+            return kind(walk(one) for one in item)
+        if kind is deque:
+            return deque((walk(one) for one in item), item.maxlen)
+        return item
+
+    try:
+        return walk(value)
+    finally:
+        done.clear()  # `walk` refers to itself: what it holds would stay until the garbage collector comes by
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
+        return id(tensor)  # a DTensor has no memory of its own, nor has a sparse tensor
+    if tensor.is_meta or tensor.is_quantized or tensor.numel() == 0:
+        return id(tensor)
+    view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.untyped_storage().data_ptr(), *view)
+
+
+def to_host(state: Any, *, boundary_event: Any, copy: bool) -> Any:
+    """`state` with its device tensors in pinned host memory.
+
+    CPU tensors are cloned when `copy` is set (the caller goes on training while the result is written), else taken as
+    they are. CUDA tensors are copied on a stream of their own that waits for `boundary_event` only, so that a hung
+    kernel of the next step on the training stream does not hold the copy up. Returns once all copies are complete.
+    """
+    streams: dict[torch.device, Any] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return tensor.detach().clone() if copy else tensor
+        if tensor.device.type != "cuda":
+            return tensor.detach().to("cpu")
+        stream = streams.get(tensor.device)
+        if stream is None:
+            stream = streams[tensor.device] = torch.cuda.Stream(tensor.device)
+            if boundary_event is not None:
+                stream.wait_event(boundary_event)
+        with torch.cuda.stream(stream):
+            host = torch.empty_like(tensor.detach(), device="cpu", pin_memory=True)
+            return host.copy_(tensor.detach(), non_blocking=True)
+
+    moved = map_tensors(state, move)
+    for stream in streams.values():
+        stream.synchronize()
+    return moved

@@ -181,21 +181,22 @@ class LayoutRecorder:
                     found[place] = meshes.laid_out(place, value)
                 elif isinstance(parameter, DTensor) and shape and shape == part:
                     found[place] = meshes.laid_out(place, parameter)  # made as zeros_like(p.to_local())
-                elif like is not None and self._follows_split(shape, parameter, known_as):
+                elif like is not None and self._follows_split(shape, part, parameter, known_as):
                     found[place] = LaidOut(self._own, shape)
                 elif like is not None and (not meshes.widest_ranks or like.ranks != default.ranks):
-                    # As the parameter; or step counters and the like, of which digests will tell.
+                    # As the parameter. For step counters and the like that is assumed: the digests will show it.
                     alike = shape == tuple(parameter.shape)
                     by_hand = self.setup.by_hand(known_as, shape) if alike else None
                     found[place] = by_hand or LaidOut(_replicated(like.ranks), shape, True)
         return found
 
-    def _follows_split(self, shape: tuple[int, ...], parameter: torch.Tensor, place: str) -> bool:
-        """Whether a state of another shape than its parameter has a dimension of the length of the rank's part.
+    def _follows_split(
+        self, shape: tuple[int, ...], part: tuple[int, ...], parameter: torch.Tensor, place: str
+    ) -> bool:
+        """Whether a state of `shape` has a dimension of the length of `part`, the rank's share of a split parameter.
 
-        The row sums of a split matrix have (Adafactor). Such a state has no replicas, even where values are equal.
+        Row sums of a split matrix have one (Adafactor). Such a state has no replicas, even where values are equal.
         """
-        part = tuple(_local(parameter).shape)
         if shape == part:
             return False
         whole = tuple(parameter.shape)

@@ -45,7 +45,7 @@ class _NumpyState(dict[str, Any]):
 def _numpy_state(earlier: Any) -> dict[str, Any]:
     """numpy's global state, in 1 us instead of 46 when it has not moved.
 
-    The raw words alone do not tell: a normal deviate that was kept back is used without drawing. But one can only be
+    The raw words alone do not suffice: a normal deviate that was kept back is used without drawing. But one can only be
     kept back after a draw, so with none kept in `earlier`, equal words mean an equal state.
     """
     import numpy

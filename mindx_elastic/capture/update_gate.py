@@ -7,30 +7,31 @@ DIRTY     one has run and the boundary is not reached yet (second optimizer, EMA
 PASSING   the boundary is reached and its volatile state is being copied (or the copy has failed)
 ========  ================================================================================================
 
-It is a readers/writer gate. Readers: the copy of a snapshot (`lend`, `give_back`) and whoever saves (`hold`). Writers:
+It is a readers/writer gate. Readers: the copy of a snapshot (`lend`, `give_back`) and a save (`hold`). Writers:
 ``optimizer.step()`` (`begin_update`) and the boundary (`pass_boundary`). Forward and backward are neither.
 
 ================  =========================  ==============================  ==================================
-asks              no reader, CLEAN           readers, CLEAN                  UPDATING, DIRTY, PASSING
+call              no reader, CLEAN           readers, CLEAN                  UPDATING, DIRTY, PASSING
 ================  =========================  ==============================  ==================================
 `hold`            reads                      reads beside them, at once      waits for CLEAN up to its time-out, then
                                                                              reads with the reason why it is not
 `lend`            reads                      reads beside them               (the training thread asks at a boundary)
-`begin_update`    UPDATING                   waits until nobody reads        UPDATING, once nobody reads
-`pass_boundary`   PASSING, then CLEAN        waits until nobody reads        PASSING, then CLEAN, once nobody reads
+`begin_update`    UPDATING                   waits for the readers           UPDATING, after the readers
+`pass_boundary`   PASSING, then CLEAN        waits for the readers           PASSING, then CLEAN, after the readers
 ================  =========================  ==============================  ==================================
 
-A reader never waits for a writer that waits: a dying save must get in beside a slow copy, in front of the training
-thread that waits for the same copy. The writer does not starve, for the readers that can come while it waits are few:
-the thread that takes snapshots and saves between steps is the waiting one itself, so there is the copy that it lent
-to, and the one save of a stop.
+A reader never waits behind a waiting writer: a dying save must read beside a slow copy, ahead of the training thread
+that waits for the same copy. The writer does not starve, because few readers can come while it waits. The thread that
+takes snapshots and saves between steps is the waiting one itself, so there is the copy that it lent to, and the one
+save of a stop.
 
-No thread keeps the lock inside for longer than a few assignments; who waits, waits without it. So nobody who asks can
-be held up by a thread that is stuck while it reads, but for a writer, which must be.
+No thread keeps the lock for longer than a few assignments, or while it waits. So a thread that is stuck while it reads
+holds up the writers, which it must, and no reader.
 
-Torch's optimizer hooks are global (`register_optimizer_step_pre_hook`), so an optimizer that nobody told us about is
-seen too, and one that steps inside backward. An update without any optimizer (``with torch.no_grad(): p -= ...``) shows
-in the parameters' version counters, which are compared before and after a read.
+Torch's optimizer hooks are global (`register_optimizer_step_pre_hook`), so the gate also sees optimizers that were not
+given to the guard, and those that step inside backward. An update without any optimizer
+(``with torch.no_grad(): p -= ...``) shows in the parameters' version counters, which are compared before and after a
+read.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class UpdateGate:
         self.waited_s = 0.0
         """How long updates have waited for copies so far, in seconds."""
         self.unguarded = False
-        """The program has updated parameters without an optimizer: no hook tells, so nothing waits at this gate."""
+        """The program has updated parameters without an optimizer: no hook runs then, so no update waits here."""
         self.at_last_update: Callable[[], None] | None = None
         """Called in the updating thread once every optimizer has stepped as often in this step as it usually does."""
         self.had_updates = False
@@ -114,7 +115,7 @@ class UpdateGate:
         _watching.discard(self)
 
     def begin_update(self) -> None:
-        """Waits while somebody reads."""
+        """An optimizer is about to step. Waits for the readers."""
         with self._lock:
             if self._readers:
                 self._wait_for_readers()
@@ -122,7 +123,7 @@ class UpdateGate:
             self._state = GateState.UPDATING
 
     def end_update(self, optimizer: int = 0) -> None:
-        """`optimizer`: which one, its `id`."""
+        """It has stepped. `optimizer`: its `id`."""
         with self._lock:
             # Several at once: optimizers in backward run on autograd's device threads.
             self._running = max(0, self._running - 1)
@@ -151,11 +152,11 @@ class UpdateGate:
         return len(now) if len(then) != len(now) else sum(a != b for a, b in zip(then, now, strict=True))
 
     def pass_boundary(self, copy_volatile: Callable[[], None]) -> bool:
-        """The boundary is reached: copy the volatile state and be clean. Waits while somebody reads.
+        """The boundary is reached: copy the volatile state and be clean. Waits for the readers.
 
-        Returns False when an update that began never ended (an exception inside ``optimizer.step()`` that the program
-        swallowed): the caller says so, the program has chosen to go on from there. An exception in `copy_volatile`
-        leaves the gate not clean: half of the copy may be the last boundary's.
+        Returns False when an update that began never ended (the program swallowed an exception inside
+        ``optimizer.step()``): the caller warns, since the program has chosen to go on from there. An exception in
+        `copy_volatile` leaves the gate not clean: half of the copy may be the last boundary's.
         """
         with self._lock:
             if self._readers:
@@ -194,15 +195,15 @@ class UpdateGate:
             self.waited_s += time.perf_counter() - began
 
     def give_up(self) -> None:
-        """The training thread has failed: no boundary will come, nobody need wait for one. Any thread."""
+        """The training thread has failed: stop waiting for a boundary. Any thread."""
         with self._lock:
             self._hopeless = True
             self._changed.notify_all()
 
     def lend(self) -> None:
-        """Training thread, right after a boundary: a copy that another thread makes reads from now on.
+        """Begin to read for a copy that another thread makes. Training thread, right after a boundary.
 
-        `give_back` must follow, in any thread. The next update, and the next boundary, wait for it.
+        `give_back` must follow, in any thread. The next update and the next boundary wait for it.
         """
         with self._lock:
             self._readers += 1
@@ -239,13 +240,13 @@ class UpdateGate:
             self.give_back()
 
     def window_open(self) -> bool:
-        """Whether gradients wait for an update that has not come since the boundary (gradient accumulation)."""
+        """Whether there are gradients and no update since the boundary (gradient accumulation)."""
         if self._state is not GateState.CLEAN or self.changed_since_boundary():
             return False
         return any(p.grad is not None for p in self._parameters)
 
     def changed_since_boundary(self) -> str | None:
-        """Names the fact that parameters were changed outside any optimizer, else None. Call it holding the gate."""
+        """A text if parameters were changed outside of any optimizer, else None. Call it holding the gate."""
         now = [p._version for p in self._parameters]
         if now == self._versions:
             return None
@@ -266,9 +267,9 @@ _watching: weakref.WeakSet[UpdateGate] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Let a forked child's own optimizers wait for nobody.
+    """Free a forked child's optimizers from the gate.
 
-    It has none of the reading threads, and perhaps a lock that one of them held. What it trains is not what is saved.
+    The child has none of the reading threads, and perhaps a lock that one of them held. Its weights are not saved.
     """
     for gate in list(_watching):
         gate._lock = threading.Lock()

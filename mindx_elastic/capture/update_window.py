@@ -1,22 +1,23 @@
-"""What happens between the last ``optimizer.step()`` of a step and its boundary, learned from the steps before.
+"""Decides whether a step that an exception cut off after its last ``optimizer.step()`` is the coming boundary.
 
-An exception there (people log there) finds weights that are no boundary any more and not known to be the coming one.
-They are, if everything that moves in this window has moved. The boundaries of the steps before tell what moves in a
-step; some steps are looked at in the middle as well, right after their last update, and tell what moves in the window:
+Programs log in the window between that update and `step_end`, and an exception there leaves weights that are not the
+last boundary's any more. They are the coming boundary's if everything that changes in this window has changed. What
+changes in a step is learned from the boundaries of the steps before; what changes in the window, from some steps that
+are also looked at right after their last update:
 
 ================================  =====================================================================================
 seen in the window                the state after an exception is the coming boundary if
 ================================  =====================================================================================
 nothing moves                     every optimizer has stepped as often as in every step before
 schedulers, scaler, stateful      each value that moved in the step before has moved; numbers that count by as much
-objects, options of groups        (a value that also moves before the window tells nothing: refused)
+objects, options of groups        (a value that also moves before the window proves nothing: refused)
 parameters (EMA, clipping)        each was changed in place as often as in the step before
 random numbers, buffers           never: how many more would have been drawn is not known
 ================================  =====================================================================================
 
-Looked at are the first steps of a process, two in fifty up to about 1000, then two in 1000 (also where people count
-from 0), so that what is done only now and then is seen too; the others cost nothing. It stays a conclusion from what
-was seen: code of the window that has never run in a step that was looked at is not known.
+The first steps of a process are looked at, then two in fifty up to about step 1000, then two in 1000 (two, because
+some programs count from 0), so that what is done only now and then is seen too; the others cost nothing. Code of the
+window that has never run in a step that was looked at stays unknown.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.core.printable import listed
 
 __all__ = ["UpdateWindow"]
 
@@ -54,7 +56,7 @@ class _Middle:
 
 @dataclass
 class _Learned:
-    """What the windows looked at have shown."""
+    """What changes in the window, as far as the looks have shown."""
 
     num_windows: int = 0
     draws: bool = False
@@ -68,7 +70,7 @@ class _Learned:
 
 
 class UpdateWindow:
-    """One per guard. Training thread, but for `_look`, which runs in the thread that updates."""
+    """One per guard. For the training thread; only `_look` runs in the thread that updates."""
 
     def __init__(self, collector: Collector, gate: UpdateGate) -> None:
         self._collector, self._gate = collector, gate
@@ -78,7 +80,7 @@ class UpdateWindow:
         self._blocks: dict[str, BufferBlock] = {}
         self._getters = [(name, _reference_of(component)) for name, component in collector.components.items()]
         self._broken: str | None = None
-        # Copies that nobody changes, so keeping the last two boundaries' costs no copy.
+        # These copies are never changed in place, so the last two boundaries' are kept without another copy.
         self._base: dict[str, Any] = self._references()
         self._before = self._after = self._base  # around the last step with updates
 
@@ -97,7 +99,7 @@ class UpdateWindow:
         if middle is not None and self._broken is None:
             try:
                 self._learn(middle, before)
-            except Exception as error:  # an object that cannot be compared: no reason to end a training
+            except Exception as error:  # an object that cannot be compared does not end the training
                 self._broken = f"the state cannot be compared ({type(error).__name__}: {error})"
         if self._boundaries <= _FIRST:
             wanted = True
@@ -106,7 +108,7 @@ class UpdateWindow:
         self._gate.at_last_update = self._look if wanted and self._broken is None else None
 
     def standing(self) -> list[str]:
-        """Why an exception in the window always costs the step, as far as is known; empty: it does not."""
+        """The known reasons for which an exception in the window always costs the step; empty: there are none."""
         learned = self._learned
         found = [self._broken] if self._broken else []
         if not self._gate.steady:
@@ -161,7 +163,7 @@ class UpdateWindow:
         return found
 
     def _is_scheduled(self, name: str) -> bool:
-        """Whether `name` is an optimizer whose options a named scheduler sets: that one tells more."""
+        """Whether `name` is an optimizer whose options a named scheduler sets, which shows more."""
         component = self._collector.components[name]
         if not isinstance(component, OptimizerComponent):
             return False
@@ -169,7 +171,7 @@ class UpdateWindow:
         return any(getattr(target, "optimizer", None) is component.optimizer for target in plain)
 
     def _raised_in(self, traceback: TracebackType | None) -> list[str]:
-        """An object that raises half-way through its own step may have moved in part."""
+        """The target that the exception comes out of, if any: it may have changed in part."""
         targets = {id(c.target): n for n, c in self._collector.components.items() if isinstance(c, PlainComponent)}
         targets |= {
             id(c.optimizer): n for n, c in self._collector.components.items() if isinstance(c, OptimizerComponent)
@@ -214,11 +216,11 @@ class UpdateWindow:
                 learned.both.setdefault(name, set()).update(both)
 
     def _references(self) -> dict[str, Any]:
-        """The last boundary's copies of everything small, but for generators and buffers."""
+        """The last boundary's copies of all small state except generators and buffers."""
         return {name: getter() for name, getter in self._getters}
 
     def _parts(self) -> dict[str, _Leaves]:
-        """The same, live."""
+        """The same state as it is now."""
         found: dict[str, Any] = {}
         for name, component in self._collector.components.items():
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
@@ -227,7 +229,7 @@ class UpdateWindow:
 
 
 def _reference_of(component: Component) -> Callable[[], Any]:
-    """Gives the boundary's copy of what is small in it, but for buffers. Called at every boundary."""
+    """Gives the boundary's copy of its small state except buffers. Called at every boundary."""
     if isinstance(component, OptimizerComponent):
         return partial(getattr, component, "groups")
     if isinstance(component, ModuleComponent):
@@ -278,5 +280,4 @@ def _moved_alike(then: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
 
 
 def _some(values: set[str]) -> str:
-    shown = sorted(values)
-    return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+    return listed(sorted(values), 3)

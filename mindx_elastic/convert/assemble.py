@@ -8,6 +8,7 @@ import torch
 
 from mindx_elastic.convert.mapped import Scratch
 from mindx_elastic.core.layout import Box, Layout, local_places
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, MismatchError, UsageError
 
 __all__ = ["ReadPart", "assemble", "first_healthy"]
@@ -29,8 +30,8 @@ def first_healthy(name: str, ranks: list[int], read: ReadPart, shard: str = "") 
             if part is not None:
                 return part
             problems.append(f"rank {rank}: no file has it")
-    shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
-    raise CorruptCheckpointError(f"{name}: {shard}cannot be read from any file ({shown})", tensor=name)
+    why = listed(problems, 4, "; ")
+    raise CorruptCheckpointError(f"{name}: {shard}cannot be read from any file ({why})", tensor=name)
 
 
 def assemble(

@@ -8,7 +8,7 @@ import torch
 import xxhash
 
 from mindx_elastic.convert.mapped import MappedFile
-from mindx_elastic.core.strategy import TensorSpec, strategy_from_record
+from mindx_elastic.core.strategy import LayoutRecord, TensorSpec
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError, UsageError
 from mindx_elastic.persist.format import Header
 from mindx_elastic.persist.packed import flat_bytes
@@ -93,10 +93,11 @@ def _specs(path: Path, header: Header) -> dict[str, TensorSpec]:
     whole = record.get("default") is not None
     try:
         places = {n: (e.dtype, e.shape) for n, e in header.entries.items() if whole or n in named}
-        found = strategy_from_record(record, places).tensors
+        parsed = LayoutRecord.from_json(record)
+        found = parsed.strategy(places).tensors
         if len(found) == len(places):
             return dict(zip(places, found, strict=True))
         # two entries of one global name: taken one by one
-        return {n: spec for n, p in places.items() for spec in strategy_from_record(record, {n: p}).tensors}
+        return {n: spec for n, p in places.items() for spec in parsed.strategy({n: p}).tensors}
     except (UsageError, TypeError) as error:
         raise CorruptCheckpointError(f"{path}: {error}", path=path) from None

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, UsageError
 
 __all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved", "select"]
@@ -51,8 +52,7 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
 
 
 def _listed(content: Mapping[Any, Any]) -> str:
-    names = [str(name)[:60] for name in content]
-    return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
+    return listed([str(name)[:60] for name in content], 12)
 
 
 def _no_component(component: str, content: Mapping[Any, Any]) -> str:

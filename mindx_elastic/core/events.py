@@ -1,7 +1,7 @@
-"""What happened: one JSON object a line in ``events.jsonl``, and one log line for a person.
+"""The event log: one JSON object a line in ``events.jsonl``, and the package's log lines on the console.
 
 Format: time (unix s), run_id, attempt, rank, step, event, reason, duration_s, bytes, outcome;
-further keys where an event has more to say. Every rank appends to the same file with single `write` calls on an
+further keys where an event has them. Every rank appends to the same file with single `write` calls on an
 `O_APPEND` descriptor, so lines of several ranks do not mix on a local file system. The file is bounded: see `EventLog`.
 """
 
@@ -40,7 +40,7 @@ __all__ = [
 class _Fallback(logging.Filter):
     """Gives warnings their prefix and level where no handler exists: outside of a guard, in a program without logging.
 
-    Python's last resort prints the bare message then. No handler of ours: a program may configure logging later.
+    Python's last resort prints the bare message then. We add no handler: a program may configure logging later.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -53,7 +53,7 @@ class _Fallback(logging.Filter):
 
 
 class _Shown(logging.Filter):
-    """What others have said in a message (file names, reasons, texts of exceptions) is shown, not obeyed.
+    """Escapes what others have put into a message: file names, reasons, texts of exceptions.
 
     On the logger, not on a handler: the program may have handlers of its own. A record is one line, but for tracebacks.
     """
@@ -61,7 +61,7 @@ class _Shown(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         try:
             record.msg, record.args = printable(record.getMessage()), None
-        except Exception:  # a message that does not fit its arguments: the handler says so
+        except Exception:  # a message that does not fit its arguments: the handler reports it
             return True
         if record.exc_info and not record.exc_text:
             record.exc_text = printable_block(logging.Formatter().formatException(record.exc_info))
@@ -74,7 +74,7 @@ logger.addFilter(_Fallback())
 GENERATION_BYTES = 4 << 20
 """A log that has grown to this is moved to ``{name}.1``, and a new one begun: some 12,000 lines each."""
 READ_BYTES = 2 * GENERATION_BYTES
-"""Of each of the two files no more is ever read, whatever its size: one that cannot be moved, or an old one."""
+"""At most so much of each of the two files is read, whatever its size: one that cannot be moved, or an old one."""
 _TAIL_BYTES = 1 << 18
 _PIECE_BYTES = 1 << 16
 _WAITING_BYTES = 1 << 18  # of events that could not be written
@@ -139,7 +139,7 @@ class EventLog:
         generation_bytes: int = GENERATION_BYTES,
         owners: Owners | None = None,
     ) -> None:
-        """`owners`: whose lines count where the log is read; None: anybody's."""
+        """`owners`: the users whose log is read; None: any user's."""
         self.path = path
         self.run_id, self.attempt, self.rank = run_id, attempt, rank
         self.counters: dict[str, int] = {}
@@ -158,7 +158,7 @@ class EventLog:
         return self._recorded_run == self.run_id
 
     def write_aside(self) -> None:
-        """From now on another thread writes, and no event is waited for longer than a moment.
+        """Let another thread write from now on, so that an event takes a moment at most.
 
         The file system of a log may hang, and must not keep a job from stopping. Raises RuntimeError when there can be
         no more threads.
@@ -167,7 +167,7 @@ class EventLog:
         self._aside.start()
 
     def close(self) -> None:
-        """End that thread; what hangs is left alone."""
+        """End that thread; leave it where it hangs."""
         if self._aside is not None:
             self._aside.close(_PATIENCE_S)
             self._aside = None
@@ -218,7 +218,7 @@ class EventLog:
         if not aside.busy:
             self._late_since = None
         elif self._late_since is not None and now - self._late_since > _HANGS_S:
-            logger.warning("%s has not taken an event for %.0f s; nobody waits for it", self.path, _HANGS_S)
+            logger.warning("%s has not taken an event for %.0f s; events no longer wait for it", self.path, _HANGS_S)
             self._late_since = math.inf  # said
         if aside.num_waiting > _MAX_WAITING:
             return
@@ -252,7 +252,7 @@ class EventLog:
             self._recorded_run = run_id
 
     def _shorten_waiting(self) -> None:
-        """What cannot be written must not fill the memory; what a start needs goes last."""
+        """Bound the events that wait to be written: drop those first that a start does not need."""
         while len(self._waiting) > 1 and sum(len(data) for _, data in self._waiting) > _WAITING_BYTES:
             dispensable = [n for n, (event, _) in enumerate(self._waiting) if event not in _CARRIED]
             del self._waiting[dispensable[0] if dispensable else 0]
@@ -267,7 +267,7 @@ class EventLog:
                 data = b"\n" + data
             written = os.write(fd, data)
             if written < len(data):
-                # Not the rest of it: another rank's line may stand between. Readers skip a line that is cut off.
+                # Do not write the rest: another rank's line may follow the half. Readers skip a line that is cut off.
                 data = b"\n" + data
                 if (again := os.write(fd, data)) < len(data):
                     raise OSError(errno.ENOSPC, f"only {again} of {len(data)} bytes were written", str(self.path))
@@ -285,7 +285,7 @@ class EventLog:
             if error.errno not in _NO_LOCKS or self.rank != 0:
                 return  # it is being done; or nothing can be locked there: rank 0 does it
         try:
-            # Whoever renames this very file holds its lock, so it cannot change between here and the rename.
+            # A process that renames this file holds its lock, so the file cannot change before the rename.
             if not os.path.samestat(os.fstat(fd), os.stat(self.path, follow_symlinks=False)):
                 return
             carried = self._lines_to_carry(older)

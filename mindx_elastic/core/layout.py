@@ -1,12 +1,13 @@
 """How one tensor is spread over ranks: a mesh, and for each of its dimensions whether it splits or repeats the tensor.
 
 Pure arithmetic, no torch: the same rules for a live DTensor, a file header, a MindSpore strategy and a layout given by
-hand. What each rank holds is worked out, never stored, so that thousands of ranks cost nothing.
+hand. What each rank holds is computed from the mesh and not stored, so that thousands of ranks cost nothing.
 
 A split follows ``torch.chunk``: pieces of ``ceil(n / parts)``, the last ones shorter or empty. Mesh dimensions split a
-tensor from left to right, but for ``_StridedShard``: its split factor says how many pieces the dimensions to its right
-have made *before* it (FSDP2 around tensor parallel), so those go first. On an uneven dimension torch's own reading of
-such a placement (left to right, pieces put together again) can differ from what FSDP2 holds; ours is what it holds.
+tensor from left to right, except for ``_StridedShard``: its split factor is the number of pieces that dimensions to its
+right have made *before* it (FSDP2 around tensor parallel), so those go first. On an uneven dimension torch's own
+reading of such a placement (left to right, pieces put together again) can differ from what FSDP2 holds; ours is what
+FSDP2 holds.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ __all__ = [
     "Layout",
     "Placement",
     "Shard",
-    "box_size",
     "local_places",
     "overlap",
     "parse_placement",
@@ -53,7 +53,7 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True)
 class Placement:
-    """What one mesh dimension does to a tensor: ``dim`` is None: every rank along it holds the same."""
+    """What one mesh dimension does to a tensor. Without a ``dim`` every rank along it holds the same."""
 
     dim: int | None = None
     """The tensor's dimension that is split."""
@@ -77,7 +77,7 @@ def Shard(dim: int, split_factor: int = 1) -> Placement:  # noqa: N802 - torch's
 def parse_placement(value: Any) -> Placement:
     """A `Placement`, torch's own placement object, or text: ``R``, ``replicate``, ``S(0)``, ``shard(0)``, ``_S(0,2)``.
 
-    Raises UsageError for anything else; ``Partial`` sums are no state that can be saved.
+    Raises UsageError for anything else: a ``Partial`` sum cannot be saved.
     """
     if isinstance(value, Placement):
         return value
@@ -100,7 +100,7 @@ def parse_placement(value: Any) -> Placement:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is spread over `ranks`, which stand in the mesh row by row.
+    """How a tensor is spread over `ranks`, which fill the mesh row by row.
 
     ::
 
@@ -202,12 +202,12 @@ class Layout:
         )
         return self.shard_ids[place]
 
-    # --- where a shard lies ---
+    # --- which part of a tensor a shard is ---
 
     def boxes(self, shape: Sequence[int], shard: int) -> list[Box]:
         """The parts of a tensor of global `shape` that `shard` consists of, in the order of its own memory.
 
-        One, but for a ``_StridedShard`` without the splits that it speaks of. None, when the shard is empty.
+        A ``_StridedShard`` in a mesh without the splits that it refers to has several; an empty shard has none.
         """
         return [box for box in product(*self.segments(shape, shard)) if all(stop > start for start, stop in box)]
 
@@ -291,7 +291,7 @@ class Layout:
                 before += 1
             if made == factor:
                 order.insert(before, (i, 1))
-            else:  # those splits are not there: pieces of pieces, as torch has it
+            else:  # the mesh does not have those splits: pieces of pieces, as in torch
                 order.insert(0, (i, factor))
         return order
 
@@ -326,7 +326,7 @@ class Layout:
                 and all(isinstance(text, str) and len(text) <= _MAX_NAME and text.isprintable() for text in texts)
                 for texts in (placements, names)
             ):
-                raise UsageError("layout with too many ranks, or placements or names that are no texts")
+                raise UsageError("layout with too many ranks, or placements or names that are not texts")
             return cls(tuple(content["mesh"]), tuple(placements), ranks, tuple(names))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError) as error:
             raise UsageError(f"malformed layout {str(content)[:80]}: {error!r}") from None
@@ -383,13 +383,8 @@ def overlap(one: Box, other: Box) -> Box | None:
     return tuple(found)
 
 
-def box_size(box: Box) -> int:
-    """Number of elements."""
-    return math.prod(stop - start for start, stop in box)
-
-
 def local_places(segments: Sequence[Sequence[Interval]]) -> Iterator[tuple[Box, Box]]:
-    """Each box of a shard: where it lies in the whole tensor, and where in the shard's own memory."""
+    """Each box of a shard: its place in the whole tensor, and its place in the shard's own memory."""
     places = []
     for each in segments:
         done, row = 0, []

@@ -1,14 +1,14 @@
-"""Whose files count: what another user has put into a checkpoint directory is never loaded.
+"""Decides whose files count: files that other users have put into a checkpoint directory are never loaded.
 
-A digest is no signature, so the owner of a file is what tells a job's own checkpoint from one that somebody else has
-copied in. A file counts if its owner is this process's user, root, or the owner of the directory that was asked for;
-and those whom the user has named (``trusted_users``). *This process's user* is learnt from a file that we create there:
-on NFS with root squash, or with mapped ids, it is another number than `os.geteuid` gives.
+Digests are not signatures, so the owner of a file is what distinguishes a job's own checkpoint from one that another
+user has copied in. A file counts if its owner is this process's user, root, the owner of the directory that was asked
+for, or one of ``trusted_users``. *This process's user* is learnt from a file that we create there: on NFS with root
+squash, or with mapped ids, it is another number than `os.geteuid` gives.
 
-Rejected: the group (on Kubernetes every pod of a volume shares it); a signature (its key would have to lie somewhere,
-and whoever can write to a directory can as a rule read the job's environment from the same place); ownership alone as
-found by `os.stat` on the path (the file may be exchanged between the look and the read): every reader opens the file,
-looks at the descriptor, and reads from it.
+Rejected: the group (on Kubernetes every pod of a volume shares it); a signature (its key would have to be stored, and
+users who can write to the directory can as a rule read the job's environment from the same place); the owner as
+`os.stat` gives it for the path (the file may be exchanged before it is read): every reader opens the file, checks the
+descriptor, and reads from it.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def find_owners(directory: Path, *, created: os.stat_result | None = None, trust
 
 
 def _squatted(directory: Path, uids: set[int]) -> Iterator[Path]:
-    """The parts of the path that stand in a world-writable folder and are a stranger's: anybody could have made
-    them."""
+    """The parts of the path that another user may have made: they are in a world-writable folder, and not ours."""
     for part in (directory, *directory.parents):
         try:
             if (
@@ -92,7 +91,7 @@ def _squatted(directory: Path, uids: set[int]) -> Iterator[Path]:
 
 
 def _is_unmapped(uid: int) -> bool:
-    """In a user namespace all users without a number there look like one; none of them can be told from another."""
+    """In a user namespace all users without a number there have one number, and cannot be distinguished."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -130,7 +129,7 @@ class Trust:
     """Whose files count, for all directories of a job."""
 
     roots: dict[Path, Owners] = field(default_factory=dict)
-    """By directory, resolved; what is not below one of them is judged by the folder that it lies in."""
+    """By directory, resolved; what is not below one of them is judged by its own folder."""
     trusted: frozenset[int] = frozenset()
     allow_shared: bool = False
 
@@ -160,10 +159,10 @@ class Trust:
 
 
 def check_place(path: Path) -> None:
-    """Raise UnsafeDirectoryError where users whom nobody has named can put something into the place of `path`.
+    """Raise UnsafeDirectoryError where users who are not trusted can replace `path`.
 
-    That is so if the directory is world-writable, or one on the way to it is without the sticky bit, or if a name in a
-    world-writable one is a stranger's. Whatever is not there yet is passed over.
+    They can if the directory is world-writable, if one on the way to it is and has no sticky bit, or if another user
+    owns a name in a world-writable one. What does not exist yet is passed over.
     """
     ours = {0, os.geteuid()}
     try:
@@ -172,7 +171,7 @@ def check_place(path: Path) -> None:
             if not folder.st_mode & stat.S_IWOTH:
                 continue
             if not folder.st_mode & stat.S_ISVTX:
-                why = f"others may write to {parent}, in which it lies (mode {_mode(folder)}), and exchange it"
+                why = f"others may write to {parent} (mode {_mode(folder)}), its folder, and exchange it"
                 raise _unsafe(path, why, parent)
             status = os.lstat(entry)
             if status.st_uid not in ours:

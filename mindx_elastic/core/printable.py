@@ -1,19 +1,21 @@
-"""Text from others on one line, harmless to a terminal and to a log: the one place that decides what is shown as it is.
+"""Escapes text from others so that it is one line and harmless to a terminal and to a log.
 
-File names, header fields, tensor names, fault reports and the other ranks' messages may come from anybody. Escape
-sequences could colour, hide or rewrite what a person reads, a line break could forge a line of the log.
+File names, header fields, tensor names, fault reports and the other ranks' messages may come from anywhere. Escape
+sequences could colour, hide or rewrite what a person reads, and a line break could forge a line of the log.
 """
 
 from __future__ import annotations
 
-__all__ = ["printable", "printable_block"]
+from collections.abc import Sequence
+
+__all__ = ["listed", "printable", "printable_block"]
 
 
 def printable(text: object, limit: int | None = None) -> str:
     """`text` on one line, without anything that a terminal would obey or cannot show.
 
     Control characters, line breaks, marks that change the writing direction, invisible ones and undecodable bytes
-    become visible escapes (``\\x1b``). `limit`: longest result in characters; what is cut off is said.
+    become visible escapes (``\\x1b``). `limit`: most characters of `text` to show; the result then gives its length.
     """
     found = str(text)
     if limit is not None and len(found) > limit:
@@ -22,6 +24,14 @@ def printable(text: object, limit: int | None = None) -> str:
     if found.isprintable():
         return found
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in found)
+
+
+def listed(items: Sequence[object], most: int, separator: str = ", ") -> str:
+    """The first `most` items, and how many more there are: ``a, b and 3 more``, or ``a; b; and 3 more``."""
+    shown = separator.join(map(str, items[:most]))
+    if len(items) <= most:
+        return shown
+    return f"{shown}{'' if separator == ', ' else separator.rstrip()} and {len(items) - most} more"
 
 
 def printable_block(text: str) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
-from typing import Any, overload
+from typing import overload
+
+from mindx_elastic.core.printable import listed
 
 __all__ = ["RankGaps", "rank_list", "rank_ranges"]
 
@@ -15,8 +17,7 @@ _MAX_SHOWN = 8
 def rank_list(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0, 1``, ``ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more``."""
     shown = ranks if isinstance(ranks, RankGaps) else sorted(ranks)
-    more = f" and {len(shown) - _MAX_SHOWN} more" if len(shown) > _MAX_SHOWN else ""
-    return f"rank{'s' * (len(shown) > 1)} {', '.join(map(str, shown[:_MAX_SHOWN]))}{more}"
+    return f"rank{'s' * (len(shown) > 1)} {listed(shown, _MAX_SHOWN)}"
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
@@ -40,7 +41,7 @@ class RankGaps(Sequence[int]):
 
     def __init__(self, world_size: int, present: Iterable[int]) -> None:
         self._ranges: list[range] = []
-        self._ends: list[int] = []  # how many ranks lie in the ranges up to each
+        self._ends: list[int] = []  # how many ranks the ranges up to each have
         begin = count = 0
         for rank in chain(sorted({rank for rank in present if 0 <= rank < world_size}), (world_size,)):
             if rank > begin:
@@ -77,19 +78,12 @@ class RankGaps(Sequence[int]):
     def __eq__(self, other: object) -> bool:
         if isinstance(other, RankGaps):
             return self._ranges == other._ranges
-        if not isinstance(other, (tuple, list)) or len(self) != len(other):
-            return NotImplemented if not isinstance(other, (tuple, list)) else False
-        return all(one == each for one, each in zip(self, other, strict=True))
+        if isinstance(other, (tuple, list)):
+            return len(self) == len(other) and all(one == each for one, each in zip(self, other, strict=True))
+        return NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self._ranges))
 
     def __repr__(self) -> str:
         return f"RankGaps({self._ranges!r})"
-
-    def __reduce__(self) -> Any:
-        present = [rank for before, after in zip(self._ranges, self._ranges[1:], strict=False)
-                   for rank in range(before.stop, after.start)]  # fmt: skip
-        end = self._ranges[-1].stop if self._ranges else 0
-        begin = range(self._ranges[0].start) if self._ranges else ()
-        return RankGaps, (end, [*begin, *present])

@@ -1,7 +1,7 @@
-"""Work that may never come back (a store, a hanging file system, a full pipe), done by a thread that was made in time.
+"""Runs work that may never return (a store, a hanging file system, a full pipe) in a thread that was made beforehand.
 
-Whoever asks waits with a bound, so no such thing holds up a stop. The thread exists beforehand: a dying process may
-have no room left for another one ("can't start new thread").
+The caller waits with a time-out, so that a stop is not held up. The thread is made beforehand because a dying process
+may not get another one ("can't start new thread").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _T = TypeVar("_T")
 
 
 class Job(Generic[_T]):
-    """One piece of work and what came of it. Made by `ReadyThread.submit`."""
+    """One piece of work and its outcome. Made by `ReadyThread.submit`."""
 
     def __init__(self, work: Callable[[], _T]) -> None:
         self._work = work
@@ -45,7 +45,7 @@ class Job(Generic[_T]):
 
 
 class _Line:
-    """What one thread has to do."""
+    """The queue of one thread."""
 
     def __init__(self) -> None:
         self.jobs: queue.SimpleQueue[Job[Any] | None] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""One page of memory per worker: the worker writes where it stands, its agent reads it, neither ever waits.
+"""One page of memory per worker: the worker writes its progress, its agent reads it, and neither waits.
 
 The page is a small file below the agent's private folder, mapped by both. Fixed 8-byte fields, one writer; on the
 machines that torch runs on an aligned 8-byte store is seen whole or not at all. Times are `time.monotonic_ns`, the
@@ -46,7 +46,7 @@ class WorkerPhase(IntEnum):
 
 @dataclass(frozen=True)
 class Status:
-    """What one page said at one moment."""
+    """The content of one page at one moment."""
 
     pid: int = 0
     phase: int = 0
@@ -83,7 +83,7 @@ class Status:
 
 
 def page_path(agent_dir: Path, rank: int) -> Path:
-    """Where the page of global rank `rank` lies."""
+    """The path of the page of global rank `rank`."""
     return agent_dir / f"rank_{rank}.page"
 
 
@@ -126,7 +126,7 @@ class StatusPage:
         self._map[offset : offset + room] = data
 
     def pass_boundary(self, step: int, *, cut: bool = True) -> None:
-        """`cut`: it can be resumed from; without it only the clock goes on."""
+        """`cut`: a boundary that can be resumed from; without it only the clock goes on."""
         words, now = self._words, time.monotonic_ns()
         if not words[5]:
             words[5] = now
@@ -141,7 +141,7 @@ class StatusPage:
 
 
 def read_page(path: Path) -> Status | None:
-    """The agent's side: what `path` says now; None when there is no page (yet) or it is none of ours."""
+    """The agent's side: what `path` says now; None when there is no page (yet), or another program's file."""
     try:
         data = read_small(path, PAGE_BYTES)
     except OSError:

@@ -1,16 +1,19 @@
 """The parallel strategy of a job: what every tensor is called, how large it is as a whole, and how it is laid out.
 
-Two tensors may have one name when they lie on different ranks (pipeline stages that all count from 0, weights that each
+Two tensors may have one name when different ranks hold them (pipeline stages that all count from 0, weights that each
 rank has for itself): a tensor is known by its name *and* the ranks of its mesh.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+
+import xxhash
 
 from mindx_elastic.core.layout import MAX_RANKS, Layout
 from mindx_elastic.errors import UsageError
@@ -26,7 +29,6 @@ __all__ = [
     "TensorSpec",
     "global_name",
     "merge_specs",
-    "replicated",
     "strategy_from_record",
 ]
 
@@ -35,7 +37,7 @@ MAX_TENSOR_DIMS = 64
 RECORD_VERSION = 2
 """Of ``mindx.layout``. Records of version 1 are not read."""
 MARKER = "@"
-"""Begins the name of something that is no tensor: it says that a rank has state which only its own file describes."""
+"""Begins the name of an entry that stands for a rank's own state and not for a tensor: only its file describes it."""
 _MAX_MEMBERSHIPS = 16 * MAX_RANKS
 """Ranks in all layouts of a strategy together: 16,384 ranks may have 256 layouts that all take part in."""
 
@@ -54,7 +56,7 @@ class TensorSpec:
     parameter: str = ""
     """Of an optimizer's tensor: the parameter's name."""
     assumed: bool = field(default=False, compare=False)
-    """Nobody has said that other ranks hold the same: the digests of their files have to."""
+    """That other ranks hold the same is only assumed: the digests of their files have to confirm it."""
     num_dims: int | None = None
     """How many dimensions it has, where only that is known and not its shape, which is ``()`` then; else None."""
 
@@ -66,7 +68,7 @@ class TensorSpec:
 
     @property
     def is_shape_known(self) -> bool:
-        """False: a strategy file that does not tell shapes (MindSpore's) says only how it is split."""
+        """False for a tensor of a strategy file that has splits and no shapes (MindSpore's)."""
         return bool(self.shape) or (self.num_dims is None and not self.layout.splitting)
 
     @property
@@ -82,11 +84,8 @@ class TensorSpec:
 
     @property
     def key(self) -> tuple[str, int]:
-        """What tells it from others: tensors of one name on different ranks are different tensors."""
+        """Its identity: tensors of one name on different ranks are different tensors."""
         return self.name, self.layout.ranks[0]
-
-    def local_bytes(self, shard: int) -> int:
-        return math.prod(self.layout.local_shape(self.shape, shard)) * self.item_bytes if self.is_shape_known else 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,16 @@ class Strategy:
 
     # --- JSON ---
 
+    @cached_property
+    def text(self) -> str:
+        """`to_json` as compact text; the same for equal strategies."""
+        return json.dumps(self.to_json(), separators=(",", ":"))
+
+    @cached_property
+    def digest(self) -> str:
+        """Of `text`."""
+        return xxhash.xxh3_128_hexdigest(self.text.encode())
+
     def to_json(self) -> dict[str, Any]:
         """JSON-able; `from_json` is the way back."""
         numbers = {group.layout: number for number, group in enumerate(self.classes)}
@@ -208,7 +217,7 @@ class Strategy:
 
 def merge_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
     """Each tensor once. Raises UsageError where two descriptions of one tensor contradict each other, or where tensors
-    of one name lie on ranks that overlap."""
+    of one name are on ranks that overlap."""
     found: dict[str, dict[Layout, TensorSpec]] = {}
     for spec in specs:
         known = found.setdefault(spec.name, {})
@@ -261,12 +270,6 @@ def _check_apart(name: str, specs: Iterable[TensorSpec]) -> None:
                     f"contradictory descriptions of {name}: shape {list(other.shape)} laid out as {other.layout}, and "
                     f"shape {list(spec.shape)} as {spec.layout}, both on rank {rank}"
                 )
-
-
-def replicated(world_size: int, tensors: Mapping[str, Sequence[int]], dtype: str = "") -> Strategy:
-    """Every rank holds everything: DDP. `tensors`: name -> shape."""
-    layout = Layout((world_size,), ("R",))  # type: ignore[arg-type]  # parsed there
-    return Strategy(world_size, tuple(TensorSpec(name, tuple(shape), layout, dtype) for name, shape in tensors.items()))
 
 
 # --- what a checkpoint file says of its own tensors ---
@@ -389,7 +392,7 @@ class LayoutRecord:
 
 
 def strategy_from_record(record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-    """`LayoutRecord.strategy` of the JSON that stands in a header. Raises UsageError."""
+    """`LayoutRecord.strategy` of the JSON in a header. Raises UsageError."""
     return LayoutRecord.from_json(record).strategy(tensors)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
-from mindx_elastic.capture.targets import RESERVED_NAMES
+from mindx_elastic.capture.collector import RESERVED_NAMES
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError

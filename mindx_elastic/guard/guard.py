@@ -23,9 +23,8 @@ from mindx_elastic.agreement.gather import Part, all_or_none, meet
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.collector import Collector, name_targets
 from mindx_elastic.capture.rng import kept_rng
-from mindx_elastic.capture.targets import name_targets
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.snapshot import to_host
+from mindx_elastic.capture.copying import to_host
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.moment import Moment

@@ -32,9 +32,8 @@ import xxhash
 
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
-from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.rng import restore_rng, seed_rng
-from mindx_elastic.capture.targets import RESERVED_NAMES
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -283,8 +282,9 @@ class PeersPart(Part):
 
     name = "peers"
 
-    def __init__(self, ranks: RankInfo) -> None:
-        self._rank, self._own = ranks.rank, own_identity()
+    def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
+        """`identity`: of this process, as `own_identity` makes it."""
+        self._rank, self._own = ranks.rank, identity or own_identity()
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
     def say(self) -> Any:

@@ -20,7 +20,6 @@ from mindx_elastic.plan.facts import FileFact, Rejected, single_rank_strategy
 __all__ = [
     "Strategies",
     "facts_of",
-    "strategy_digest",
     "strategy_of",
 ]
 
@@ -151,8 +150,3 @@ def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]]
             line = f"{place} {shape} {digest}\n"
             found.setdefault(f"{UNDESCRIBED}{place.partition('.')[0]}", xxhash.xxh3_128()).update(line.encode())
     return {key: digest.hexdigest() for key, digest in found.items()}
-
-
-def strategy_digest(strategy: Strategy) -> str:
-    """The same on every rank for equal strategies."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(strategy.to_json(), sort_keys=True).encode())

@@ -22,7 +22,7 @@ from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
-from mindx_elastic.inventory.facts import Strategies, facts_of, strategy_digest
+from mindx_elastic.inventory.facts import Strategies, facts_of
 from mindx_elastic.memory.arena import rank_folders
 from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs
 from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
@@ -143,7 +143,7 @@ class Findings:
     def strategies(self) -> dict[str, Strategy]:
         """By digest, those of all facts: they are large and few, and are sent apart from `encode`."""
         found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory)}
-        return {strategy_digest(strategy): strategy for strategy in found.values()}
+        return {strategy.digest: strategy for strategy in found.values()}
 
     def encode(self) -> str:
         """Compact JSON; `decode` is the way back. Strategies are left out, their digests stand in their place."""
@@ -152,7 +152,7 @@ class Findings:
         digests: dict[int, str] = {}
         for fact in facts:
             if id(fact.strategy) not in digests:
-                digests[id(fact.strategy)] = strategy_digest(fact.strategy)
+                digests[id(fact.strategy)] = fact.strategy.digest
         strategies = list(dict.fromkeys(digests.values()))
         numbers = {run: number for number, run in enumerate(runs)}
         places = {digest: number for number, digest in enumerate(strategies)}

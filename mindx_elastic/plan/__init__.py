@@ -1,4 +1,4 @@
-"""Works out, from what lies on disk and what is known of the devices, what each rank of a new start has to read.
+"""Works out what each rank of a new start reads, from the files that are there and the devices that have failed.
 
 The names below are for programs of their own; a job that uses `Guard` needs none but `Layout`. They are imported when
 they are first used: strategy files need protobuf, which a training job does without.

@@ -1,28 +1,37 @@
-"""One step, judged: is every part of every tensor there, and who would read what? Pure."""
+"""Judges one step: are all parts of all tensors there, and which new rank reads which file? Pure.
+
+A rank whose world and layouts are as before reads its own file, or a replica's. Everything else is put together from
+parts of several files.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+from mindx_elastic.core.layout import Layout, overlap
 from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.rank_lists import RankGaps, rank_list
-from mindx_elastic.core.strategy import LayoutClass, Strategy
+from mindx_elastic.core.strategy import MARKER, LayoutClass, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.plan.assignment import Assignment, differences
 from mindx_elastic.plan.assumptions import differing_components
 from mindx_elastic.plan.facts import FileFact, RankPlan, ResumePlan, World, no_file
-from mindx_elastic.plan.targets import same_part, target_of
+from mindx_elastic.plan.targets import bytes_by_rank, same_part, same_parts, target_of
 
 __all__ = ["Candidate", "Context"]
 
 _SHOWN = 3
-_MOST = 12
+_MAX_DIFFERENCES = 12
+_NOT_SHARED = (
+    "the nodes do not share the directory; put the files on one disk, or start the same ranks on the same nodes"
+)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What is the same for all steps."""
+    """The inputs of a plan that are the same for all steps."""
 
     world: World
     faults: frozenset[int]
@@ -31,7 +40,7 @@ class Context:
 
 
 class Candidate:
-    """`problem` is empty when a start from this step works."""
+    """One step that a start may take. `problem` is empty when a start from it works."""
 
     def __init__(self, moment: Moment, facts: Sequence[FileFact], context: Context) -> None:
         self.moment, self._context = moment, context
@@ -42,7 +51,7 @@ class Candidate:
         sizes = sorted({fact.world_size for fact in facts})
         self.world_size = sizes[0] if len(sizes) == 1 else 0
         """Ranks that wrote it; 0: not clear."""
-        self._assignment: Assignment | None = None
+        self._assignment: _Assignment | None = None
         self.is_other_program = False
         """The step is complete, but a program with other parameters wrote it."""
         self.problem = self._judge(sizes)
@@ -82,15 +91,12 @@ class Candidate:
             return f"its files disagree on the world size ({', '.join(map(str, sizes))})"
         if max(self._files) >= self.world_size or min(self._files) < 0:
             return f"a file of rank {max(self._files)} in a world of {self.world_size}"
-        own = self._own_files()
-        if own:
-            return ""
-        return self._judge_parts()
+        return "" if self._take_own_files() else self._judge_parts()
 
-    def _own_files(self) -> bool:
-        """The simplest plan: the same world, each rank has its own file, and wants nothing else than what is in it.
+    def _take_own_files(self) -> bool:
+        """The simplest plan: the same world, and each rank has a file of its own with all that it wants.
 
-        What the files only assume of each other does not matter then.
+        What the files assume of each other does not matter then.
         """
         world = self._context.world
         if world.size != self.world_size:
@@ -98,7 +104,7 @@ class Candidate:
         try:
             self._source = self._merge()
         except UsageError:
-            return False  # said below
+            return False  # `_judge_parts` reports it
         shares = []
         fitting: dict[tuple[int, int], bool] = {}
         for rank in range(world.size):
@@ -107,11 +113,12 @@ class Candidate:
                 return False
             shares.append(RankPlan(rank, file))
         self._target = world.strategy or self._source
-        self._assignment = Assignment.of_own_files(self._source, shares)
+        self._assignment = _Assignment(self._files, self._source, self._source, frozenset(), ())
+        self._assignment.take_own_files(shares)
         return True
 
     def _fits(self, own: Strategy, rank: int, known: dict[tuple[int, int], bool]) -> bool:
-        """Whether all that `rank` wants is in its own file, in the same parts. What no file has is for `load` to say.
+        """Whether all that `rank` wants is in its own file, in the same parts. `load` reports what no file has.
 
         known: earlier answers, by strategy and layout of the new world.
         """
@@ -142,36 +149,34 @@ class Candidate:
             self._target = target_of(self._source, self._context.world)
         except UsageError as error:
             return str(error)
-        misfits = [] if self._target is self._source or "" in self._source.by_name else self._differences()
-        if misfits:
+        is_known = self._context.world.strategy is not None and "" not in self._source.by_name
+        found = _differences(self._source, self._target) if is_known and self._target is not self._source else []
+        if found:
             self.is_other_program = True
-            more = f"; and {len(misfits) - _MOST} more" if len(misfits) > _MOST else ""
-            return f"it does not fit the program: {'; '.join(misfits[:_MOST])}{more}"
+            return f"it does not fit the program: {listed(found, _MAX_DIFFERENCES, '; ')}"
         return self._assign()
 
     def _assign(self) -> str:
         own_states = self._context.own_states.get(self.moment, ())
         try:
-            self._assignment = Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+            self._assignment = _Assignment(self._files, self._source, self._target, self._context.faults, own_states)
+            self._assignment.assign()
         except UsageError as error:
             return str(error)
         facts = [fact for facts in self._files.values() for fact in facts]
         differing = differing_components(facts) if self._assignment.resharded else []
         if differing and any(group.layout.splitting for group in self._source.classes):
             return (
-                f"{', '.join(differing)} (of stateful=) differs from rank to rank, and nothing says how it is spread: "
+                f"{', '.join(differing)} (of stateful=) differs from rank to rank, and its layout is not known: "
                 "leave it out, or start the same number of ranks with the same layouts"
             )
         return self._assignment.problem
 
-    def _differences(self) -> list[str]:
-        return differences(self._source, self._target) if self._context.world.strategy is not None else []
-
     def _merge(self) -> Strategy:
-        """What the files say together, in the order of ranks."""
+        """The strategy that the files give together, in the order of ranks."""
         recorded = self._context.recorded.get(self.moment)
-        told = [fact.strategy for facts in self._files.values() for fact in facts]
-        strategies = {id(each): each for each in ([recorded, *told] if recorded is not None else told)}
+        of_files = [fact.strategy for facts in self._files.values() for fact in facts]
+        strategies = {id(each): each for each in ([recorded, *of_files] if recorded is not None else of_files)}
         for strategy in strategies.values():
             if strategy.world_size != self.world_size:
                 raise UsageError(f"a strategy for {strategy.world_size} ranks, files of {self.world_size}")
@@ -180,7 +185,7 @@ class Candidate:
         return Strategy(self.world_size, tuple(spec for s in strategies.values() for spec in s.tensors))
 
     def _missing(self) -> str:
-        """The parts that no usable file holds, in words."""
+        """The parts that no usable file holds, in words; empty: there are none."""
         lines: list[str] = []
         for group in self._source.classes:
             lines += [self._missing_text(group, shard) for shard in self._holes(group)]
@@ -202,6 +207,219 @@ class Candidate:
         ranks = group.layout.holders[shard]
         if not names:
             return no_file(ranks)
-        what = names[0].lstrip("@") + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        what = listed(names, 1).lstrip(MARKER)
         part = f"part {shard + 1} of {group.layout.num_shards} of {what}" if group.layout.num_shards > 1 else what
         return f"{part}: no usable file of {rank_list(ranks)}, which held it"
+
+
+class _Assignment:
+    """Which file each new rank reads. `problem` is empty when every rank of `target` gets what it needs."""
+
+    def __init__(
+        self,
+        files: Mapping[int, Sequence[FileFact]],
+        source: Strategy,
+        target: Strategy,
+        faults: frozenset[int],
+        own_states: Collection[int],
+    ) -> None:
+        """files: of each old rank those of the step, the one to try first in front, ranks ascending."""
+        self._files, self._source, self._target = files, source, target
+        self._faults, self._own_states = faults, own_states
+        self._order = list(files)
+        self._sees_all: dict[frozenset[int], bool] = {}
+        self._ranks_with: dict[str, list[int]] = {}
+        self.shares: list[RankPlan] = []
+        """One for each new rank."""
+        self.inexact: list[str] = []
+        self.lacks_rank_state = False
+        self.resharded = False
+        self.problem = ""
+
+    def take_own_files(self, shares: Sequence[RankPlan]) -> None:
+        """Each rank reads its own file: nothing is left to decide."""
+        self.shares = self._with_sizes(shares, self._source)
+
+    def assign(self) -> None:
+        """Find the files for each rank. Raises UsageError when a layout does not fit its tensor."""
+        source, target = self._source, self._target
+        self.resharded = source.world_size != target.world_size or not same_parts(source, target)
+        self.problem = self._assign_new_parts() if self.resharded else self._assign_same_parts()
+        if not self.problem:
+            self.shares = self._with_sizes(self.shares, target if self.resharded else source)
+
+    def _with_sizes(self, shares: Sequence[RankPlan], target: Strategy) -> list[RankPlan]:
+        sizes = bytes_by_rank(target, self._source)
+        return [replace(each, nbytes=sizes.get(each.rank, 0)) for each in shares]
+
+    def _assign_same_parts(self) -> str:
+        groups: dict[int, tuple[int, ...]] = {}
+        turns: dict[tuple[int, ...], int] = {}
+        borrowing: list[str] = []
+        for rank in range(self._source.world_size):
+            own = self._file(rank, rank)
+            if own is not None:
+                self.shares.append(RankPlan(rank, own))
+                continue
+            groups = groups or {r: group for group in self._source.replica_groups() for r in group}
+            group = groups.get(rank, (rank,))
+            healthy_first = sorted(group, key=lambda r: (r in self._faults, r))
+            donors = [file for r in healthy_first if (file := self._file(r, rank)) is not None]
+            if donors:
+                turn = turns[group] = turns.get(group, -1) + 1
+                self.shares.append(RankPlan(rank, donors[turn % len(donors)]))
+            elif problem := self._assemble(rank):
+                return problem
+            if rank not in self._own_states:
+                donor = self.shares[-1].file.rank
+                borrowing.append(f"rank {rank} takes rank {donor}'s file and has no random numbers of its own")
+        self.lacks_rank_state = bool(borrowing)
+        self.inexact += borrowing[:_SHOWN] + (
+            [f"and {len(borrowing) - _SHOWN} ranks more"] if len(borrowing) > _SHOWN else []
+        )
+        return ""
+
+    def _assign_new_parts(self) -> str:
+        old, new = self._source.world_size, self._target.world_size
+        if "" in self._source.by_name:
+            return "its files do not say how their tensors are spread over the ranks, and the new world is another"
+        problem = _ambiguous(self._source, self._target)
+        if problem:
+            return problem
+        unknown = next((t for t in self._source.tensors if t.layout.splitting and not t.is_shape_known), None)
+        if unknown is not None:
+            return f"the shape of {unknown.name} is not known, so its parts cannot be located"
+        # DDP to DDP: every file is whole, and any of them will do.
+        whole = not any(group.layout.splitting for group in (*self._source.classes, *self._target.classes))
+        whole &= all(group.layout.size == old for group in self._source.classes)
+        whole &= all(group.layout.size == new for group in self._target.classes)  # and all ranks want the same
+        for rank in range(new):
+            problem = self._assemble(rank, whole=whole)
+            if problem:
+                return problem
+        if new != old:
+            become = "ranks become" if old > 1 else "rank becomes"
+            self.inexact.append(f"{old} {become} {new}: sums are taken in another order, and random numbers begin anew")
+        else:
+            self.inexact.append("tensors are laid out otherwise than before: sums are taken in another order")
+        return ""
+
+    def _assemble(self, rank: int, *, whole: bool = False) -> str:
+        """Let `rank` put its tensors together from several files (`whole`: take any one). Returns the problem."""
+        if not whole and not self._is_all_visible and not self._sees_everything(rank):
+            for layout, shard in self._needed(rank):
+                if not any(self._file(old, rank) for old in layout.holders[shard]):
+                    return f"rank {rank} cannot see a file of {rank_list(layout.holders[shard])}: {_NOT_SHARED}"
+        # What is not put together comes from one file: the one of the old rank of the same number, else in turn, so
+        # that the load is spread; of ranks that held the same tensors, since the options of an optimizer may differ
+        # between pipeline stages.
+        same_tensors = self._ranks_with_same_tensors(rank)
+        base = self._file(rank, rank) if rank in same_tensors else None
+        for order in (same_tensors, self._order):
+            for turn in range(len(order)):
+                base = base or self._file(order[(rank + turn) % len(order)], rank)
+                if base is not None:
+                    self.shares.append(RankPlan(rank, base, assembled=not whole))
+                    return ""
+        return f"rank {rank} cannot see any file of it: {_NOT_SHARED}"
+
+    def _ranks_with_same_tensors(self, rank: int) -> Sequence[int]:
+        """The old ranks with a file that held some tensor of new rank `rank`; all of them where that is not known."""
+        groups = (group for group in self._target.classes if rank in group.layout)
+        name = next((group.tensors[0].name for group in groups if not group.tensors[0].is_marker), "")
+        specs = self._source.by_name.get(name, ())
+        if not specs or len(specs[0].layout.ranks) == self._source.world_size:
+            return self._order
+        if name not in self._ranks_with:  # the same for all ranks of a pipeline stage
+            self._ranks_with[name] = [old for old in self._order if any(old in spec.layout for spec in specs)]
+        return self._ranks_with[name] or self._order
+
+    def _file(self, old: int, reader: int) -> FileFact | None:
+        return next((fact for fact in self._files.get(old, ()) if fact.seen_by(reader)), None)
+
+    @cached_property
+    def _states(self) -> Mapping[str, list[TensorSpec]]:
+        """Parameter -> what optimizers keep of it, where the new world does not say how that is laid out."""
+        found: dict[str, list[TensorSpec]] = {}
+        for spec in self._source.tensors:
+            if spec.parameter and spec.name not in self._target.by_name:
+                found.setdefault(spec.parameter, []).append(spec)
+        return found
+
+    # --- on disks that are not shared ---
+
+    @cached_property
+    def _is_all_visible(self) -> bool:
+        return all(fact.visible_to is None for facts in self._files.values() for fact in facts[:1])
+
+    def _sees_everything(self, rank: int) -> bool:
+        """Whether `rank` can read all parts of all tensors; worked out once for all ranks that see the same files."""
+        visible = frozenset(old for old in self._order if self._file(old, rank) is not None)
+        if visible not in self._sees_all:
+            self._sees_all[visible] = all(
+                not visible.isdisjoint(ranks) for group in self._source.classes for ranks in group.layout.holders
+            )
+        return self._sees_all[visible]
+
+    def _needed(self, rank: int) -> list[tuple[Layout, int]]:
+        """The parts of the old world that new rank `rank` needs some element of: layout and number of the shard."""
+        found: dict[tuple[Layout, int], None] = {}
+        for group in self._target.classes:
+            if rank in group.layout:
+                shard = group.layout.shard_of(rank)
+                for spec in group.tensors:
+                    for each in self._overlapping(spec, shard):
+                        found[each] = None
+        return list(found)
+
+    def _overlapping(self, wanted: TensorSpec, shard: int) -> list[tuple[Layout, int]]:
+        specs = self._source.by_name.get(wanted.name, ())
+        if wanted.is_marker or not specs:
+            return []
+        spec = next((each for each in specs if each.layout == wanted.layout), specs[0])
+        mine = wanted.layout.boxes(wanted.shape, shard)
+        related = [spec, *self._states.get(spec.name, ())]
+        found = []
+        for each in related:
+            for part in range(each.layout.num_shards):
+                theirs = each.layout.boxes(each.shape, part)
+                alike = each.shape == wanted.shape
+                if theirs and mine and (not alike or any(overlap(a, b) is not None for a in theirs for b in mine)):
+                    found.append((each.layout, part))
+        return found
+
+
+def _differences(source: Strategy, target: Strategy) -> list[str]:
+    """Parameters that only one of the old and the new program has, or that have another shape."""
+    found = []
+    parameters = [spec for spec in target.tensors if not spec.is_marker and not spec.parameter]
+    for spec in parameters:
+        known = source.by_name.get(spec.name)
+        if not known:
+            found.append(f"{spec.name} is missing there")
+        elif all(each.is_shape_known and each.shape != spec.shape for each in known):
+            found.append(f"{spec.name} has shape {list(known[0].shape)} there and {list(spec.shape)} here")
+    components = {spec.name.partition(".")[0] for spec in parameters}
+    for spec in source.tensors:
+        if spec.name.partition(".")[0] in components and spec.name not in target.by_name and not spec.parameter:
+            found.append(f"{spec.name} is only there")
+    return found
+
+
+def _ambiguous(source: Strategy, target: Strategy) -> str:
+    """Why tensors of one name on different ranks cannot be told apart in the new world; empty: they can."""
+    moved = source.world_size != target.world_size
+    for spec in source.tensors:
+        if spec.parameter in target.by_name and len(source.by_name[spec.name]) > 1:
+            return f"{spec.name} differs from rank to rank, and its layout is not known"
+    for name, wanted in target.by_name.items():
+        specs = source.by_name.get(name, ())
+        if wanted[0].is_marker or max(len(specs), len(wanted)) < 2 or not specs:
+            continue
+        if moved or any(all(spec.layout != each.layout for each in specs) for spec in wanted):
+            ranks = ", ".join(str(spec.layout.ranks[0]) for spec in (*specs, *wanted)[:4])
+            return (
+                f"different tensors are called {name} (on ranks {ranks}, ...): each rank has its own, and how they "
+                "become those of another world is not known; describe them with Guard(layouts=...)"
+            )
+    return ""

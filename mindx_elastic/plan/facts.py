@@ -1,4 +1,4 @@
-"""What the planner is told, and what it answers. Plain values: no torch, no file system."""
+"""The planner's inputs and answers, as plain values: no torch, no file system."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ __all__ = [
 _MANY = 100_000
 
 DYING_KINDS = ("breakpoint", "ttp", "request_exit", "snapshot")
-"""Kinds of files that a rank writes when the job is about to die, or that are made of its memory then: what a faulty
-device may have spoilt."""
+"""Kinds of files that are written, or made of memory, when a job dies. A failing device may have spoilt them."""
 
 
 @dataclass(frozen=True)
 class FileFact:
-    """One usable checkpoint file: its header is sound."""
+    """One checkpoint file whose header is sound."""
 
     path: str
     rank: int
@@ -53,9 +52,9 @@ class FileFact:
     visible_to: frozenset[int] | None = None
     """The new ranks that can read it; None: all."""
     where: str = ""
-    """The disk (or the machine's memory) that it lies on: nodes may have different files of the same path."""
+    """The disk, or the machine's memory, that has it: nodes may have different files of the same path."""
     base: tuple[int, int] | None = None
-    """Attempt and step that the writer's attempt went on from; None: it began anew, or the file does not say."""
+    """Attempt and step that the writer's attempt went on from; None: a fresh start, or not known."""
     fault_report: int = 0
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)
@@ -89,13 +88,13 @@ class KnownFaults:
 
 @dataclass(frozen=True)
 class World:
-    """What is about to start."""
+    """The job that is about to start."""
 
     size: int
     """Number of ranks."""
     strategy: Strategy | None = None
-    """How they lay their tensors out; None: as before, where the size is as before; else what was replicated stays
-    so, and anything sharded needs to be told."""
+    """The layouts of its tensors. None: as before where the size is as before; in another world replicated tensors stay
+    replicated, and sharded ones have no plan."""
 
     def __post_init__(self) -> None:
         if type(self.size) is not int or not 1 <= self.size <= MAX_RANKS:
@@ -121,7 +120,7 @@ class RankPlan:
 
     rank: int
     file: FileFact
-    """Everything that is no tensor of the strategy comes from here; with `assembled` False the tensors, too."""
+    """Everything but the tensors of the strategy comes from here; with `assembled` False these, too."""
     assembled: bool = False
     """Its tensors are put together from parts of several files (`ResumePlan.holders`)."""
     nbytes: int = 0
@@ -135,13 +134,13 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class ResumePlan:
-    """A start that will work, as far as headers tell. Pure data; the same on every rank."""
+    """What to resume from, as far as headers tell. Pure data; the same on every rank."""
 
     moment: Moment
     epoch: int
     step_in_epoch: int
     source: Strategy
-    """How the old world laid it out."""
+    """The layouts of the old world."""
     world: World
     ranks: tuple[RankPlan, ...]
     """One for each new rank, in order."""
@@ -150,7 +149,7 @@ class ResumePlan:
     resharded: bool
     """The new ranks hold other parts than the old ones."""
     inexact: tuple[str, ...] = ()
-    """Why the run will not be bit for bit the uninterrupted one; empty: it will."""
+    """Why the run will differ from the uninterrupted one; empty: it will be the same bit for bit."""
     rejected: tuple[Rejected, ...] = ()
     steps_lost: int | None = None
     """Steps of the same attempt that were seen and have to be done again; None: nothing newer was seen."""
@@ -195,7 +194,7 @@ class ResumePlan:
 
 @dataclass(frozen=True)
 class Refusal:
-    """There is no start from these files."""
+    """No step of these files can be resumed from."""
 
     reasons: tuple[Rejected, ...]
     """For each step that was there, the newest in front; then files."""
@@ -211,5 +210,5 @@ class Refusal:
 
 
 def no_file(ranks: Sequence[int]) -> str:
-    """What is said of ranks that are missing."""
+    """The message for ranks whose files are missing."""
     return f"{rank_list(ranks)} {'has' if len(ranks) == 1 else 'have'} no file of it"

@@ -1,9 +1,9 @@
 """(files, faults, own states, new world) -> a resume plan, or a refusal with its reasons. Pure: same inputs, same plan.
 
-The newest step wins for which every part of every tensor is in some usable file of that step and attempt. Steps are
-never mixed; kinds of files (breakpoint, TTP, from memory, periodic) are. A file of a rank that the fault report names
-is usable unless it was written while the job was dying in the last attempt: what a sickening device says then is not
-trusted, what it wrote while it was well is.
+The newest step wins for which every part of every tensor is in some usable file of that step and attempt. Files of
+several kinds (breakpoint, TTP, from memory, periodic) may complete a step together; files of several steps may not.
+Files that a failing device wrote while the job was dying are not trusted: a file of a rank that the fault report names
+is used unless it is a dying save of the last attempt.
 
 Cost: linear in ranks times layouts (few) plus tensors. What a shard consists of is worked out only where it is missing.
 """
@@ -24,8 +24,8 @@ from mindx_elastic.plan.facts import DYING_KINDS, FileFact, KnownFaults, Refusal
 __all__ = ["bases_of", "never_complete", "order_of_moments", "plan_resume", "steps_before"]
 
 NEAR = 2
-"""Steps: an exact step at most so much older goes before one that is not. A rank that was killed is at most one behind.
-"""
+"""Steps: an exact step that is at most so much older goes before one that is not exact. A killed rank is one behind at
+most."""
 _SHOWN = 3
 
 
@@ -50,9 +50,9 @@ def plan_resume(
     """Choose what to resume from.
 
     files: usable ones; of a rank's several files of a step the one to try first in front. faults: of old ranks.
-    own_states: for each step the ranks whose small state of it (random numbers, buffers) lies in memory, so that
-    another rank's file of a replica makes them whole. recorded: strategies known from elsewhere than the files.
-    rejected: files that were sorted out before, for the record. only: the one step that may be taken.
+    own_states: for each step the ranks whose small state of it (random numbers, buffers) is in memory: with it and a
+    replica's file they go on exactly. recorded: strategies known from elsewhere than the files. rejected: files that
+    were sorted out before, for the record. only: the one step that may be taken.
     """
     everything = settle_assumptions(list(files))
     known = faults if isinstance(faults, KnownFaults) else KnownFaults(frozenset(faults))
@@ -92,8 +92,11 @@ def plan_resume(
 
 
 def order_of_moments(files: Iterable[_Dated]) -> list[Moment]:
-    """All steps, the one to try first in front: the run with the newest file; in it the last attempt (it began at a
-    step that was chosen then, so its steps go before higher ones of an earlier attempt); in it the highest step."""
+    """All steps, the one to try first in front.
+
+    First the run with the newest file; in it the last attempt, whose steps go before higher ones of earlier attempts
+    because it began at a step that was chosen then; in it the highest step.
+    """
     activity: dict[str, float] = {}
     moments: set[Moment] = set()
     for fact in files:
@@ -104,7 +107,7 @@ def order_of_moments(files: Iterable[_Dated]) -> list[Moment]:
 
 
 def bases_of(files: Iterable[FileFact]) -> dict[tuple[str, int], Moment]:
-    """The step that each attempt went on from, by run and attempt, as far as its files say so with one voice."""
+    """The step that each attempt went on from, by run and attempt; without attempts whose files disagree about it."""
     found: dict[tuple[str, int], set[tuple[int, int]]] = {}
     for fact in files:
         run, attempt, _ = fact.moment
@@ -116,10 +119,10 @@ def bases_of(files: Iterable[FileFact]) -> dict[tuple[str, int], Moment]:
 def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> list[Moment]:
     """What the run passed in the `NEAR` steps before `moment`, the nearest first.
 
-    They are of the same attempt, down to the step that it went on from; that one, and those before, are of the
-    attempt that passed them. Attempts are branches and may have passed the same step with other weights, so a step of
-    one that `moment` does not descend from is never among them. The step itself is, of an earlier attempt, when
-    `moment` is where its own attempt began.
+    Follows `moment` back through its own attempt to the step that it went on from, then through the attempt that passed
+    that step. Attempts are branches and may have passed the same step with other weights, so those that `moment` does
+    not descend from are left out. Where `moment` is the step at which its attempt began, the same step of the earlier
+    attempt is included.
     """
     run, attempt, newest = moment
     found: list[Moment] = []
@@ -132,11 +135,11 @@ def steps_before(moment: Moment, bases: Mapping[tuple[str, int], Moment]) -> lis
 
 
 def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collection[tuple[int, int]]]) -> bool:
-    """Whether it is proved of all `files` that no step of their runs was ever whole, so that nothing was lost.
+    """Whether it is proved of all `files` that no step of their runs was ever complete, so that nothing was lost.
 
     never_saved: for each run the (rank, world size) that are known never to have put a file in place. A run never had
-    a whole step if some part of it was held by such ranks alone. What files only assume of each other counts as held
-    by all of them here: somebody may have believed it then.
+    a complete step if only such ranks held some part of it. Assumed replicas count as replicas here, because an earlier
+    start may have relied on them.
     """
     runs: dict[str, dict[Moment, list[FileFact]]] = {}
     for fact in files:
@@ -149,7 +152,7 @@ def never_complete(files: Iterable[FileFact], never_saved: Mapping[str, Collecti
 
 
 def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tuple[int, int]]) -> bool:
-    """Whether a step like that of `facts` has parts that only ranks of `never_saved` held."""
+    """Whether the step of `facts` has parts that only ranks held that never saved."""
     sizes = {fact.world_size for fact in facts}
     world_size = sizes.pop()
     silent = {rank for rank, size in never_saved if size == world_size} - {fact.rank for fact in facts}
@@ -158,9 +161,9 @@ def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tu
     strategies = list({id(fact.strategy): fact.strategy for fact in facts}.values())
     if any(strategy.world_size != world_size for strategy in strategies):
         return False
-    told = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
-    if not silent <= told:
-        return True  # nothing is known of what that rank held: it needs its own file
+    described = {rank for strategy in strategies for rank in strategy.ranks} | {fact.rank for fact in facts}
+    if not silent <= described:
+        return True  # what that rank held is not known: it needs its own file
     return any(
         silent.issuperset(holders) and not group.is_empty(shard)
         for strategy in strategies
@@ -170,8 +173,8 @@ def _has_parts_never_saved(facts: Sequence[FileFact], never_saved: Collection[tu
 
 
 def _sort_out(files: Sequence[FileFact], faults: KnownFaults) -> tuple[list[FileFact], dict[Moment, set[int]]]:
-    """Files that may be used; and of each step the faulty ranks whose dying words are not believed."""
-    # The last attempt that did not know the report: its devices fell ill. Later ones began without them.
+    """Files that may be used; and for each step the faulty ranks whose dying saves are not trusted."""
+    # The last attempt that did not know the report is the one whose devices failed. Later ones began without them.
     last: dict[str, int] = {}
     for fact in files:
         run, attempt, _ = fact.moment

@@ -1,4 +1,4 @@
-"""How a new world lays its tensors out, as far as the old one's strategy tells. Pure."""
+"""The layouts of a new world, as far as they follow from the old one's, and how the two compare. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["bytes_by_rank", "remesh", "same_part", "same_parts", "target_of"]
 
 
 def target_of(source: Strategy, world: World) -> Strategy:
-    """The new world's strategy: as given, as it was, or scaled. Raises UsageError when that has to be told."""
+    """The new world's strategy: as given, as before, or scaled. Raises UsageError when it has to be given."""
     if world.strategy is not None:
         if world.strategy.world_size != world.size:
             raise UsageError(f"the new strategy is for {world.strategy.world_size} ranks, the world has {world.size}")
@@ -48,7 +48,7 @@ def _remesh_layout(group: LayoutClass, old: int, new: int, mesh: Mapping[str, in
     if stage is None or new % stages:
         where = rank_list(tuple(layout.ranks))
         raise UsageError(
-            f"{name} lies on {where} of {old} only: how it is spread over {new} ranks has to be told (start the job, "
+            f"{name} is on {where} of {old} only, so its layout over {new} ranks must be given (start the job, "
             "whose own layouts then count, or give a strategy file of the new world)"
         )
     new //= stages  # pipeline stages keep their number
@@ -60,7 +60,7 @@ def _remesh_layout(group: LayoutClass, old: int, new: int, mesh: Mapping[str, in
             return replace(layout, mesh_shape=(new,), placements=layout.placements[:1], ranks=ranks, mesh_dim_names=())
         if new % inner:
             raise UsageError(
-                f"{name} is laid out as {layout}: {new} ranks are no multiple of {inner}; say how with "
+                f"{name} is laid out as {layout}: {new} ranks are not a multiple of {inner}; say how with "
                 "--mesh name=size,..., or start the job with that number of ranks"
             )
         shape[0] = new // inner
@@ -124,7 +124,7 @@ def same_part(own: Strategy, spec: TensorSpec, rank: int) -> bool:
     """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other."""
     return spec.is_marker or any(
         _alike(each, spec)
-        # What the rank has for itself alone (see `assumptions`) is what it has.
+        # Where the rank is the only holder (see `assumptions`), the whole is its own part.
         or (
             tuple(each.layout.ranks) == (rank,)
             and each.shape == spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank))
@@ -138,8 +138,8 @@ def _alike(old: TensorSpec, new: TensorSpec) -> bool:
 
 
 def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:
-    """Of two tensors of one shape: layouts that are spelled differently (a mesh of one dimension, or of two) and mean
-    the same."""
+    """Whether two layouts of one shape mean the same, though they are spelled differently (a mesh of one dimension, or
+    of two)."""
     a, b = one.layout, other.layout
     if sorted(a.ranks) != sorted(b.ranks) or not (one.is_shape_known and other.is_shape_known):
         return False
@@ -149,8 +149,10 @@ def _equal_boxes(one: TensorSpec, other: TensorSpec) -> bool:
 
 
 def bytes_by_rank(target: Strategy, source: Strategy) -> dict[int, int]:
-    """About how much each rank reads: what it holds of the tensors that `source` has; optimizers' state follows its
-    parameter's new layout where `target` does not name it."""
+    """About how many bytes each rank reads: what it holds of the tensors that `source` has.
+
+    Optimizer state follows its parameter's new layout where `target` does not name it.
+    """
     found: dict[int, int] = {}
     groups: dict[Layout, list[TensorSpec]] = {}
     layouts = {spec.name: spec.layout for spec in target.tensors}

@@ -2,8 +2,8 @@
 
 DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual cure is a
 throwaway forward and backward of the real model before loading the state, which needs a batch and the loss, disturbs
-BatchNorm buffers and random generators, and costs a step. Instead we replay only what DDP looks at: a graph that
-touches every parameter with zeros, built so that autograd reaches the parameters in the recorded order.
+BatchNorm buffers and random generators, and costs a step. This replays only what DDP looks at: a graph that touches
+every parameter with zeros, built so that autograd reaches the parameters in the recorded order.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ __all__ = ["replay_gradient_order"]
 def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> str | None:
     """Run one synthetic backward through `module` (a collective: every rank must call it). Main thread.
 
-    Returns None when the layout is restored, else why it could not be. Parameters, buffers, gradients and random
-    generators are as before.
+    Returns None when the layout is restored, else the reason why not. Leaves parameters, buffers, gradients and random
+    generators as they are.
     """
     if module.static_graph or module.find_unused_parameters:
         # static_graph counts gradient hooks in its first iteration, which ours would falsify; with

@@ -1,8 +1,8 @@
 """Puts a rank's state together from parts that other ranks have saved, under another layout.
 
-Each tensor is made at its final size and filled with the boxes that the old ranks' files have of it; no more is read
-than is needed, and nothing larger than the rank's own part is ever in memory. What is no tensor of the strategy
-(options of the optimizer, scheduler, loader, buffers) comes from one file, the rank's own old one if there is one.
+Each tensor is made at its final size and filled with the boxes that the old ranks' files have of it. Only the needed
+bytes are read, and memory holds nothing larger than the rank's own part. All else (options of the optimizer, scheduler,
+loader, buffers) comes from one file: that of the old rank of the same number, if there is one.
 """
 
 from __future__ import annotations
@@ -51,10 +51,12 @@ class Parts:
             stack.close()
 
     def file(self, fact: FileFact) -> _PartFile:
-        """To be used at once: the next call may close it. Raises what `open_checkpoint` raises, and
-        CorruptCheckpointError when it has become another's file."""
+        """Open a file. Use it at once: the next call may close it.
+
+        Raises what `open_checkpoint` raises, and CorruptCheckpointError when another file has taken its place.
+        """
         if fact.path in self._open:
-            self._open[fact.path] = self._open.pop(fact.path)  # the ones used last stay
+            self._open[fact.path] = self._open.pop(fact.path)  # the most recently used stay open
             return self._open[fact.path][0]
         if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used again and again
             oldest = next(path for path in self._open if path != self.base.path)
@@ -92,7 +94,7 @@ class Parts:
         if out is None:  # an empty part: of the right type all the same
             out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec))
         if missing:
-            raise MismatchError(f"{missing} elements of {spec.name} lie in no file of step {self.plan.step}")
+            raise MismatchError(f"{missing} elements of {spec.name} are in no file of step {self.plan.step}")
         return out
 
     def _places_of(self, layout: Layout, shape: tuple[int, ...]) -> list[list[tuple[Box, Box]]]:
@@ -120,7 +122,7 @@ class Parts:
         return self.file(self.base), None
 
     def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
-        """Each to be used before the next is asked for. Those further behind are opened only when they are needed."""
+        """Files that may have it, the likeliest first, opened one by one. Use each before you take the next."""
         base = self.file(self.base)
         yield base
         for spec in specs[:1]:
@@ -128,7 +130,7 @@ class Parts:
         yield from self.others(base)
 
     def others(self, base: _PartFile) -> Iterator[_PartFile]:
-        """One file of each other old rank that the reader can see; each to be used before the next is asked for."""
+        """One file of each other old rank that the reader can see. Use each before you take the next."""
         for rank, facts in self.plan.files.items():
             seen = next((fact for fact in facts if fact.seen_by(self.reader)), None)
             if seen is not None and rank != base.header.info.rank:
@@ -139,7 +141,7 @@ class Parts:
             holder = next(self.plan.holders(spec.layout, shard, self.reader), None)
             if holder is not None:
                 return self.file(holder)
-        raise MismatchError(f"{spec.name} lies in no file of step {self.plan.step}")
+        raise MismatchError(f"{spec.name} is in no file of step {self.plan.step}")
 
 
 class _PartFile:
@@ -169,13 +171,13 @@ class _PartFile:
         return read_box(self.fd, self.header, entry, box, out, self.path)
 
     def sharded_keys(self, component: str, parameter: str) -> list[str]:
-        """What in the state of a parameter was a DTensor."""
+        """The tensors in the state of a parameter that were DTensors."""
         number = f"{list(self.parameters[component]).index(parameter)}."
         places = self.header.tree[component].get("sharded", [])
         return [place.removeprefix(number) for place in places if place.startswith(number)]
 
     def state_node(self, component: str, parameter: str) -> Any:
-        """What the tree has of an optimizer's state of a parameter; None: nothing."""
+        """The tree of an optimizer's state of a parameter; None: there is none."""
         names = list(self.parameters.get(component, ()))
         if parameter not in names:
             return None
@@ -215,7 +217,7 @@ def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:
 
 
 def _volatile(parts: Parts, base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
-    """Buffers and extra state: the base's, and of other pipeline stages what it does not have."""
+    """Buffers and extra state from the base file; those that it lacks from files of other pipeline stages."""
     state: dict[str, Any] = {}
     for file in chain([base], parts.others(base)):
         tree = file.header.tree.get(component, {})
@@ -293,7 +295,7 @@ def _optimizer(
 
 
 def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:
-    """Parameters of several pipeline stages come together: their options must be the same."""
+    """Check that the options of pipeline stages are the same, where this rank gets parameters of several stages."""
     if other is base:
         return
     mine, theirs = (
@@ -310,8 +312,10 @@ def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:
 def _state_of(
     parts: Parts, component: str, name: str, specs: Sequence[TensorSpec], target: TensorSpec | None, rank: int
 ) -> tuple[_PartFile, Any, list[str]]:
-    """An optimizer's state of one parameter, as one of the files has it, with its tensors in the new layout; and which
-    of them are laid out like the parameter."""
+    """An optimizer's state of one parameter, with its tensors in the new layout.
+
+    Returns the file that it comes from, the state, and the names of the tensors with the parameter's layout.
+    """
     file, node = parts.any_state(component, name, specs)
     if node is None:
         return file, None, []
@@ -328,7 +332,7 @@ def _state_of(
             return {key: put_together(item, f"{where}.{key}") for key, item in node.items()}
         spec = known.get(where)
         if spec is None:
-            raise MismatchError(f"{where}: nothing says how it is spread over the ranks; start as many as before")
+            raise MismatchError(f"{where}: its layout over the ranks is not known; start as many as before")
         like = target is not None and spec.shape == target.shape and spec.shape != ()
         alike.extend([where.removeprefix(f"{component}.state.{name}.")] if like else [])
         whole = Layout((1,), (REPLICATE,), (rank,))

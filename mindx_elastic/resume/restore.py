@@ -22,8 +22,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from mindx_elastic import errors
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
@@ -232,13 +230,11 @@ def put_strategy(exchange: Exchange, strategy: Strategy) -> list[str]:
     """
     single = [spec for spec in strategy.tensors if spec.layout.size == 1]
     common = [spec for spec in strategy.tensors if spec.layout.size > 1]
-    texts = {}
-    for specs in (common, single):
-        if specs:
-            text = json.dumps(Strategy(strategy.world_size, tuple(specs)).to_json(), separators=(",", ":"))
-            texts[xxhash.xxh3_128_hexdigest(text.encode())] = text
-    exchange.put_once(texts)
-    return list(texts)
+    pieces = [strategy]
+    if single and common:
+        pieces = [Strategy(strategy.world_size, tuple(specs)) for specs in (common, single)]
+    exchange.put_once({piece.digest: piece.text for piece in pieces})
+    return [piece.digest for piece in pieces]
 
 
 def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequence[Sequence[str]]) -> list[Strategy]:

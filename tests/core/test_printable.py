@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import nn
 from mindx_elastic import Guard
 from mindx_elastic.cli.main import main
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.printable import listed, printable, printable_block
 from mindx_elastic.errors import MindxError, SaveError, UsageError
 from tests.checkpoint_files import flip_bit_in_data, write
 from tests.guarded import no_traces
@@ -51,6 +51,14 @@ def test_what_is_cut_off_is_said() -> None:
 
 def test_undecodable_file_names() -> None:
     assert printable(b"a\xffb".decode("utf-8", "surrogateescape")) == r"a\udcffb"
+
+
+@pytest.mark.parametrize(
+    ("items", "separator", "text"),
+    [([], ", ", ""), ([1, 2], ", ", "1, 2"), ("abcde", ", ", "a, b and 3 more"), ("abcde", "; ", "a; b; and 3 more")],
+)
+def test_a_list_that_may_be_long(items: Sequence[object], separator: str, text: str) -> None:
+    assert listed(items, 2, separator) == text
 
 
 @pytest.mark.parametrize("kind", [MindxError, UsageError, SaveError])

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import Layout, parse_placement
-from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, replicated, strategy_from_record
+from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.targets import bytes_by_rank
 from tests.plan import oracle
@@ -42,7 +42,6 @@ def spec(name: str, shape: tuple[int, ...], layout: Layout, dtype: str = "F32", 
 )
 def test_the_size_of_an_element_follows_from_its_type(dtype: str, nbytes: int) -> None:
     assert spec("w", (3,), DDP, dtype).item_bytes == nbytes
-    assert spec("w", (3, 5), DDP, dtype).local_bytes(0) == 15 * nbytes
 
 
 # --- merging ---
@@ -100,7 +99,7 @@ def test_a_layout_that_splits_a_dimension_which_the_tensor_does_not_have_is_refu
 
 def test_a_tensor_that_is_split_and_has_no_shape_is_one_whose_shape_is_not_known() -> None:
     unknown = spec("w", (), HSDP)  # MindSpore's strategy files do not tell
-    assert not unknown.is_shape_known and unknown.local_bytes(0) == 0
+    assert not unknown.is_shape_known
     assert not Strategy(4, (unknown,)).classes[0].is_empty(1)
     assert spec("w", (), DDP).is_shape_known  # a scalar
 
@@ -172,12 +171,6 @@ def test_bytes_of_ranks_are_those_of_counted_elements(tensors: list[tuple[list[i
     strategy = Strategy(7, tuple(specs))
     found = bytes_by_rank(strategy, strategy)
     assert {rank: found.get(rank, 0) for rank in range(7)} == expected
-
-
-def test_replicated_is_ddp() -> None:
-    strategy = replicated(4, {"w": [2, 3], "b": []}, "F32")
-    assert strategy.tensors == (spec("w", (2, 3), DDP), spec("b", (), DDP))
-    assert strategy.replica_groups() == [(0, 1, 2, 3)]
 
 
 # --- JSON ---

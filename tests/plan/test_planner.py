@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from mindx_elastic.core.layout import Layout, parse_placement
-from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.assumptions import replica_digests_of
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import bases_of, never_complete, order_of_moments, plan_resume, steps_before
 from mindx_elastic.plan.targets import remesh
+from tests.plan.strategies import replicated
 
 RUN = "run-a"
 
@@ -631,7 +632,7 @@ def test_hsdp_and_fsdp_around_tp_scale_their_outermost_dimension() -> None:
 
 def test_a_world_that_is_no_multiple_has_to_be_told_how() -> None:
     refusal = refusal_of(files(range(4), strategy=FSDP_TP), 3)
-    assert "no multiple of 2" in str(refusal)
+    assert "not a multiple of 2" in str(refusal)
     assert refusal.other_worlds == (4,)
 
 
@@ -647,7 +648,7 @@ def test_a_mesh_is_scaled_by_the_names_of_its_dimensions() -> None:
 def test_pipeline_stages_keep_their_number() -> None:
     scaled = remesh(STAGES, 8)
     assert [tuple(spec.layout.ranks) for spec in scaled.tensors] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    with pytest.raises(UsageError, match="has to be told"):
+    with pytest.raises(UsageError, match="must be given"):
         remesh(STAGES, 3)
 
 

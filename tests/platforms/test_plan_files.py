@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core.layout import Layout
-from mindx_elastic.core.strategy import Strategy, TensorSpec, replicated
+from mindx_elastic.core.strategy import Strategy, TensorSpec
 from mindx_elastic.errors import SaveError
 from mindx_elastic.plan.facts import FileFact, Refusal, Rejected, ResumePlan, World, single_rank_strategy
 from mindx_elastic.plan.planner import plan_resume
@@ -29,6 +29,7 @@ from mindx_elastic.platforms.plan_files import (
     write_env_file,
     write_plan,
 )
+from tests.plan.strategies import replicated
 from tests.platforms.plan_pb import read_plan_pb
 
 MESH = ("dp", "tp")

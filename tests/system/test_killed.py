@@ -124,7 +124,8 @@ def test_a_rank_killed_at_any_moment(place: Place, reference: Reference, victim:
 # --- everybody at once: only shared memory is left ---
 
 
-@pytest.mark.parametrize("ranks", [drilled(1), 2, drilled(4)])
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_all_killed_with_a_snapshot_of_every_step(place: Place, reference: Reference, ranks: int) -> None:
     with place.start(*LONG, ranks=ranks, every=1) as job:
         job.wait_for(r"PASSED \d 9", count=ranks)
@@ -154,7 +155,8 @@ def test_all_killed_with_measured_snapshots(place: Place, reference: Reference) 
 
 
 def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
-    """The one test that uses /dev/shm, with the default settings but for the interval."""
+    """All killed, with a snapshot of every step; the one test that uses /dev/shm, with the defaults but for the
+    interval."""
     base = Path("/dev/shm")
     if not os.access(base, os.W_OK):
         pytest.skip("no /dev/shm here")
@@ -163,12 +165,16 @@ def test_real_shared_memory(tmp_path: Path, reference: Reference) -> None:
         job.wait_for(r"PASSED \d 9", count=2)
         kill_all(job)
         job.expect(1)
+    assert not list(tmp_path.rglob("*.safetensors"))
     job_arenas = job_folder(base, tmp_path.resolve())
     assert sorted(rank_folders(job_arenas)) == [0, 1]
     for path in (user_folder(base), job_arenas, *rank_folders(job_arenas).values()):
         assert path.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in job_arenas.rglob("*") if path.is_file()} == {0o600}
     resumed = run_job("loop.py", tmp_path, *LONG, ranks=2, env=env)
+    (step,) = resumed_from(resumed)
+    assert step.isdecimal() and int(step) >= min(passed(job).values()), f"{job.report()}\n{resumed.report()}"
+    assert len(resumed.matches("INFO resumed from .*/slot_.*because of snapshot")) == 2, resumed.report()
     assert resumed.hashes() == reference(2, *LONG).hashes(), resumed.report()
     assert not job_arenas.exists()
 

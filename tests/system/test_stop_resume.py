@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,39 @@ def resume(directory: Path, ranks: int, *args: object, fresh: bool = False) -> J
     return job
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """A job that was stopped in mid-epoch, for several tests."""
+
+    job: Job
+    directory: Path
+    copy: Path
+    """What the directory was then."""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Stopped]:
+    """``stopped(ranks, target, *args)``: a job, started as users do, whose `target` has got a SIGTERM."""
+    done: dict[tuple[object, ...], Stopped] = {}
+
+    def stop(ranks: int, target: str, *args: object) -> Stopped:
+        key = (ranks, target, *args)
+        if key not in done:
+            directory, copy = tmp_path_factory.mktemp("stopped"), tmp_path_factory.mktemp("copy") / "ckpt"
+            with start_job("loop.py", directory, "--hold-at", 7, *args, ranks=ranks, fresh=True) as job:
+                job.wait_for("HOLD", count=ranks)
+                if target == "torchrun":
+                    job.process.send_signal(signal.SIGTERM)
+                for rank in {"first": [0], "last": [ranks - 1], "all": range(ranks), "torchrun": []}[target]:
+                    job.signal_rank(rank)
+                job.expect(143 if ranks == 1 else 1)  # torchrun returns 1 whatever its workers return
+            shutil.copytree(directory, copy)
+            done[key] = Stopped(job, directory, copy)
+        return done[key]
+
+    return stop
+
+
 @pytest.mark.parametrize(
     ("ranks", "target", "args"),
     [
@@ -51,30 +87,22 @@ def resume(directory: Path, ranks: int, *args: object, fresh: bool = False) -> J
     ],
 )
 def test_sigterm_in_mid_epoch(
-    tmp_path: Path, reference: Reference, ranks: int, target: str, args: tuple[object, ...]
+    reference: Reference, stopped: Callable[..., Stopped], ranks: int, target: str, args: tuple[object, ...]
 ) -> None:
     """All as users start it, and the very same command again."""
-    with start_job("loop.py", tmp_path, "--hold-at", 7, *args, ranks=ranks, fresh=True) as job:
-        job.wait_for("HOLD", count=ranks)
-        if target == "torchrun":
-            job.process.send_signal(signal.SIGTERM)
-        for rank in {"first": [0], "last": [ranks - 1], "all": range(ranks), "torchrun": []}[target]:
-            job.signal_rank(rank)
-        job.expect(143 if ranks == 1 else 1)  # torchrun returns 1 whatever its workers return
-        assert len(job.matches("Graceful exit is triggered, stop training.")) == ranks
-    steps = saved_steps(tmp_path)
-    assert sorted(steps) == list(range(ranks)), job.report()
+    before = stopped(ranks, target, *args)
+    assert len(before.job.matches("Graceful exit is triggered, stop training.")) == ranks
+    steps = saved_steps(before.directory)
+    assert sorted(steps) == list(range(ranks)), before.job.report()
     assert len(set(steps.values())) == 1, f"the ranks saved different steps: {steps}"
-    assert_resumed_equal(reference(ranks, *args), job, resume(tmp_path, ranks, *args, fresh=True))
+    resumed = resume(before.directory, ranks, *args, fresh=True)
+    assert_resumed_equal(reference(ranks, *args), before.job, resumed)
 
 
-def test_at_three_ranks_the_bucket_order_matters(tmp_path: Path, reference: Reference) -> None:
+def test_at_three_ranks_the_bucket_order_matters(reference: Reference, stopped: Callable[..., Stopped]) -> None:
     """The cure is needed: without it the resumed run differs, so equal hashes elsewhere prove something."""
-    with start_job("loop.py", tmp_path, "--hold-at", 7, ranks=3) as job:
-        job.wait_for("HOLD", count=3)
-        job.signal_rank(1)
-        job.expect(1)
-    broken = run_job("loop.py", tmp_path, ranks=3, env={"LOOP_NO_REPLAY": "1"})
+    broken = run_job("loop.py", stopped(3, "torchrun").copy, ranks=3, env={"LOOP_NO_REPLAY": "1"})
+    assert len(broken.matches("INFO resumed from")) == 3, broken.report()
     assert len(broken.matches("REPLAY LEFT OUT")) == 3
     assert broken.hashes() != reference(3).hashes()
 
@@ -145,7 +173,7 @@ def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> N
 
 
 def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference: Reference) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}) as job:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}, fresh=True) as job:
         job.wait_for("HOLD")
         job.signal_rank(0)
         job.wait_for("SAVING")  # the save waits until it has been signalled again
