@@ -120,8 +120,7 @@ def measure_log(directory: Path, repeats: int) -> dict[str, float]:
     from mindx_elastic.capture.collector import Collector, name_targets
     from mindx_elastic.core.position import Position
     from mindx_elastic.memory.arena import RankArena
-    from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE, BoundaryLog
-    from mindx_elastic.memory.boundary_ring import BoundaryRing
+    from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, BoundaryLog, BoundaryRing
     from mindx_elastic.persist.packed import pack_state
 
     parts = Parts(directory)

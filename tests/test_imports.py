@@ -30,9 +30,8 @@ JOINERS = {"agent", "cli", "cluster", "convert", "guard", "integrations", "mirro
 """May import any stage. So may the modules at the top of the package. No stage imports one of them."""
 PURE = [
     *(
-        "agent/crash_loop.py",
-        "agent/exit_watch.py",
         "agent/hang.py",
+        "agent/restarts.py",
         "agreement/stop_step.py",
         "mirror/partners.py",
         "persist/retention.py",

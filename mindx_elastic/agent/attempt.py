@@ -7,11 +7,11 @@ How workers are stopped depends on whether they have a guard:
 
 * without one, as torchrun does it: SIGTERM, and SIGKILL at the end of the grace period;
 * with one, a failure is told to them as an order (they save their last boundary and leave by themselves), a stop as the
-  signal itself. Whoever has not begun to stop after half the grace period gets a SIGTERM, at its end everybody SIGKILL.
+  signal itself. A worker that has not begun to stop after half the grace period gets a SIGTERM, at its end a SIGKILL.
 
 Signals go to the trainer processes alone, SIGKILL to all that is left of them.
 
-A rank whose training is finished may not come to its end (`exit_watch`). It is ended, and the job has finished: nothing
+A rank whose training is finished may not end (`hang.ExitWatch`). The agent ends it, and the job has finished: no step
 of the training is lost. Ranks that then fail because they had waited for it do not change that.
 """
 
@@ -28,22 +28,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
-from mindx_elastic.agent.exit_watch import ExitWatch, Leaver, Overdue
-from mindx_elastic.agent.farewell import Farewell
-from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch, Stuck
+from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.membership import Membership
-from mindx_elastic.agent.outside import Outside
-from mindx_elastic.agent.stacks import write_stacks
-from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
+from mindx_elastic.agent.rendezvous import Farewell, Membership
+from mindx_elastic.agent.stop_files import StopFiles
+from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.memory.agent_folder import AgentFolder
 
-__all__ = ["Attempt", "Surroundings"]
+__all__ = ["Attempt", "AttemptContext"]
 
 _LOOK_S = 0.5
 _LEAVE_TOO_S = 3.0  # how long a guarded rank may take to hear by itself that another one leaves
@@ -55,7 +52,7 @@ _STOPPED = " (stopped, as by SIGSTOP)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class AttemptContext:
     """What an attempt needs besides its workers; the same for all attempts but for what has to do with nodes."""
 
     folder: AgentFolder
@@ -64,7 +61,7 @@ class Surroundings:
     exits: ExitWatch
     farewell: Farewell | None
     """None: there are no other nodes."""
-    outside: Outside
+    stop_files: StopFiles
     membership: Membership | None
     """None: there can be no other nodes."""
     events: EventLog
@@ -77,8 +74,8 @@ class Surroundings:
 class Attempt:
     """Main thread only. `run` it once."""
 
-    def __init__(self, workers: Workers, around: Surroundings, *, number: int) -> None:
-        self.workers, self._around, self._number = workers, around, number
+    def __init__(self, workers: Workers, context: AttemptContext, *, number: int) -> None:
+        self.workers, self._context, self._number = workers, context, number
         self.stop: StopKind | None = None
         self.failed_at: float | None = None
         """`time.monotonic` of the failure, as far as it is known."""
@@ -87,14 +84,14 @@ class Attempt:
         """Ranks that not even SIGKILL could end."""
         self._signum: int | None = None
         self._num_heard = 0
-        self._cause, self._cause_rank, self._fault_code = "", -1, EXIT_TEMPORARY
+        self._cause, self._cause_rank = "", -1
         self._deadline: float | None = None
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._ids = itertools.count()
         self._lost_since: float | None = None
         self._woke_at = time.monotonic()
         self._cut_off: dict[int, str] = {}
-        """Ranks whose training was finished but not what they did after it: what became of them."""
+        """What became of ranks that were ended after their training, in words."""
         self._hurried: set[int] = set()
         """Ranks past their guards that are being ended."""
         self._work_due = 0.0
@@ -104,14 +101,13 @@ class Attempt:
         self._after(0.0, self._look)
         while self.workers.live:
             self._step()
-        membership = self._around.membership
+        membership = self._context.membership
         ending = conclude(
             self.workers.exits,
             self.stop,
             signum=self._signum,
             cause=self._cause,
             rank=self._cause_rank,
-            code=self._fault_code,
             cut_off=self._cut_off,
         )
         if ending.cut_off:
@@ -128,7 +124,7 @@ class Attempt:
         return ending
 
     def _step(self) -> None:
-        membership, inbox = self._around.membership, self._around.inbox
+        membership, inbox = self._context.membership, self._context.inbox
         fds = [inbox.fd] if membership is None else [inbox.fd, membership.fd]
         found = self.workers.wait(self._timers[0][0] - time.monotonic(), fds)
         self._woke_at = time.monotonic()
@@ -152,15 +148,15 @@ class Attempt:
     def _look(self) -> None:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
-        self._around.on_look(statuses)
+        self._context.on_look(statuses)
         if self.stop is not None or self._signum is not None:
             return
-        event = self._around.outside.poll()
+        event = self._context.stop_files.poll()
         if event is not None:
             self._hear_fault(event.kind, event.reason)
             return
-        stuck = self._around.hang.observe(statuses, time.monotonic_ns())
-        announcement = self._around.hang.announcement
+        stuck = self._context.hang.observe(statuses, time.monotonic_ns())
+        announcement = self._context.hang.announcement
         if announcement:
             logger.info("%s", announcement)
         if stuck and self._deadline is None:
@@ -170,18 +166,15 @@ class Attempt:
 
     def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
         """Ranks past their guards: do they come to their end?"""
-        exits, now = self._around.exits, time.monotonic()
+        exits, now = self._context.exits, time.monotonic()
         past = {r: s for r, s in statuses.items() if s.phase == WorkerPhase.LEFT and r not in self._hurried}
         states = {rank: process_state(status.pid) for rank, status in past.items()}
         if "t" in states.values():
-            return  # somebody looks at it with a debugger
+            return  # a debugger holds it
         work = None
         if exits.wants_work and len(past) == len(self.workers.live) and now >= self._work_due:
             self._work_due, work = now + _WORK_S, self.workers.work()
-        leavers = {
-            rank: Leaver(pid=status.pid, left_ns=status.left_ns, stopped=states[rank] == "T")
-            for rank, status in past.items()
-        }
+        leavers = {rank: Leaver(left_ns=status.left_ns, stopped=states[rank] == "T") for rank, status in past.items()}
         overdue = exits.observe(leavers, time.monotonic_ns(), num_live=len(self.workers.live), work=work)
         if overdue:
             self._hear_overdue(overdue, statuses)
@@ -194,7 +187,7 @@ class Attempt:
             return
         self._signum = signum
         logger.warning("%s: the job stops; the workers have %.1f s", signal_name(signum), self._left())
-        self._around.events.emit("signal", reason=signal_name(signum), outcome="stopping")
+        self._context.events.emit("signal", reason=signal_name(signum), outcome="stopping")
         if self.stop is not None or self._deadline is not None:
             return  # they are being stopped already
         self.stop = StopKind.SIGNAL
@@ -207,7 +200,7 @@ class Attempt:
 
     def _hear_fault(self, kind: str, reason: str) -> None:
         logger.warning("%s: the job stops; the workers have %.1f s", reason, self._left())
-        self._around.events.emit("fault", reason=reason, kind=kind)
+        self._context.events.emit("fault", reason=reason, kind=kind)
         self.stop, self._cause = StopKind.FAULT, reason
         self._begin_stop()
         self._give_order(kind, reason)
@@ -216,7 +209,7 @@ class Attempt:
         what = meaning(end)
         outcome = what.value
         step = None if end.status is None else end.status.step
-        self._around.events.emit(
+        self._context.events.emit(
             "worker_end",
             step=step,
             reason=describe(end),
@@ -244,10 +237,10 @@ class Attempt:
     def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
         states = {rank: process_state(status.pid) for rank, status in statuses.items()}
         if "t" in states.values():
-            return  # somebody looks at it with a debugger
+            return  # a debugger holds it
         culprits = _culprits(stuck, states, statuses)
         stuck = sorted(stuck, key=lambda each: each.rank not in culprits)
-        files = write_stacks(self.workers, statuses, self._around.stacks, attempt=self._number)
+        files = write_stacks(self.workers, statuses, self._context.stacks, attempt=self._number)
         for each in stuck:
             logger.error(
                 "rank %d hangs%s: no step for %.1f s after step %d",
@@ -259,7 +252,7 @@ class Attempt:
         logger.error("stacks: %s", ", ".join(map(str, files)) or "none could be written")
         first, ranks = stuck[0], [each.rank for each in stuck]
         cause = f"hang: no step for {first.idle_s:.1f} s" + (_STOPPED if states[first.rank] == "T" else "")
-        self._around.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
+        self._context.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
         subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
         self._fail(cause, first.rank, f"{subject} stuck: {cause}")
         self.failed_at = time.monotonic() - first.idle_s
@@ -267,24 +260,24 @@ class Attempt:
             if states[rank] == "T":
                 self.workers.kill(rank)
             else:
-                self._after_rank(min(_STUCK_S, self._around.grace_s / 4), self._end_stuck, rank)
+                self._after_rank(min(_STUCK_S, self._context.grace_s / 4), self._end_stuck, rank)
 
     def _hear_overdue(self, overdue: list[Overdue], statuses: Mapping[int, Status]) -> None:
         """Ranks that have left their guards and do not end."""
         late = {each.rank: statuses[each.rank] for each in overdue}
-        files = write_stacks(self.workers, late, self._around.stacks, attempt=self._number)
+        files = write_stacks(self.workers, late, self._context.stacks, attempt=self._number)
         told = f"stacks: {', '.join(map(str, files)) or 'none could be written'}"
         ranks = [each.rank for each in overdue]
         finished = [rank for rank in ranks if late[rank].finished]
-        if finished and self._around.farewell is not None:
-            self._around.farewell.tell(finished)
+        if finished and self._context.farewell is not None:
+            self._context.farewell.tell(finished)
         for each in overdue:
             status, stopped = late[each.rank], _STOPPED if each.stopped else ""
             what = f"rank {each.rank} has not ended {each.seconds:.1f} s after its training{stopped}"
             if status.finished:
                 self._cut_off[each.rank] = f"{what} and was ended; what it did then may be incomplete"
             logger.error("%s; it is ended, and what it does then (an export, say) may be incomplete; %s", what, told)
-            self._around.events.emit(
+            self._context.events.emit(
                 "exit_timeout",
                 step=status.step,
                 reason=what,
@@ -303,15 +296,15 @@ class Attempt:
                 self.workers.kill(each.rank)
             else:
                 self.workers.send(each.rank, signal.SIGTERM)
-                self._after_rank(min(_STUCK_S, self._around.grace_s / 4), self.workers.kill, each.rank)
-        self._around.exits.reset(time.monotonic_ns())
+                self._after_rank(min(_STUCK_S, self._context.grace_s / 4), self.workers.kill, each.rank)
+        self._context.exits.reset(time.monotonic_ns())
 
     def _is_cut_off(self, end: WorkerExit) -> bool:
         """Whether a rank has failed after its training because a rank that it had waited for was ended."""
         status = end.status
         if status is None or status.phase != WorkerPhase.LEFT or not status.finished:
             return False
-        farewell = self._around.farewell
+        farewell = self._context.farewell
         ended = list(self._cut_off) or ([] if farewell is None else farewell.heard())
         if ended:
             why = f"rank {end.rank} ended after its training with {describe(end)}, because rank {ended[0]} was ended"
@@ -334,7 +327,7 @@ class Attempt:
             self._lost_since = None  # what is still done needs no other node, and has nothing for a new one to do
         elif membership.num_waiting > 0:
             logger.warning("%d nodes want to join: everybody stops and meets anew", membership.num_waiting)
-            self._around.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
+            self._context.events.emit("membership", reason=f"{membership.num_waiting} nodes waiting")
             self.stop = StopKind.MEMBERSHIP
             self._begin_stop()
             for rank in list(self.workers.live):
@@ -348,7 +341,7 @@ class Attempt:
         elif time.monotonic() - self._lost_since > _NODE_PATIENCE_S:
             statuses = self.workers.statuses().values()
             if not statuses:
-                return  # nobody could save anything; as under torchrun, the workers find out by themselves
+                return  # no guard could save anything; as under torchrun, the workers find out by themselves
             if any(s.boundary_ns > self._lost_since * 1e9 or s.phase == WorkerPhase.BETWEEN for s in statuses):
                 self._lost_since = time.monotonic()  # its agent may be gone, but its workers train on
                 self._after(_NODE_PATIENCE_S + 0.01, lambda: None)
@@ -361,16 +354,16 @@ class Attempt:
     # --- stopping -----------------------------------------------------------------------------------------------------
 
     def _left(self) -> float:
-        return self._around.grace_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+        return self._context.grace_s if self._deadline is None else max(0.0, self._deadline - time.monotonic())
 
     def _begin_stop(self, *, half_way: bool = True) -> None:
         if self._deadline is not None:
             return
-        self._deadline = time.monotonic() + self._around.grace_s
+        self._deadline = time.monotonic() + self._context.grace_s
         if half_way:
             for rank in list(self.workers.live):
-                self._after_rank(self._around.grace_s / 2, self._urge, rank)
-        self._after(self._around.grace_s, self._kill_all)
+                self._after_rank(self._context.grace_s / 2, self._urge, rank)
+        self._after(self._context.grace_s, self._kill_all)
 
     def _fail(self, cause: str, rank: int, reason: str) -> None:
         """A failure: the others save what they have. `cause` and `rank` where no worker's own end tells them."""
@@ -381,20 +374,20 @@ class Attempt:
         self._give_order("peer", reason)
 
     def _give_order(self, kind: str, reason: str) -> None:
-        around = self._around
+        context = self._context
         ordered = True
         try:
-            around.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY)
+            context.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY)
         except OSError as error:
             ordered = False
-            logger.warning("%s: no order can be written (%s); SIGTERM instead", around.folder.path, error)
+            logger.warning("%s: no order can be written (%s); SIGTERM instead", context.folder.path, error)
         for rank in list(self.workers.live):
             guarded = ordered and self.workers.is_guarded(rank)
             status = self.workers.status(rank)
             if guarded:
                 self.workers.send(rank, CONTROL_SIGNAL)
             if not guarded or (status is not None and status.phase == WorkerPhase.STARTING):
-                self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and nobody who would read an order
+                self.workers.send(rank, signal.SIGTERM)  # nothing to save yet, and no guard that would read an order
 
     def _urge(self, rank: int) -> None:
         """A guarded rank that has not begun to stop by itself."""
@@ -410,7 +403,7 @@ class Attempt:
 
     def _kill_all(self) -> None:
         for rank in list(self.workers.live):
-            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._around.grace_s)
+            logger.error("rank %d is not gone after %g s; SIGKILL", rank, self._context.grace_s)
             self.workers.kill(rank)
         self._after(_UNKILLABLE_S, self._abandon)
 
@@ -423,7 +416,7 @@ class Attempt:
 
 
 def _culprits(stuck: list[Stuck], states: Mapping[int, str], statuses: Mapping[int, Status]) -> list[int]:
-    """Whoever the others wait for: stopped processes, else those behind, else those that hang while others do not."""
+    """The ranks that the others wait for: stopped ones, else those behind, else those that hang while others do not."""
     stopped = [each.rank for each in stuck if states[each.rank] == "T"]
     newest = max(status.step for status in statuses.values())
     behind = [each.rank for each in stuck if each.step < newest]

@@ -46,7 +46,7 @@ class Meaning(Enum):
 
 
 class StopKind(Enum):
-    """Why the agent made its workers stop; None of these: they ended by themselves."""
+    """Why the agent made its workers stop. Workers that ended by themselves have none of these."""
 
     SIGNAL = "signal"
     """The agent was told to stop."""
@@ -69,7 +69,7 @@ class Ending:
     cause: str = ""
     """For a person; empty when it finished."""
     rank: int = -1
-    """Whose failure it was; -1 for nobody's in particular."""
+    """The rank that failed; -1: not one in particular."""
     first: WorkerExit | None = None
     """The first worker that failed."""
     elsewhere: bool = False
@@ -125,13 +125,12 @@ def conclude(
     signum: int | None = None,
     cause: str = "",
     rank: int = -1,
-    code: int = EXIT_TEMPORARY,
     cut_off: Collection[int] = (),
 ) -> Ending:
-    """The ending of an attempt all of whose workers have ended.
+    """How an attempt ended whose workers have all ended.
 
     exits: in the order in which they were noticed. signum: the first signal that the agent got. cause, rank: why the
-    agent stopped them, for `FAILURE` and `FAULT`; code: with which code it wants to leave after a fault. cut_off: ranks
+    agent stopped them, for `FAILURE` and `FAULT`. cut_off: ranks
     whose training was finished, but which did not come to their own end, because the agent had to end one of them.
     """
     meanings = [meaning(end) for end in exits]
@@ -144,7 +143,7 @@ def conclude(
     if signum is not None:
         return Ending(outcome="stopped", code=_stop_code(exits, left, signum), cause=signal_name(signum))
     if stop is StopKind.FAULT:
-        return Ending(outcome="stopped", code=_code(left[0]) if left else code, cause=cause)
+        return Ending(outcome="stopped", code=_code(left[0]) if left else EXIT_TEMPORARY, cause=cause)
     if failed or stop is StopKind.FAILURE:
         return _failure(failed, left, cause, rank)
     if stop is StopKind.MEMBERSHIP:

@@ -30,11 +30,11 @@ from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import CheckpointError, SaveError
 from mindx_elastic.inventory.findings import list_files, scan
 from mindx_elastic.inventory.inventory import Inventory, Step, until_sound
-from mindx_elastic.memory.arena import RankArena, job_folder, rank_folders
-from mindx_elastic.memory.boundary_log import BOUNDARIES_FILE
-from mindx_elastic.memory.boundary_ring import read_ring
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
+from mindx_elastic.memory.folders import job_folder, rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
-from mindx_elastic.memory.slots import adopt_slots
+from mindx_elastic.memory.snapshots import adopt_slots
 from mindx_elastic.persist.direct_io import BlockWriter, preallocate
 from mindx_elastic.persist.directory_lock import hold_ranks
 from mindx_elastic.persist.first_save import FirstSave

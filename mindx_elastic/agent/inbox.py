@@ -1,7 +1,7 @@
-"""The signals that the agent hears.
+"""The signals that the agent gets.
 
-Handlers only mark. The main loop polls `fd`; while the main thread is inside torch (a rendezvous, a barrier), where it
-could wait for other nodes for many minutes, the handler raises torch's own `SignalException` there instead.
+Handlers only append the number to a list, and the main loop polls `fd`. While the main thread is inside torch (a
+rendezvous, a barrier), where it could wait for other nodes for many minutes, they raise torch's own `SignalException`.
 
 That does not help inside C++ (a read from a store whose machine is gone): Python runs no handler before the call
 returns. So a helper thread gives such a wait a few seconds after the signal and then ends the process; at these moments
@@ -26,8 +26,9 @@ __all__ = ["SignalInbox", "parse_signals"]
 
 _PATIENCE_S = 3.0
 _OF_THE_TERMINAL = (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT)
-"""Who starts a process with one of these ignored means it: ``nohup``, ``command &`` in a script. An ignored SIGTERM
-comes from a wrapper's own ``trap '' TERM`` and would leave the platform no way to stop the job: it is taken."""
+"""One of these that is ignored at the start stays ignored: ``nohup`` and ``command &`` in a script mean it. An
+ignored SIGTERM comes from a wrapper's own ``trap '' TERM`` and would leave the platform no way to stop the job; it is
+taken."""
 _TAKEN_BY_TORCH = (*_OF_THE_TERMINAL, signal.SIGTERM)
 """At each start of workers, by versions of torch that know no ``TORCHELASTIC_SIGNALS_TO_HANDLE``."""
 
@@ -98,7 +99,7 @@ class SignalInbox:
         for number in self._previous:
             signal.signal(number, self._mark)
         for number, handler in self._untouched.items():
-            with suppress(TypeError):  # None: not installed from Python, so by nobody that we could name
+            with suppress(TypeError):  # None: not installed from Python
                 signal.signal(number, handler)  # type: ignore[arg-type]
 
     def drain(self) -> None:

@@ -22,18 +22,18 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
-from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.fresh_store import FreshStoreRendezvous
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
-from mindx_elastic.agent.one_node import OneNodeRendezvous
+from mindx_elastic.agent.ledger import render
 from mindx_elastic.agent.options import Launch, parse
-from mindx_elastic.agent.outside import Outside
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings
 from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
+from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["launch"]
 
@@ -213,7 +213,7 @@ def _make_supervisor(
         folder=folder,
         inbox=inbox,
         events=events,
-        outside=Outside(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
+        stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
@@ -222,13 +222,13 @@ def _make_supervisor(
 
 def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: SignalInbox) -> None:
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
-    ending, account = supervisor.ending, supervisor.account
+    ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
         if ending.outcome == "finished" and not ending.cut_off:
             drop(arena)
             continue
         flushed = flush(arena)
-        account.note_flushed(flushed.step)
+        ledger.note_flushed(flushed.step)
         for line in flushed.lines:
             logger.info("from memory to disk: %s", line)
     if handler is not None and ending.outcome != "stopped":
@@ -239,10 +239,10 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
                 handler.shutdown()
         except (Exception, SignalException) as error:
             logger.debug("the rendezvous could not be closed: %s", error)
-    account.settle(ending)
-    account.ledger.close(ending.outcome, exit_code=ending.code)
-    if account.is_eventful:
-        print_block(account.ledger.render())
+    ledger.note_last_loss(ending)
+    ledger.close(ending.outcome, exit_code=ending.code)
+    if ledger.is_eventful:
+        print_block(render(ledger.records))
     if supervisor.error_file:
         _hand_on_error(supervisor.error_file, ending.code)
     said = f": {ending.cause}" if ending.cause else ""
@@ -251,7 +251,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
 
 
 def _hand_on_error(file: str, code: int) -> None:
-    """As torchrun does: the first failed worker's error file becomes ours, for whoever started the agent."""
+    """As torchrun does: the first failed worker's error file becomes ours, for the program that started the agent."""
     if os.environ.get("TORCHELASTIC_ERROR_FILE") and os.path.isfile(file):
         try:
             get_error_handler().dump_error_file(file, code)

@@ -13,47 +13,68 @@ event          when
 =============  ============================================================================================
 
 Their fields are those of `AttemptRecord` (`cause` is the event's `reason`, `step_reached` its `step`), and `pid` and
-`host` of the agent. `mindx_elastic.agent.ledger_file` reads them back.
+`host` of the agent. `load_runs` reads them back. The file may hold more than that: the workers' events (when the run
+directory is the checkpoint directory), lines of other programs, lines cut off by a kill or a full disk, and several
+runs of an agent, one after the other or, on a shared file system, beside each other. Its values are not trusted: one of
+the wrong type is taken as unknown.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import math
 import os
 import socket
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mindx_elastic.core.events import EventLog
+from mindx_elastic.agent.restarts import Failure
+from mindx_elastic.core.events import READ_BYTES, EventLog, older_generation
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.core.printable import printable
+from mindx_elastic.core.status_page import Status
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.attempt import Attempt
+    from mindx_elastic.agent.endings import Ending
 
 __all__ = [
+    "EVENTS_FILE",
     "FAILED",
     "FINISHED",
     "NEW_NODE",
     "STOPPED",
+    "AgentRun",
     "AttemptRecord",
     "Ledger",
     "Totals",
     "add_up",
     "draw",
+    "load_runs",
     "render",
     "totals_line",
 ]
 
+
 FAILED, FINISHED, STOPPED, NEW_NODE = "failed", "finished", "stopped", "restarted for a new node"
 """Values of `AttemptRecord.outcome`: ended by a failure, by itself, by request, by a change of the nodes."""
+_OUTCOMES = {"finished": FINISHED, "stopped": STOPPED, "failed": FAILED, "membership": NEW_NODE}
+"""By `Ending.outcome`."""
+_NS = 1_000_000_000
 WIDTH = 100
 _CAUSE_CHARS, _LEAST_CAUSE_WIDTH = 150, 16
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class AttemptRecord:
     """One start of the workers of one node and how it ended; None where something is not known (yet).
 
@@ -64,7 +85,7 @@ class AttemptRecord:
     attempt: int
     world_size: int | None = None
     node: int | None = None
-    """Rank of the node whose agent says so."""
+    """Rank of the node of the agent that wrote this."""
     started: float | None = None
     """Unix seconds."""
     cause: str | None = None
@@ -109,8 +130,18 @@ class Totals:
     not_training_s: float
 
 
+@dataclass
+class _Pause:
+    """The time after an attempt that ended early, until training goes on."""
+
+    attempt: int
+    began: float
+    """`time.monotonic` of the failure."""
+    step_reached: int
+
+
 class Ledger:
-    """The agent's account of its attempts. One thread.
+    """The agent's account of its attempts: takes what the agent sees (pages, endings, its own clock). One thread.
 
     events: where the events go; the caller gives the log of its run directory.
     """
@@ -121,30 +152,128 @@ class Ledger:
         self._ended: set[int] = set()
         self._settled: set[int] = set()
         self._closed = False
+        self._number, self._num_workers = -1, 0
+        self._pause: _Pause | None = None
+        self._resumed = False
 
     @property
     def records(self) -> list[AttemptRecord]:
         """All attempts so far, the oldest first; live objects, to be changed through `update`."""
         return [self._records[attempt] for attempt in sorted(self._records)]
 
+    @property
+    def is_eventful(self) -> bool:
+        """Whether anything happened that is worth a table."""
+        records = self.records
+        return len(records) > 1 or any(record.outcome == FAILED for record in records)
+
+    def start_attempt(self, number: int, *, world_size: int, num_workers: int, node: int, restarts: int) -> None:
+        """The workers run."""
+        self._number, self._num_workers, self._resumed = number, num_workers, False
+        self._events.attempt = number
+        record = self.add(AttemptRecord(attempt=number, world_size=world_size, node=node, started=time.time()))
+        self._events.rank = node
+        self._events.emit(
+            "attempt_start",
+            world_size=world_size,
+            node=node,
+            started=record.started,
+            restarts=restarts,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+        )
+        if self._pause is not None:
+            self.update(self._pause.attempt, restart_s=time.monotonic() - self._pause.began)
+
+    def look(self, statuses: Mapping[int, Status]) -> None:
+        """What the pages say while the attempt runs: from where it went on, and when it got further."""
+        if len(statuses) < self._num_workers:
+            return
+        if not self._resumed and all(status.entered_ns for status in statuses.values()):
+            self._resumed = True
+            self._note_resume(statuses)
+        if self._pause is not None and all(status.first_boundary_ns for status in statuses.values()):
+            first = max(status.first_boundary_ns for status in statuses.values()) / _NS
+            self.update(self._pause.attempt, first_step_s=max(0.0, first - self._pause.began))
+            self._pause = None
+
+    def _note_resume(self, statuses: Mapping[int, Status]) -> None:
+        resumed = min(status.resumed_step for status in statuses.values())
+        path = next((status.resumed_path for status in statuses.values() if status.resumed_path), "")
+        self.update(self._number, resumed_step=resumed, resumed_path=path or None)
+        if self._pause is None:
+            return
+        lost = max(0, self._pause.step_reached - max(0, resumed))
+        record = self._records[self._pause.attempt]
+        saved = resumed if record.saved_step is None or resumed > record.saved_step else record.saved_step
+        self.update(record.attempt, steps_lost=lost, saved_step=saved)
+
+    def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
+        """All workers have ended."""
+        statuses = attempt.workers.last_statuses()
+        self.look(statuses)
+        reached = min((status.step for status in statuses.values()), default=-1)
+        began = _began(attempt, statuses.values())
+        saved = max((status.saved_step for status in statuses.values()), default=-1)
+        saved_ns = max((status.saved_ns for status in statuses.values()), default=0)
+        failed = ending.outcome == "failed"
+        self.update(
+            self._number,
+            cause=ending.cause or None,
+            cause_rank=ending.rank if ending.rank >= 0 else None,
+            step_reached=reached if statuses else None,
+            saved_step=saved if saved >= 0 else None,
+            steps_lost=max(0, reached - saved) if ending.outcome == "stopped" and saved >= 0 else None,
+            detect_s=max(0.0, attempt.noticed_at - began) if failed and attempt.noticed_at is not None else None,
+            save_s=max(0.0, saved_ns / _NS - began) if saved_ns else None,
+            outcome=_OUTCOMES[ending.outcome],
+        )
+        again = ending.outcome in ("failed", "membership")
+        self._pause = _Pause(self._number, began, reached) if again else None
+
+    def note_flushed(self, step: int | None) -> None:
+        """The newest step that was written from memory in the end."""
+        records = self.records
+        if step is not None and records and (records[-1].saved_step is None or step > records[-1].saved_step):
+            self.update(records[-1].attempt, saved_step=step)
+
+    def note_last_loss(self, ending: Ending) -> None:
+        """No attempt will follow: note what the last one lost, as far as that can be known without one."""
+        records = self.records
+        if ending.outcome != "failed" or not records or records[-1].outcome != FAILED:
+            return
+        last = records[-1]
+        safe = max((s for s in (last.saved_step, last.resumed_step) if s is not None), default=None)
+        if last.step_reached is None or safe is None:
+            return
+        if last.saved_step is not None or safe >= last.step_reached:  # else memory may hold more
+            self.update(last.attempt, steps_lost=max(0, last.step_reached - max(0, safe)))
+
+    def failure(self, attempt: Attempt, ending: Ending) -> Failure:
+        """The attempt's failure as `CrashLoop` wants to know it."""
+        statuses = list(attempt.workers.last_statuses().values())
+        guarded = len(statuses) == len(attempt.workers.processes) and not ending.elsewhere
+        return Failure(
+            cause=ending.cause,
+            rank=ending.rank,
+            step=min((status.step for status in statuses), default=-1),
+            resumed_step=min((status.resumed_step for status in statuses), default=-1),
+            resumed_path=next((status.resumed_path for status in statuses if status.resumed_path), ""),
+            boundaries=min((status.boundaries for status in statuses), default=0),
+            guarded=guarded,
+        )
+
     def add(self, record: AttemptRecord) -> AttemptRecord:
-        """A new attempt has begun. Raises ValueError when there is one of that number."""
-        if record.attempt in self._records:
-            raise ValueError(f"attempt {record.attempt} is in the ledger already")
+        """A new attempt has begun."""
         self._records[record.attempt] = record
         self._note_progress()
         return record
 
-    def update(self, attempt: int, **changes: Any) -> AttemptRecord:
-        """Set fields of the record of `attempt`. Raises KeyError for an unknown attempt, TypeError for such a field."""
-        record = self._records[attempt]
-        unknown = changes.keys() - {field.name for field in fields(record)}
-        if unknown:
-            raise TypeError(f"an attempt has no {', '.join(sorted(unknown))}")
+    def update(self, attempt: int, **changes: Any) -> None:
+        """Set fields of the record of `attempt`."""
         for name, value in changes.items():
-            setattr(record, name, value)
+            setattr(self._records[attempt], name, value)
         self._note_progress()
-        return record
 
     def close(self, outcome: str = "", **more: Any) -> None:
         """The end of the agent: record what is still open, and the totals. Called again it does nothing.
@@ -159,10 +288,6 @@ class Ledger:
         totals = add_up(self.records)
         more = {**asdict(totals), **more, **_identity()}
         self._events.emit("summary", reason=totals_line(totals), outcome=outcome or None, **more)
-
-    def render(self, width: int = WIDTH) -> str:
-        """The screen: see the function `render`."""
-        return render(self.records, width=width)
 
     def _note_progress(self) -> None:
         for record in self.records:
@@ -192,8 +317,15 @@ def _facts(record: AttemptRecord) -> dict[str, Any]:
 
 
 def _identity() -> dict[str, Any]:
-    """Which agent says so: several may write to one file, after or beside one another."""
+    """The agent that writes: several may write to one file, after or beside one another."""
     return {"pid": os.getpid(), "host": socket.gethostname()}
+
+
+def _began(attempt: Attempt, statuses: Iterable[Status]) -> float:
+    """When it happened: by the agent's clock, or earlier if a survivor had heard of it before."""
+    alarms = [s.alarm_ns / _NS for s in statuses if s.alarm_ns]
+    known = [*alarms, *([attempt.failed_at] if attempt.failed_at is not None else [])]
+    return min(known, default=time.monotonic())
 
 
 def add_up(records: Iterable[AttemptRecord]) -> Totals:
@@ -222,7 +354,7 @@ def totals_line(totals: Totals) -> str:
 def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
     """The attempts as a table; as lines where `width` columns are too few for one.
 
-    still_open: what to say of an attempt whose end is not recorded.
+    still_open: text for an attempt without a recorded end.
     """
     rows = [_cells(record, still_open) for record in records]
     if not rows:
@@ -310,3 +442,157 @@ def _seconds(value: float | None) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+# --- the records, read back from events.jsonl ---
+
+
+EVENTS_FILE = "events.jsonl"
+_START, _END = "agent_start", "agent_end"
+_ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
+_OURS = (_START, _END, "summary", *_ATTEMPTS)
+_MAX_LINE = 1 << 20
+
+
+@dataclass
+class AgentRun:
+    """One agent's life, as its events tell it."""
+
+    pid: int | None = None
+    host: str = ""
+    agent_dir: str = ""
+    """Its private folder; gone after a clean end."""
+    started: float | None = None
+    """Unix seconds."""
+    ended: float | None = None
+    """None: it runs, or it was killed."""
+    outcome: str = ""
+    """How it ended, in its own words."""
+    summary: dict[str, Any] | None = None
+    records: list[AttemptRecord] = field(default_factory=list)
+    """The oldest first."""
+
+
+def load_runs(path: Path) -> list[AgentRun]:
+    """All runs of agents in the events file `path`, in the order in which they began. Raises OSError."""
+    runs: list[AgentRun] = []
+    for line in _events(path):
+        if line["event"] == _START:
+            runs.append(_begin(line))
+            continue
+        run = _owner(runs, line)
+        if run is None:
+            runs.append(run := _begin(line))
+        _add(run, line)
+    for run in runs:
+        run.records.sort(key=lambda record: record.attempt)
+    return runs
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
+    older = older_generation(path)
+    if not os.path.lexists(older):
+        return [line for _, line in _lines(path)]
+    before = list(_lines(older))
+    seen = {data for data, _ in before}  # lines that were carried on stand in both files; see `events.EventLog`
+    found = [line for _, line in before] + [line for data, line in _lines(path) if data not in seen]
+    return sorted(found, key=lambda line: _real(line.get("time")) or 0.0)  # what was carried on is older than all else
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    with open(open_regular(path, follow_link=True), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - READ_BYTES))
+        while data := file.readline(_MAX_LINE):
+            line = _parse(data)
+            if line is not None and line.get("event") in _OURS:
+                yield data, line
+
+
+def _parse(data: bytes) -> dict[str, Any] | None:
+    start = data.rfind(b'{"time"')  # a line that was cut off has the next one behind it
+    for text in (data, data[start:] if start > 0 else b""):
+        try:
+            line = json.loads(text)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(line, dict):
+            return line
+    return None
+
+
+def _begin(line: dict[str, Any]) -> AgentRun:
+    return AgentRun(
+        pid=_whole(line.get("pid")),
+        host=_text(line.get("host")),
+        agent_dir=_text(line.get("agent_dir")),
+        started=_real(line.get("time")),
+    )
+
+
+def _owner(runs: list[AgentRun], line: dict[str, Any]) -> AgentRun | None:
+    """The newest run with the pid and host of the line. Pids come again, in containers always."""
+    pid, host = _whole(line.get("pid")), _text(line.get("host"))
+    for run in reversed(runs):
+        if (pid is None or run.pid in (None, pid)) and (not host or run.host in ("", host)):
+            return None if line["event"] == "attempt_start" and _is_new_life(run, line) else run
+    return None
+
+
+def _is_new_life(run: AgentRun, line: dict[str, Any]) -> bool:
+    """Whether an attempt begins that cannot be this run's: the `agent_start` of its own was cut off."""
+    known = {record.attempt for record in run.records}
+    return run.ended is not None or run.summary is not None or line.get("attempt") in known
+
+
+def _add(run: AgentRun, line: dict[str, Any]) -> None:
+    event = line["event"]
+    run.host = run.host or _text(line.get("host"))
+    if event == "summary":
+        run.summary = line
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    elif event == _END:
+        run.ended = _real(line.get("time"))
+        run.outcome = _text(line.get("outcome")) or run.outcome
+    else:
+        _add_attempt(run, line)
+
+
+def _add_attempt(run: AgentRun, line: dict[str, Any]) -> None:
+    number = _whole(line.get("attempt"))
+    if number is None:
+        return
+    record = next((known for known in run.records if known.attempt == number), None)
+    if record is None:
+        record = AttemptRecord(attempt=number)
+        run.records.append(record)
+    if line["event"] == "attempt_start":
+        record.started = record.started or _real(line.get("time"))
+    else:
+        line = {**line, "cause": line.get("reason"), "step_reached": line.get("step")}
+    for name, read in _READERS.items():
+        value = read(line.get(name))
+        if value not in (None, "") and (name != "outcome" or line["event"] != "attempt_start"):
+            setattr(record, name, value)
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _real(value: Any) -> float | None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+_READERS: dict[str, Callable[[Any], int | float | str | None]] = {
+    **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
+    **dict.fromkeys(("resumed_step", "saved_step", "steps_lost"), _whole),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s"), _real),
+    **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
+}
+"""How each field of `AttemptRecord` but its number is read."""

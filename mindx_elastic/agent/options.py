@@ -1,12 +1,20 @@
-"""The options of ``mindx-elastic run``: torchrun's own, with its own parser, and ours beside them."""
+"""The command line of ``mindx-elastic run``: torchrun's options, read by its own parser, and ours.
+
+torchrun leaves options and script to argparse, with two effects that a launcher with more options must not have.
+Abbreviations (``--max-restart 2``) become ambiguous with each option that is added: here one that means something to
+torchrun means the same to us, and only what means nothing to torchrun can stand for an option of ours. And argparse
+looks for abbreviations among the script's arguments too (some versions of Python make torchrun refuse
+``train.py --rdzv x``): here they are not looked at. `split` divides the line before argparse sees it.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import uuid
-from argparse import SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Sequence
+from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,13 +24,13 @@ from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
-from mindx_elastic.agent.arguments import split
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.config import MIN_GRACE_S, KeySettings, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "Launch", "parse"]
+__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "CommandLine", "Launch", "parse", "split"]
+
 
 DEFAULT_MAX_RESTARTS = 3
 _PROG = "mindx-elastic run"
@@ -51,7 +59,7 @@ class AgentOptions:
     hang_timeout_s: float | None
     """Seconds without a step; None: learned, 0: never."""
     exit_timeout_s: float | None
-    """Seconds that a rank may live on after its training; None: as `exit_watch` says, 0: for ever."""
+    """Seconds that a rank may live on after its training; None: as `ExitWatch` says, 0: for ever."""
     run_dir: Path
     """Absolute; exists."""
     restarts_window_s: float | None
@@ -82,8 +90,8 @@ def parse(arguments: Sequence[str]) -> Launch:
 
     Raises UsageError for what cannot work. Creates the run directory and torch's log directory.
     """
-    parser = _parser()
-    line = split(parser, _OURS, arguments)
+    parser, ours = _parser()
+    line = split(parser, ours, arguments)
     if line.wants_help:
         print(_help())
         raise SystemExit(0)
@@ -171,21 +179,8 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
     )
 
 
-_OURS = frozenset(
-    f"--{separator.join(words)}"
-    for words in (
-        ("grace",),
-        ("snapshot", "every"),
-        ("hang", "timeout"),
-        ("run", "dir"),
-        ("max", "restarts", "window"),
-        ("crash", "loop"),
-    )
-    for separator in "-_"
-)
-
-
-def _parser() -> ArgumentParser:
+def _parser() -> tuple[ArgumentParser, frozenset[str]]:
+    """torchrun's parser with our options, and the names of those."""
     try:
         parser = get_args_parser()
     except ValueError as error:  # a switch's variable, which torch reads with int()
@@ -194,8 +189,10 @@ def _parser() -> ArgumentParser:
     parser.prog = _PROG
     if "PET_MAX_RESTARTS" not in os.environ:
         parser.set_defaults(max_restarts=DEFAULT_MAX_RESTARTS)
+    theirs = {name for action in parser._actions for name in action.option_strings}
     _add_options(parser, hidden=True)
-    return parser
+    both = {name for action in parser._actions for name in action.option_strings}
+    return parser, frozenset(both - theirs)
 
 
 def _help() -> str:
@@ -203,7 +200,7 @@ def _help() -> str:
         prog=_PROG, usage=f"{_PROG} [options] [torchrun options] script.py [arguments]", description=_DESCRIPTION
     )
     _add_options(ours, hidden=False)
-    theirs = _parser()
+    theirs, _ = _parser()
     theirs.usage = SUPPRESS
     theirs.description = None
     _, _, rest = theirs.format_help().partition("positional arguments:")
@@ -355,3 +352,88 @@ def _snapshots(text: str) -> str:
     except UsageError as error:
         raise ArgumentTypeError(str(error)) from None
     return text
+
+
+_NEGATIVE_NUMBER = re.compile(r"^-\d+$|^-\d*\.\d+$")  # argparse's own: no option, where no option looks like one
+
+
+class CommandLine:
+    """The two parts of a command line."""
+
+    def __init__(self, options: Sequence[str], rest: Sequence[str], *, wants_help: bool) -> None:
+        self.options = tuple(options)
+        """Options with their full names, and their values."""
+        self.rest = tuple(rest)
+        """The script and its arguments; a ``--`` may stand anywhere, as it was given."""
+        self.wants_help = wants_help
+        """``-h`` or ``--help`` is among the options."""
+
+    def parse(self, parser: ArgumentParser) -> Namespace:
+        """What torchrun's parser makes of it. Leaves with exit code 2 for what it refuses."""
+        # Numbers stand for the words, so that the parser can do to each "--" what its version of Python does.
+        masked = [word if word == "--" else str(index) for index, word in enumerate(self.rest)]
+        parser.allow_abbrev = False
+        args = parser.parse_args([*self.options, *masked])
+        args.training_script = self.rest[int(args.training_script)]
+        args.training_script_args = [
+            word if word == "--" else self.rest[int(word)] for word in args.training_script_args
+        ]
+        return args
+
+
+def split(parser: ArgumentParser, ours: Collection[str], arguments: Sequence[str]) -> CommandLine:
+    """Divide `arguments`. Leaves with exit code 2, and the candidates, for an ambiguous abbreviation.
+
+    parser: knows torchrun's options and ours. ours: the names of those that torchrun has not.
+    """
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    theirs = {name: action for name, action in actions.items() if name not in ours}
+    options: list[str] = []
+    wants_help, index = False, 0
+    while index < len(arguments):
+        word = arguments[index]
+        if word == "--" or not _is_option(word, actions):
+            break
+        name, equals, value = word.partition("=")
+        if word.startswith("--") and name not in actions:
+            name = _complete(parser, name, theirs) or _complete(parser, name, actions) or name
+        wants_help = wants_help or name in ("-h", "--help")
+        options.append(f"{name}{equals}{value}")
+        index += 1
+        if not equals and _takes_next(name, actions) and index < len(arguments):
+            options.append(arguments[index])
+            index += 1
+    return CommandLine(options, arguments[index:], wants_help=wants_help)
+
+
+def _is_option(word: str, actions: Collection[str]) -> bool:
+    """As argparse sees it: a negative number, or a word with a space that is no known option, is an argument."""
+    if len(word) < 2 or not word.startswith("-"):
+        return False
+    return word.partition("=")[0] in actions or not (_NEGATIVE_NUMBER.match(word) or " " in word.partition("=")[0])
+
+
+def _complete(parser: ArgumentParser, name: str, actions: dict[str, Action]) -> str:
+    """The full name that `name` abbreviates; empty where there is none. Two spellings of one option are one option."""
+    found: dict[int, str] = {}
+    for full, action in actions.items():
+        if full.startswith(name):
+            found.setdefault(id(action), full)
+    if len(found) > 1:
+        parser.error(f"ambiguous option: {name} could match {', '.join(found.values())}")
+    return next(iter(found.values()), "")
+
+
+def _takes_next(name: str, actions: dict[str, Action]) -> bool:
+    """Whether the next word is the option's value. Short options may be joined: ``-mr 3``, ``-r3``."""
+    if name in actions:
+        return actions[name].nargs is None
+    if name.startswith("--"):
+        return False
+    for position, letter in enumerate(name[1:], start=2):
+        action = actions.get(f"-{letter}")
+        if action is None:
+            return False
+        if action.nargs is None:
+            return position == len(name)
+    return False

@@ -1,8 +1,26 @@
-"""How many restarts are left. Pure: times are passed in."""
+"""Whether another restart is allowed (`Restarts`) and can help (`CrashLoop`).
+
+The same failure at the same step, again and again, cannot be restarted away. Two failures are the same when their
+causes are equal but for what differs between any two processes (pids, addresses, times) and they came after the same
+boundary, on whatever rank. `repeats` of them in a row stop the job, with a text for the person who finds it in the
+morning.
+
+One case is worth another try: the last `repeats` attempts went on from the same checkpoint and none passed a boundary.
+Then the checkpoint itself may be the cause; it is set aside and an older one is tried, once. What happens next decides:
+the same failure again clears the checkpoint of suspicion and stops the job; a later step starts all counts anew.
+Nothing is set aside a second time in between, or a broken program would use up one good checkpoint after another.
+
+Pure: no clock, no files. One thread.
+"""
 
 from __future__ import annotations
 
-__all__ = ["Restarts"]
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["CrashLoop", "Failure", "Restarts", "Verdict", "same_cause"]
 
 
 class Restarts:
@@ -37,3 +55,231 @@ class Restarts:
             return "--max-restarts is 0"
         within = "" if self.window_s is None else f" within {self.window_s:g} s (--max-restarts-window)"
         return f"all {self.most} restarts{within} are used up (--max-restarts)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """How one attempt ended, seen from the agent."""
+
+    cause: str
+    """For a person: ``killed by SIGKILL``, ``exit code 1: ValueError: bad sample``."""
+    rank: int
+    """The global rank that failed first; -1 when it is not known."""
+    step: int
+    """Last boundary that every rank of the node had passed; -1 when there was none."""
+    resumed_step: int = -1
+    """Step that the attempt went on from; -1 for a fresh start, and when the attempt died before it was known."""
+    resumed_path: str = ""
+    """One file of that checkpoint; empty for a fresh start."""
+    boundaries: int = 0
+    """How many boundaries the attempt has passed."""
+    guarded: bool = True
+    """Whether the worker told where it stood. If not, nothing is known about its step, and nothing is judged:
+    such a script is restarted as torchrun restarts it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do about a failure."""
+
+    action: Literal["restart", "stop", "set_aside"]
+    """``set_aside``: move the checkpoint (all files of its step) out of the way, then restart."""
+    explanation: str
+    """Why, in lines for a person; empty for an ordinary restart."""
+    path: str = ""
+    """With ``set_aside``: a file of the checkpoint in question."""
+
+
+class CrashLoop:
+    """Judges the failures of a job, one after the other.
+
+    repeats: how many equal failures in a row are too many; 0 switches the judgement off.
+    """
+
+    def __init__(self, repeats: int = 3) -> None:
+        self._repeats = repeats
+        self._row: list[Failure] = []
+        """The newest failures, all the same."""
+        self._resumes: list[Failure] = []
+        """The newest failures of any cause that went on from the same checkpoint and passed no boundary."""
+        self._set_aside: Failure | None = None
+        """The failure that set a checkpoint aside, until the job has got further than it."""
+
+    def judge(self, failure: Failure) -> Verdict:
+        """Take one more failure into account and say what to do. Failures only: a stop that was asked for is none."""
+        if not self._repeats or not failure.guarded:
+            return Verdict("restart", "")
+        suspect = self._set_aside
+        if suspect is not None and failure.step > suspect.step:
+            suspect = self._set_aside = None
+            self._row, self._resumes = [], []
+        self._row = [*self._row, failure] if self._row and _same(self._row[-1], failure) else [failure]
+        self._count_resume(failure)
+        if suspect is not None and _cleared(suspect, failure):
+            return Verdict("stop", _explain_cleared(suspect, failure))
+        if len(self._resumes) >= self._repeats and suspect is None:
+            return self._put_aside(failure)
+        if len(self._row) >= self._repeats:
+            return Verdict("stop", _explain_loop(self._row))
+        return Verdict("restart", "")
+
+    def _count_resume(self, failure: Failure) -> None:
+        if failure.boundaries or failure.resumed_step < 0 or not failure.resumed_path:
+            self._resumes = []
+        elif self._resumes and self._resumes[-1].resumed_step == failure.resumed_step:
+            # The step alone says which checkpoint: all files of one step hold the same state.
+            self._resumes.append(failure)
+        else:
+            self._resumes = [failure]
+
+    def _put_aside(self, failure: Failure) -> Verdict:
+        explanation = _explain_set_aside(self._resumes)
+        self._set_aside, self._row, self._resumes = failure, [], []
+        return Verdict("set_aside", explanation, failure.resumed_path)
+
+
+_VARYING = (
+    (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),  # UUIDs
+    (
+        re.compile(r"(?:[+-]|\b)(?:0[xX][0-9a-fA-F]+|[0-9a-fA-F]{8,}|(?=[a-fA-F]*[0-9])[0-9a-fA-F]{4,})\b"),
+        "#",
+    ),  # addresses
+    (re.compile(r"\btmp[a-z0-9_]{8}\b"), "tmp#"),  # Python's names for temporary files
+    (re.compile(r"[+-]?\d+(?:[.,:]\d+)*(?:[eE][+-]?\d+)?"), "#"),
+    (re.compile(r"\s+"), " "),
+)
+_TELLING = re.compile(r"(\b(?:exit code|exitcode|signal) -?\d+\b)")
+
+
+def same_cause(cause: str) -> str:
+    """`cause` without what differs between two processes: equal texts mean the same cause. Exit codes stay."""
+    pieces = _TELLING.split(cause)
+    return "".join(piece if index % 2 else _blur(piece) for index, piece in enumerate(pieces)).strip()
+
+
+def _blur(text: str) -> str:
+    for pattern, replacement in _VARYING:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _same(one: Failure, other: Failure) -> bool:
+    return one.step == other.step and same_cause(one.cause) == same_cause(other.cause)
+
+
+def _cleared(suspect: Failure, failure: Failure) -> bool:
+    """Whether the older checkpoint fails too: at the same step, or as the newer one did, before any boundary."""
+    if same_cause(suspect.cause) != same_cause(failure.cause):
+        return False
+    return failure.step == suspect.step or not failure.boundaries
+
+
+def _explain_loop(row: Sequence[Failure]) -> str:
+    last = row[-1]
+    lines = [
+        f"{_times(row)} the same way at the same step. Another restart would do so too, so the job is stopped.",
+        f"  what:       {last.cause}",
+        f"  where:      {_place(last)}; {_ranks(row)}",
+        f"  how often:  {len(row)} attempts in a row; {_origins(row)}",
+        f"  look at:    {_advice(last)}",
+    ]
+    return "\n".join([*lines, f"  to go on:   {_way_on(last)}"])
+
+
+def _explain_set_aside(row: Sequence[Failure]) -> str:
+    last = row[-1]
+    causes = list(dict.fromkeys(failure.cause for failure in row))
+    origin = f"right after they had gone on from the checkpoint of step {last.resumed_step}"
+    now = "set aside (moved, not deleted); an older one is tried, once. If that fails too, the job is stopped"
+    return "\n".join(
+        [
+            f"{_times(row)} {origin}, before they passed a single step.",
+            f"  what:       {'; then '.join(causes)}",
+            f"  where:      {_ranks(row)}",
+            f"  checkpoint: {last.resumed_path}",
+            f"  now:        {now}",
+        ]
+    )
+
+
+def _explain_cleared(suspect: Failure, failure: Failure) -> str:
+    if failure.resumed_step < 0:
+        tried = "a fresh start fails in the same way"
+    elif failure.resumed_step < suspect.resumed_step:
+        tried = f"the older checkpoint of step {failure.resumed_step} fails in the same way"
+    else:
+        tried = f"another file of step {failure.resumed_step} fails in the same way"
+    where = "at the same step" if failure.step == suspect.step else "before its first step"
+    verdict = "the cause is the program, the data or the machine, not the checkpoint. The job is stopped"
+    return "\n".join(
+        [
+            f"The checkpoint of step {suspect.resumed_step} was set aside, and {tried} {where}: {verdict}.",
+            f"  what:       {failure.cause}",
+            f"  where:      {_place(failure)}; {_ranks([failure])}",
+            f"  set aside:  {suspect.resumed_path} (this does not speak against it: move it back to keep its steps)",
+            f"  look at:    {_advice(failure)}",
+            f"  to go on:   {_way_on(failure)}",
+        ]
+    )
+
+
+def _times(row: Sequence[Failure]) -> str:
+    return "The last attempt failed" if len(row) == 1 else f"The last {len(row)} attempts failed"
+
+
+def _place(failure: Failure) -> str:
+    if failure.step < 0:
+        return "before the first step was done"
+    return f"after step {failure.step}, so in step {failure.step + 1} or on the way to it"
+
+
+def _ranks(row: Sequence[Failure]) -> str:
+    ranks = sorted({failure.rank for failure in row if failure.rank >= 0})
+    if not ranks:
+        return "the rank is not known"
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} in turn"
+
+
+def _origins(row: Sequence[Failure]) -> str:
+    steps = list(dict.fromkeys(failure.resumed_step for failure in row))
+    texts = ["a fresh start" if step < 0 else f"step {step}" for step in steps]
+    return "they began with " + ", then ".join(texts)
+
+
+_HINTS = (
+    (
+        r"\bSIGKILL\b",
+        "who sent it: most often the kernel, for want of memory (dmesg, the container's memory limit and events)",
+    ),
+    (
+        r"\bSIGBUS\b",
+        "shared memory: /dev/shm may be full (df /dev/shm), or a file was cut while it was mapped",
+    ),
+    (
+        r"\b(SIGSEGV|SIGABRT|SIGILL|SIGFPE)\b",
+        "native code (a kernel, an extension, a driver): the last lines of the rank's output, a core dump",
+    ),
+    (
+        r"\b(hang|hung|stuck|no step for)\b",
+        "the stacks under stacks/ in the run directory: where the rank named above waits, and for whom",
+    ),
+    (
+        r"(?i)out of ?memory",
+        "memory: batch size, longest sample of this step, other jobs on the device",
+    ),
+)
+
+
+def _advice(failure: Failure) -> str:
+    for pattern, hint in _HINTS:
+        if re.search(pattern, failure.cause):
+            return hint
+    whose = "the failed rank" if failure.rank < 0 else f"rank {failure.rank}"
+    data = "" if failure.step < 0 else f", and at the batch of step {failure.step + 1}"
+    return f"the traceback of {whose} above or in the log directory{data}"
+
+
+def _way_on(failure: Failure) -> str:
+    if failure.step < 0 and failure.resumed_step < 0:
+        return "remove the cause and start the same command again"
+    return "remove the cause and start the same command again; it goes on from the newest good checkpoint"

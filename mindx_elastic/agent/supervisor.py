@@ -1,8 +1,8 @@
 """The agent proper: torch's `LocalElasticAgent` with another way to start, watch and stop its workers.
 
 Rendezvous, ranks, roles, logs and environment stay torch's. Ours are: the shim that ties each worker to the agent
-(`child`), the loop that waits for events instead of sleeping (`attempt`), graceful stops, exit codes that mean
-something (`endings`), and the decision whether another restart helps.
+(`child`), the loop that waits for events instead of sleeping (`attempt`), graceful stops, exit codes that tell what
+happened (`endings`), and the decision whether another restart helps (`restarts`).
 """
 
 from __future__ import annotations
@@ -23,26 +23,22 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs, ProcessFailure, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousError
 
-from mindx_elastic.agent.account import Account
-from mindx_elastic.agent.aside import set_checkpoint_aside
-from mindx_elastic.agent.attempt import Attempt, Surroundings
-from mindx_elastic.agent.crash_loop import CrashLoop
+from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.exit_watch import ExitWatch
-from mindx_elastic.agent.farewell import Farewell
-from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
-from mindx_elastic.agent.membership import Membership
+from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
-from mindx_elastic.agent.outside import Outside
-from mindx_elastic.agent.reconnect import CONNECTION_ERRORS, reconnect
-from mindx_elastic.agent.restarts import Restarts
+from mindx_elastic.agent.quarantine import set_checkpoint_aside
+from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
+from mindx_elastic.agent.restarts import CrashLoop, Restarts
+from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["Supervisor", "print_block"]
 
@@ -64,13 +60,13 @@ class Supervisor(LocalElasticAgent):
         folder: AgentFolder,
         inbox: SignalInbox,
         events: EventLog,
-        outside: Outside,
+        stop_files: StopFiles,
         num_nodes: int,
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part; with one there is nobody to ask for."""
+        """num_nodes: most that may take part. With one, no membership thread is started."""
         super().__init__(spec, logs_specs, **torch_arguments)
-        self.account = Account(events)
+        self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
         """How it all ended."""
         self.arenas: set[str] = set()
@@ -78,7 +74,7 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._outside, self._num_nodes = outside, num_nodes
+        self._stop_files, self._num_nodes = stop_files, num_nodes
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
@@ -114,7 +110,7 @@ class Supervisor(LocalElasticAgent):
     def _hold_start(self) -> None:
         """The platform may still be clearing the devices."""
         held = False
-        while self._outside.flushing():
+        while self._stop_files.flushing():
             if not held:
                 logger.warning("the platform is clearing faults (FaultFlushing in reset.json): the start is held back")
                 self._events.emit("hold", reason="FaultFlushing")
@@ -136,23 +132,23 @@ class Supervisor(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in group.workers}
         handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
         workers = Workers({ranks[i]: h.proc for i, h in handlers.items()}, self._folder.path, self._error_of)
-        around = Surroundings(
+        context = AttemptContext(
             folder=self._folder,
             inbox=self._inbox,
             hang=self._hang,
             exits=ExitWatch(self._options.exit_timeout_s, alone=num_nodes == 1),
             farewell=farewell,
-            outside=self._outside,
+            stop_files=self._stop_files,
             membership=membership,
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
-            on_look=self.account.look,
+            on_look=self.ledger.look,
         )
-        self._outside.faults.world_size = group.workers[0].world_size
+        self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
-        attempt = Attempt(workers, around, number=self._number)
-        self.account.start_attempt(
+        attempt = Attempt(workers, context, number=self._number)
+        self.ledger.start_attempt(
             self._number,
             world_size=group.workers[0].world_size,
             num_workers=len(ranks),
@@ -167,8 +163,8 @@ class Supervisor(LocalElasticAgent):
             workers.close()
             if membership is not None:
                 membership.stop()
-        self.account.end_attempt(attempt, self.ending)
-        self._shutdown(signal.SIGKILL, 1)  # nobody is left but those who survive SIGKILL
+        self.ledger.end_attempt(attempt, self.ending)
+        self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
     def _goes_on(self, attempt: Attempt) -> bool:
@@ -182,7 +178,7 @@ class Supervisor(LocalElasticAgent):
         if attempt.abandoned:
             logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
             return False
-        verdict = self._crash_loop.judge(self.account.failure(attempt, ending))
+        verdict = self._crash_loop.judge(self.ledger.failure(attempt, ending))
         allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
         if verdict.explanation and (allowed or verdict.action == "stop"):
             logger.error("%s", verdict.explanation)
@@ -193,7 +189,7 @@ class Supervisor(LocalElasticAgent):
             return False
         if verdict.action == "set_aside":
             set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
-        print_block(self.account.ledger.render())
+        print_block(render(self.ledger.records))
         logger.warning("restart %s", self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True
@@ -271,7 +267,7 @@ class Supervisor(LocalElasticAgent):
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
 
         An agent that first hears of another one's restart takes it for a change of the nodes and does not count it;
-        workers that believe in different counts no longer do the same things.
+        workers with different counts would do different things.
         """
         store: Any = group.store
         most, nodes = group.spec.max_restarts, int(group.group_world_size or 1)
@@ -325,7 +321,7 @@ class Supervisor(LocalElasticAgent):
 
 
 def _restarts(told: bytes, own: int, most: int) -> int:
-    """How often a node says that it has restarted; ours where that is no such number."""
+    """How often a node has restarted, as it says; our own count where it says something else."""
     if len(told) <= 9 and told.isdigit() and int(told) <= most:
         return int(told)
     logger.warning("the store of the rendezvous holds no count of restarts, but %s; this node's counts", told[:60])
@@ -333,7 +329,7 @@ def _restarts(told: bytes, own: int, most: int) -> int:
 
 
 def print_block(text: str) -> None:
-    """Several lines for a person, without a prefix on each. What others have said in them is shown, not obeyed."""
-    with suppress(OSError, ValueError):  # a closed stderr is no reason to stop
+    """Print several lines for a person, without a prefix on each. Text from others in them is escaped."""
+    with suppress(OSError, ValueError):  # a closed stderr must not stop the job
         sys.stderr.write(f"{printable_block(text)}\n")
         sys.stderr.flush()

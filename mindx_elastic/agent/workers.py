@@ -1,4 +1,4 @@
-"""The worker processes of one attempt: how they are waited for, signalled, looked at and ended."""
+"""The worker processes of one attempt: how they are waited for, signalled, looked at and ended, and their stacks."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mindx_elastic.agent.exit_watch import Work
+from mindx_elastic.agent.hang import Work
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import members_of, open_pidfd, read_stat
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
+from mindx_elastic.guard.agent_link import STACK_SIGNAL
 
-__all__ = ["WorkerExit", "Workers", "process_state"]
+__all__ = ["WorkerExit", "Workers", "process_state", "write_stacks"]
+
 
 _NO_PIDFD_POLL_S = 0.05
 _REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
@@ -34,8 +36,6 @@ class WorkerExit:
     pid: int
     code: int
     """Exit code; minus the signal's number when a signal ended it."""
-    at: float
-    """`time.monotonic` when it was noticed."""
     status: Status | None = None
     """The last that its page said; None without a guard."""
     sent: frozenset[int] = field(default_factory=frozenset)
@@ -94,7 +94,7 @@ class Workers:
         self._note_remains(ended)
         found = [end for rank in ended if (end := self._reap(rank)) is not None]
         self._end_remains()
-        # Whoever was killed has not died of the others' failure, but they may have of its.
+        # A killed worker has not died of the others' failure, but they may have died of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
         self.exits += found
         return found
@@ -104,12 +104,12 @@ class Workers:
         process = self.live[rank]
         try:
             return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
-        except ChildProcessError:  # reaped by somebody else; Popen knows, or takes it for 0
+        except ChildProcessError:  # reaped elsewhere; Popen knows, or takes it for 0
             return True
 
     def _note_remains(self, ended: list[int]) -> None:
         """What is left in the sessions of workers that have ended. They are not reaped yet: until then, and as long as
-        anything is left, the number of a session is nobody else's.
+        anything is left, the number of a session is not used again.
 
         After a death by a signal it is killed at once. After an exit it has a moment to end by itself:
         multiprocessing's resource tracker and torch's shm manager clean up behind the process.
@@ -139,7 +139,7 @@ class Workers:
                 starts[stat.session][pid] = stat.started
         for session, members in starts.items():
             remains = self._remains[session]
-            # If all that it had are gone, its number may be somebody else's by now.
+            # If all members are gone, the number may belong to another session by now.
             is_known = session in ended_now or bool(remains.members.items() & members.items())
             remains.members = members if is_known else {}
             found.update(dict.fromkeys(remains.members, session))
@@ -181,11 +181,11 @@ class Workers:
         if rank in self._fds:
             os.close(self._fds.pop(rank))
         status, sent = self.status(rank), frozenset(self._sent[rank])
-        now, message = time.monotonic(), self._error_of(rank) if code > 0 else ""
-        return WorkerExit(rank=rank, pid=process.pid, code=code, at=now, status=status, sent=sent, message=message)
+        message = self._error_of(rank) if code > 0 else ""
+        return WorkerExit(rank=rank, pid=process.pid, code=code, status=status, sent=sent, message=message)
 
     def status(self, rank: int) -> Status | None:
-        """What the rank's page says now; None when it has none of this process."""
+        """What the rank's page says now; None: there is no page of this process."""
         status = read_page(page_path(self._pages, rank))
         return status if status is not None and status.pid == self.processes[rank].pid else None
 
@@ -245,7 +245,7 @@ class Workers:
         process = self.live.pop(rank)
         if rank in self._fds:
             os.close(self._fds.pop(rank))
-        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL, at=time.monotonic())
+        end = WorkerExit(rank=rank, pid=process.pid, code=-signal.SIGKILL)
         self.exits.append(end)
 
     def close(self) -> None:
@@ -267,3 +267,61 @@ def _proc(pid: int, name: str) -> str:
         return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:
         return ""
+
+
+_STACKS_S = 1.0
+_STATES = {
+    "T": "stopped by a signal (SIGSTOP, a debugger): it cannot write its stack",
+    "D": "in an uninterruptible wait of the kernel (a disk, a network file system, a device): it may not answer",
+    "Z": "ended, not yet reaped",
+}
+
+
+def write_stacks(workers: Workers, statuses: Mapping[int, Status], folder: Path, *, attempt: int) -> list[Path]:
+    """Let every guarded worker of a hanging job write its stacks (`faulthandler`, in C) into a file of its own.
+
+    Waits for them a second at most. Main thread.
+
+    Returns the files; for a process that cannot answer, a file says what the kernel knows of it.
+    """
+    files: dict[int, Path] = {}
+    sizes: dict[int, int] = {}
+    for rank, status in statuses.items():
+        if not status.entered_ns:
+            continue  # perhaps no handler yet: the signal would end it
+        path = folder / f"attempt_{attempt}_rank_{rank}.txt"
+        with suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            state = process_state(status.pid)
+            where = _kernel_place(status.pid)
+            now = time.strftime("%Y-%m-%d %H:%M:%S %z")
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(f"--- {now} rank {rank} pid {status.pid} step {status.step}: state {state}{where}\n")
+                if state in _STATES:
+                    file.write(f"{_STATES[state]}\n")
+            files[rank], sizes[rank] = path, path.stat().st_size
+            # Without a handler (its file could not be opened, its interpreter is ending) the signal would end it.
+            if state != "T" and workers.catches(rank, STACK_SIGNAL):
+                workers.send(rank, STACK_SIGNAL)
+            else:
+                del sizes[rank]
+    _wait_for_growth(files, sizes)
+    return [files[rank] for rank in sorted(files)]
+
+
+def _wait_for_growth(files: Mapping[int, Path], sizes: dict[int, int]) -> None:
+    end = time.monotonic() + _STACKS_S
+    while sizes and time.monotonic() < end:
+        time.sleep(0.02)
+        for rank, size in list(sizes.items()):
+            with suppress(OSError):
+                if files[rank].stat().st_size > size:
+                    del sizes[rank]
+
+
+def _kernel_place(pid: int) -> str:
+    with suppress(OSError):
+        name = Path(f"/proc/{pid}/wchan").read_text().strip()
+        if name not in ("", "0"):
+            return f", in the kernel's {name}"
+    return ""

@@ -13,15 +13,15 @@ Keys, all under one prefix per attempt and guard:
 ``told/{name}/{rank}``      what the ranks tell each other later
 ==========================  =====================================================================
 
-All but counters and bells is sealed where the job has a key (`sealed`). What does not make sense, or is not ours, is
-said once and never obeyed: a rank goes on listening; a cell that holds such a thing counts as empty; a round without
-sound offers ends with each rank acting alone. So whoever may write to the store can delay an agreement or prevent it,
-which a firewall must see to, and cannot make a rank ignore a stop.
+All values but counters and bells are sealed where the job has a key (`sealed`). A value that no rank of this job can
+have written is logged once and not obeyed: a rank goes on listening; a cell with such a value counts as empty; a round
+without sound offers ends with each rank acting alone. So a stranger who can write to the store can delay or prevent an
+agreement (a firewall must keep strangers out), but cannot make a rank ignore a stop.
 
-O(1) store operations a rank and round, O(ranks) for the one that concludes. The store is used through connections of
-our own (`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+A round costs a rank O(1) store operations, and O(ranks) the one that concludes. We use connections of our own
+(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
 
-One bell a rank, and not one for all, lets a rank that ends wake its own listener.
+Each rank has its own bell, so that a rank that ends can wake its own listener.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _NOTHING = Decision(None)
 _ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
 _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
-_TRIES = 4  # to take a cell back from somebody who writes nonsense into it
+_TRIES = 4  # to take a cell back from a stranger who writes into it
 _LOOK_AGAIN_S = 0.05
 _MOST_PAUSE_S = 2.0
 _KEYS_AT_ONCE = 4096  # in one message to the store
@@ -81,7 +81,7 @@ class Store(Protocol):
 
 
 class Exchange(Protocol):
-    """Port between the guard and whatever carries its messages.
+    """Port between the guard and what carries its messages to the other ranks.
 
     Called from the watcher thread unless said otherwise.
     """
@@ -155,7 +155,7 @@ class Exchange(Protocol):
 
 
 class LocalExchange(Gathering):
-    """A job of one rank: nobody to ask."""
+    """A job of one rank."""
 
     is_sealed = True
 
@@ -231,7 +231,7 @@ class LocalExchange(Gathering):
 
 
 def _is_timeout(error: Exception) -> bool:
-    """Whether the store has answered that a key is not there."""
+    """Whether the store has answered that a key does not exist."""
     return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
 
 
@@ -271,7 +271,7 @@ class StoreExchange(Gathering):
         self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
         self._choosing = threading.Lock()
         self._offered: dict[str, Offer] = {}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._nonces: list[str] = []
 
     @property
@@ -298,9 +298,9 @@ class StoreExchange(Gathering):
             caller.start()
 
     def _wait_for_request(self) -> dict[str, Any] | None:
-        """The first request that makes sense; None when the exchange is closed. Raises what a lost store raises.
+        """The first valid request; None when the exchange is closed. Raises what a lost store raises.
 
-        Somebody else may ring, or put nonsense where the request belongs: the listener goes on listening.
+        A stranger may ring, or write something else in place of the request: the listener goes on listening.
         """
         bell, pause_s = f"bell/{self.rank}", 0.1
         while True:
@@ -322,11 +322,11 @@ class StoreExchange(Gathering):
         try:
             return self._open_request(self._bell.get("request"))
         except NotOursError as error:
-            self._say_nonsense("request", error)
+            self._warn_of_stranger("request", error)
         except Exception as error:
             if not _is_timeout(error):
                 raise
-            self._say_nonsense(f"bell/{self.rank}", NotOursError("it rings, and nobody has asked for a stop"))
+            self._warn_of_stranger(f"bell/{self.rank}", NotOursError("it rings without a stop request"))
         return None
 
     def _open_request(self, message: bytes) -> dict[str, Any]:
@@ -350,7 +350,7 @@ class StoreExchange(Gathering):
                         won = self._open_request(found)
                         break
                     except NotOursError as error:
-                        self._say_nonsense("request", error)
+                        self._warn_of_stranger("request", error)
                         expected = found
                 ranks = range(self.world_size)
                 self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
@@ -359,7 +359,7 @@ class StoreExchange(Gathering):
         try:
             return self._bounded(ask, _ANSWER_S)
         except Exception as error:
-            logger.warning("the stop request could not be told to the other ranks (%s); this rank acts alone", error)
+            logger.warning("the stop request could not be sent to the other ranks (%s); this rank acts alone", error)
             return mine
 
     def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
@@ -387,10 +387,10 @@ class StoreExchange(Gathering):
                     return round_.decide(found)
                 if time.monotonic() + _LOOK_AGAIN_S > end:
                     break
-                time.sleep(_LOOK_AGAIN_S)  # what is there is not ours; somebody may still replace it
+                time.sleep(_LOOK_AGAIN_S)  # a stranger's value is there; a rank may still replace it
         with self._lock:
-            # Whoever has reached the full count may have been given nonsense to read, or there was none: the count,
-            # too, is anybody's. So look for the offers themselves, before acting alone.
+            # The rank that reached the full count may have read a stranger's values; or no rank did, because a
+            # stranger has changed the count. So look for the offers themselves before acting alone.
             keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
             proposal = self._proposal(name, round_) if self._store.check(keys) else None
             return round_.decide(self._settle(name, proposal or round_.time_out()))
@@ -411,7 +411,7 @@ class StoreExchange(Gathering):
     def finish(self, step: int, timeout_s: float) -> Decision:
         decision = self.decide("stop", End(step), timeout_s)
         if decision == FINISHED:
-            # Whoever hosts the store must not end before all the others have read this.
+            # The rank that hosts the store must not end before all others have read this.
             try:
                 self._bounded(self._wait_until_all_know, _KNOWN_S + _ANSWER_S)
             except Exception as error:
@@ -634,7 +634,7 @@ class StoreExchange(Gathering):
             raise TimeoutError(f"the store did not answer in {timeout_s:g} s") from None
 
     def _offer(self, name: str, offer: Offer) -> bool:
-        """Publish an offer; True when it was the last one missing."""
+        """Publish an offer. Returns whether it was the last one missing."""
         self._offered[name] = offer
         key = f"{name}/offer/{self.rank}"
         self._store.set(key, self.seal.close(key, str(offer)))
@@ -645,7 +645,7 @@ class StoreExchange(Gathering):
         return parse_offer(self.seal.open(key, message, author=author, limit=MAX_CELL))
 
     def _proposal(self, name: str, round_: StopRound) -> Decision | None:
-        """What follows from all offers, which are said to be there; None: some are not their ranks'."""
+        """The decision that follows from all offers; None: not all of them were written by their ranks."""
         keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
         mine = self._offered[name]
         offers = []
@@ -654,37 +654,37 @@ class StoreExchange(Gathering):
         except Exception as error:
             if not _is_timeout(error):
                 raise
-            self._say_nonsense(f"{name}/count", NotOursError("it is not the number of offers"))
+            self._warn_of_stranger(f"{name}/count", NotOursError("it is not the number of offers"))
             return None
         for rank, (key, value) in enumerate(zip(keys, values, strict=True)):
             try:
-                # This rank's own is known for certain.
+                # This rank's own offer is not read back.
                 offers.append(mine if rank == self.rank else self._open_offer(key, value, rank))
             except ValueError as error:
-                self._say_nonsense(key, error)
+                self._warn_of_stranger(key, error)
                 return None
         try:
             return check_decision(round_.propose(offers), mine, trusted=self.is_sealed)
         except ValueError as error:
-            return Decision(None, f"what the ranks have offered makes no sense: {error}")
+            return Decision(None, f"what the ranks have offered is not possible: {error}")
 
     def _cell(self, name: str, proposal: Decision) -> tuple[str, str, str]:
         key = f"{name}/decision"
         return key, "", self.seal.close(key, proposal.encode())
 
     def _look(self, name: str, message: bytes) -> Decision | None:
-        """What the decision cell holds; None: nothing that can be a decision of this job."""
+        """The decision in the cell; None: what it holds cannot be a decision of this job."""
         key = f"{name}/decision"
         try:
             decision = parse_decision(self.seal.open(key, message, limit=MAX_CELL))
             mine = self._offered.get(name)
             return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
         except ValueError as error:
-            self._say_nonsense(key, error)
+            self._warn_of_stranger(key, error)
             return None
 
     def _settle(self, name: str, proposal: Decision) -> Decision:
-        """Try to put `proposal` into the decision cell; whatever sound the cell holds afterwards is the decision."""
+        """Try to put `proposal` into the decision cell. Returns the valid decision that it holds afterwards."""
         key, expected, message = self._cell(name, proposal)
         found = b""
         for _ in range(_TRIES):
@@ -692,15 +692,15 @@ class StoreExchange(Gathering):
             decision = self._look(name, found)
             if decision is not None:
                 return decision
-        return Decision(None, f"somebody else writes to {key!r} in the store of the process group")
+        return Decision(None, f"a stranger writes to {key!r} in the store of the process group")
 
-    def _say_nonsense(self, key: str, error: ValueError) -> None:
-        """Once a key: whoever has written it may do so again and again."""
-        if key not in self._said:
-            self._said.add(key)
+    def _warn_of_stranger(self, key: str, error: ValueError) -> None:
+        """Once a key: a stranger may write it again and again."""
+        if key not in self._warned:
+            self._warned.add(key)
             logger.warning(
-                "%r in the store of the process group holds what no rank of this job has written (%s); it is not "
-                "obeyed. Somebody else writes to the store: its port must not be reachable for others",
+                "%r in the store of the process group holds a value that no rank of this job has written (%s); it is "
+                "not obeyed. Another program writes to the store: close its port to other users and machines",
                 key,
                 error,
             )

@@ -1,6 +1,6 @@
-"""The step gate: lets the watcher hold the training thread at a boundary while the ranks agree.
+"""The step gate: the watcher holds the training thread at a boundary while the ranks agree on the stop step.
 
-All that the training thread pays for alarm and agreement is `arrive`: one lock and one compare a step.
+It costs the training thread one lock and one compare a step, in `arrive`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class StepGate:
         self._step = step
         self._limit = _NEVER
         self._decided = True
-        self._between = 0  # how many blocks between two steps are open: an evaluation may save periodically inside
+        self._between = 0  # open blocks between two steps; nested, because an evaluation may save inside
 
     @property
     def step(self) -> int:
@@ -37,16 +37,16 @@ class StepGate:
             return step >= self._limit
 
     def at_limit(self) -> bool:
-        """Whether the training thread must not go past the boundary where it stands. For code between two steps."""
+        """Whether the training thread must stay at the last boundary. For code between two steps."""
         return self._step >= self._limit
 
     def leave_step(self) -> None:
-        """The training thread is between two steps (an evaluation): it can stop at the boundary it already has."""
+        """The training thread is between two steps (an evaluation): it can stop at the last boundary."""
         with self._lock:
             self._between += 1
 
     def enter_step(self) -> bool:
-        """Back in the step. True: the limit has been set to this very boundary meanwhile, call `wait`."""
+        """The next step begins. True: the limit is the last boundary, call `wait`."""
         with self._lock:
             self._between -= 1
             return self._step >= self._limit
@@ -60,7 +60,7 @@ class StepGate:
             return self._limit
 
     def wait_for_limit(self, timeout_s: float) -> None:
-        """Training thread: until some limit is set, at most `timeout_s` seconds. An alarm is on its way."""
+        """Training thread, shortly before an alarm: wait until it has set a limit, at most `timeout_s` seconds."""
         with self._lock:
             self._changed.wait_for(lambda: self._limit != _NEVER, timeout_s)
 
@@ -72,9 +72,9 @@ class StepGate:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Training thread: block at a closed gate until the limit is decided. True: stop here; False: go on.
+        """Training thread, at the limit: wait until it is decided. True: stop here; False: go on.
 
-        After `timeout_s` seconds without a decision the answer is True: stopping at a boundary is always safe.
+        Without a decision in `timeout_s` seconds the answer is True: stopping at a boundary is always safe.
         """
         with self._lock:
             if not self._changed.wait_for(lambda: self._decided, timeout_s):

@@ -1,4 +1,4 @@
-"""What a rank tells the others when it has heard an alarm, and how much of it is believed. Pure."""
+"""The stop request that a rank sends to the others when it has heard an alarm, and its check. Pure."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def encode_request(content: Mapping[str, Any]) -> str:
 
 
 def parse_request(text: str, world_size: int) -> dict[str, Any]:
-    """Read a stop request from the store. Raises ValueError for anything that no rank would send.
+    """Read a stop request from the store. Raises ValueError for anything that no rank sends.
 
-    The fields: ``kind``, ``reason`` (one harmless line), ``origin`` (the rank that heard the alarm), ``exit_code``
+    The fields: ``kind``, ``reason`` (one printable line), ``origin`` (the rank that heard the alarm), ``exit_code``
     (0..255), ``signum`` (1..64 or None), ``grace_left_s`` (finite; seconds).
     """
     if len(text) > MAX_REQUEST:
@@ -35,21 +35,21 @@ def parse_request(text: str, world_size: int) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
-        raise ValueError("no JSON") from None
+        raise ValueError("not JSON") from None
     if not isinstance(content, dict):
-        raise ValueError("no object")
+        raise ValueError("not a JSON object")
     kind, reason, grace_s = content.get("kind"), content.get("reason"), content.get("grace_left_s")
     signum = content.get("signum")
     if not isinstance(kind, str) or kind not in ALARM_KINDS:
-        raise ValueError(f"no kind of alarm: {printable(kind, 60)!r}")
+        raise ValueError(f"not a kind of alarm: {printable(kind, 60)!r}")
     if not isinstance(reason, str):
-        raise ValueError("no reason")
+        raise ValueError("the reason is not text")
     if (
         isinstance(grace_s, bool)
         or not isinstance(grace_s, (int, float))
         or not -_MAX_GRACE_S <= grace_s <= _MAX_GRACE_S
     ):
-        raise ValueError("no number of seconds left")
+        raise ValueError("grace_left_s is not a number of seconds")
     if signum is not None:
         _whole(signum, 1, _MAX_SIGNAL, "signal")
     return {
@@ -64,5 +64,5 @@ def parse_request(text: str, world_size: int) -> dict[str, Any]:
 
 def _whole(value: object, low: int, high: int, what: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ValueError(f"no {what} from {low} to {high}")
+        raise ValueError(f"the {what} is not a whole number from {low} to {high}")
     return value

@@ -1,15 +1,15 @@
-"""The agreement on one stop step, as a pure protocol: no threads, no clock, no network.
+"""The protocol by which the ranks agree on one stop step. Pure: no threads, no clock, no network.
 
 Every rank makes one *offer* a round: the boundary that it can stop at, or `CANNOT` (its state is torn), or `LEFT` (it
 has finished training). Once all offers are in, the stop step is the largest one: ranks that are behind run up to it.
-Whoever concludes first writes the decision into a cell with compare-and-set semantics; everybody obeys what the cell
-holds, so two ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if
-it wins, everybody acts alone (each saves its own last boundary, the planner decides at the next start); if it loses,
-it obeys the agreed step.
+The first rank to conclude writes the decision into a cell by compare-and-set, and all ranks do what the cell says, so
+two ranks never commit to different steps. A rank that waits too long proposes `alone` for the same cell: if it wins,
+every rank acts alone (each saves its own last boundary, the planner decides at the next start); if it loses, it obeys
+the agreed step.
 
 A rank that reaches the end of its training makes an `End` offer for the same round and waits for the others a moment:
-if all have reached it, the job is finished; if an alarm was heard on any of them before, they all save that boundary.
-So no rank leaves with nothing saved while another one stops at the very last step.
+if all have reached it, the job is finished; if any of them heard an alarm before, they all save that boundary.
+So no rank leaves without a save while another one stops at the very last step.
 
 The first round is over *coming* boundaries (each rank holds back at the boundary it offered). The second, taken when
 the deadline is near or a rank has failed, is over *held* boundaries: the last one each rank can still reproduce.
@@ -51,7 +51,7 @@ _MOST_AHEAD = 10_000  # steps that another rank may be ahead; far more than can 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """An offer made without an alarm: this rank has reached its last boundary, `step`, and would like to finish."""
+    """An offer made without an alarm: this rank has reached its last boundary, `step`, and is ready to finish."""
 
     step: int
 
@@ -70,16 +70,12 @@ class Decision:
     step: int | None
     reason: str = ""
 
-    @property
-    def together(self) -> bool:
-        return self.step is not None
-
     def encode(self) -> str:
         return json.dumps({"step": self.step, "reason": printable(self.reason, _MAX_REASON)})
 
 
 FINISHED = Decision(None, "every rank has finished training")
-"""All ranks have reached their end and no alarm was heard before: nothing is to be saved."""
+"""All ranks have reached their end and none heard an alarm before: there is nothing to save."""
 
 
 def parse_decision(text: str) -> Decision:
@@ -99,7 +95,7 @@ def parse_decision(text: str) -> Decision:
 
 
 def parse_offer(text: str) -> Offer:
-    """Read an offer from the exchange. Raises ValueError for anything that is none."""
+    """Read an offer from the exchange. Raises ValueError for anything else."""
     if text in (CANNOT, LEFT):
         return text
     digits = text.removeprefix("end:")
@@ -109,15 +105,15 @@ def parse_offer(text: str) -> Offer:
 
 
 def check_decision(decision: Decision, offer: Offer, *, trusted: bool) -> Decision:
-    """`decision`, if it can have come of offers of which this rank's `offer` was one. Raises ValueError if not.
+    """Return `decision` if it can follow from offers that include this rank's `offer`. Raises ValueError if not.
 
-    A stop is never ignored because of what lies in the store: that all have finished is believed only by a rank that
-    has itself reached its end, and nobody runs to a step that lies before its own or, where everybody may write to the
-    store (not `trusted`), absurdly far ahead.
+    A forged decision in the store must not make a rank ignore a stop: a rank accepts "all have finished" only at its
+    own end, and never runs to a step before its own or, where strangers may write to the store (not `trusted`), to one
+    far ahead.
     """
     if decision == FINISHED:
         if offer != LEFT and not isinstance(offer, End):
-            raise ValueError("every rank is said to have finished, and this one has not")
+            raise ValueError("it says that every rank has finished, and this one has not")
         return decision
     if decision.step is None or offer == LEFT:
         return decision
@@ -125,14 +121,14 @@ def check_decision(decision: Decision, offer: Offer, *, trusted: bool) -> Decisi
         raise ValueError(f"a common step {decision.step}, though this rank has no boundary to offer")
     mine = offer.step if isinstance(offer, End) else int(offer)
     if decision.step < mine:
-        raise ValueError(f"step {decision.step} lies before step {mine}, which this rank has offered")
+        raise ValueError(f"step {decision.step} comes before step {mine}, which this rank has offered")
     if not trusted and decision.step > mine + _MOST_AHEAD:
         raise ValueError(f"step {decision.step} is out of reach of step {mine}, which this rank has offered")
     return decision
 
 
 def conclude(offers: Sequence[Offer]) -> Decision:
-    """The decision that follows from the offers of *all* ranks."""
+    """Return the decision that follows from the offers of *all* ranks."""
     torn = [rank for rank, offer in enumerate(offers) if offer == CANNOT]
     if torn:
         return Decision(None, f"rank {torn[0]} has no boundary to offer (its update was cut off)")
@@ -159,7 +155,7 @@ _MOVES = {
 
 
 class StopRound:
-    """One rank's side of one round. Feed it what happens; it says what to propose.
+    """One rank's side of one round: it is told what happens and says what to propose.
 
     An illegal move raises `RuntimeError`: it would be a bug in the caller, and a wrong stop step is worse than a crash.
     """
@@ -190,7 +186,7 @@ class StopRound:
         return Decision(None, f"rank {self.rank} did not hear from every rank in time")
 
     def decide(self, content: Decision) -> Decision:
-        """The cell holds `content`, whoever wrote it. Final."""
+        """The cell holds `content`, whichever rank wrote it. Final."""
         self._move(RoundPhase.DECIDED)
         self.decision = content
         return content

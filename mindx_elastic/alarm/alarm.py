@@ -69,6 +69,10 @@ class Alarms:
         """The program itself asked for a stop, and names the exit code."""
         return self._make("request", printable(reason, _MAX_REASON), exit_code("request", named=code))
 
+    def of_agent_signal(self, signum: int) -> Alarm:
+        """The signal with which the agent stops its workers, in a process whose policies do not ask for signals."""
+        return self.of_request(signal_name(signum), exit_code("signal", signum=signum))
+
     def of_exception(self, error: BaseException) -> Alarm:
         reason = f"exception: {type(error).__name__}: {error}"[:_MAX_EXCEPTION]
         return self._make("exception", printable(reason), exit_code("exception"))

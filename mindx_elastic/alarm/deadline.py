@@ -1,4 +1,4 @@
-"""The moment by which a dying process must be gone, and how much of it to keep for the save."""
+"""When a stopping process must be gone, and how much of that time to keep for the save."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["Deadline", "reserve_s"]
 
-# A first save has no history to go by. 200 MB/s is below any disk that people train on; a save that was measured in
-# this process replaces it.
+# For a process that has not saved yet. Disks of training machines are faster.
 _ASSUMED_BYTES_PER_S = 200e6
 
 

@@ -1,11 +1,11 @@
-"""The other ranks on this machine: their death is heard at once, without an agent, a store or a collective.
+"""Watches the other ranks on this machine: their death is seen at once, without an agent, a store or a collective.
 
 Each rank tells the others its process id and the process-id namespace it lives in; those that share it are watched
 through a pidfd, which becomes readable when the process is gone, however it died (SIGKILL by the OOM killer, a
-segmentation fault). A number that was reused meanwhile is told apart by the process's start time.
+segmentation fault). The process's start time shows whether its number was reused meanwhile.
 
-Rejected: time-outs on the store (5 s for what is known in a millisecond); the agent as a messenger (there is none under
-plain torchrun); connections between ranks (a listener and a port a rank, for the same information).
+Rejected: time-outs on the store (5 s instead of a millisecond); messages from the agent (plain torchrun has none);
+connections between ranks (a listener and a port a rank, for the same information).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def own_identity() -> str:
 
 
 def _pid_space() -> str:
-    """Names the process-id namespace, over all machines; empty where /proc does not tell."""
+    """A name of the process-id namespace that no other machine has; empty where /proc does not say."""
     try:
         return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -91,17 +91,13 @@ class PeerWatch:
         on_death(peer)
 
     def look(self) -> list[int]:
-        """Peers that are gone now, whether or not the watcher has come to it. Any thread, never blocks."""
+        """Peers that are gone now, whether or not the watcher has seen it yet. Any thread, never blocks."""
         poll = select.poll()
         peers = {fd: peer for peer, fd in self._fds.items()}
         for fd in peers:
             poll.register(fd, select.POLLIN)
         found = [peers[fd] for fd, event in poll.poll(0) if event & select.POLLIN]
         return list(dict.fromkeys([*self.gone, *found]))
-
-    def watched(self) -> list[int]:
-        """Peers on this machine that are watched, dead or alive."""
-        return sorted({*self._fds, *self.gone})
 
     def close(self) -> None:
         """After the watcher has stopped."""

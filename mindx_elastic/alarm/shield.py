@@ -2,8 +2,8 @@
 
 Launchers signal a whole process group or session, so loader workers get SIGTERM together with the trainer; torch's
 worker then dies at once ("DataLoader worker ... killed by signal: Terminated") and takes the trainer with it before it
-can save. The worker must outlive the alarm, but not for ever: a handler that simply ignored SIGTERM would
-make `Process.terminate()` and the interpreter's own exit (which joins daemon children) hang on a stuck worker.
+can save. The worker must outlive the alarm, but not for ever: if it ignored SIGTERM, `Process.terminate()` and the
+interpreter's own exit (which joins daemon children) would hang on a stuck worker.
 
 So the shield *defers*: the first signal arms SIGALRM, whose default action ends the worker after the grace period.
 Rejected: SIG_IGN (hangs as above); a handler set at fork (torch's worker loop installs its own SIGTERM handler

@@ -1,7 +1,8 @@
-"""Installs the signal handlers, chains the ones that were there, and puts everything back.
+"""Installs the signal handlers, chains the ones that were there, and restores them.
 
-The handler itself does nothing but call its predecessor; the alarm travels through the wakeup descriptor to the watcher
-thread (see `watcher`). Without a Python-level handler C code would apply the default action and end the process.
+The handler itself only counts the signal and calls its predecessor; the number goes through the wakeup descriptor
+to the watcher thread (see `watcher`). Without a Python-level handler C code would apply the default action and end the
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _active: SignalHandlers | None = None
 
 
 class SignalHandlers:
-    """Context manager: while it is open, `signals` reach `watcher` and end nothing.
+    """Context manager: while it is open, `signals` go to `watcher` and do not end the process.
 
     Enter and leave it in the main thread. A signal that was ignored when it is entered (a background job of a shell
     ignores SIGINT) stays ignored. Predecessors that are Python functions are called, except Python's own
@@ -42,7 +43,7 @@ class SignalHandlers:
         self._watcher = watcher
         self._previous: dict[int, Any] = {}
         self._previous_fd = -1
-        self._listening = False
+        self._installed = False
         self._lock = threading.Lock()  # never taken in the handler
         self._marked: deque[int] = deque()
         self._heard = 0
@@ -59,7 +60,7 @@ class SignalHandlers:
             )
         try:
             self._previous_fd = signal.set_wakeup_fd(self._watcher.wakeup_fd, warn_on_full_buffer=False)
-            self._listening = True
+            self._installed = True
             for number in self.signals:
                 before = signal.getsignal(number)
                 earlier = getattr(before, "__self__", None)
@@ -80,15 +81,15 @@ class SignalHandlers:
     ) -> None:
         with self._lock:
             self._closed = True
-        # The last signals may have reached the handler and not yet the watcher. They were meant for this process: they
-        # are delivered again, to whoever handles them now, unless that is a function which was called already.
+        # The last signals may have reached the handler and not yet the watcher. They are delivered again, to the
+        # restored handler, unless that is a function which was called already.
         unheard = [n for n in list(self._marked)[self._heard :] if self._chained(n) is None]
         self._restore()
         for signum in unheard:
             signal.raise_signal(signum)
 
     def linger(self, until: float) -> None:
-        """Leave the signals without effect until `until` (`time.monotonic` seconds) when the handlers are restored.
+        """Make the signals do nothing until `until` (`time.monotonic` seconds) once the handlers are restored.
 
         For a process that leaves after a graceful stop: launchers signal the rest of the job once the first process
         is gone, and a default action in the middle of the interpreter's end would turn exit code 143 into -15. After
@@ -99,24 +100,24 @@ class SignalHandlers:
         self._linger_until = until
 
     def _ignore_at_exit(self) -> None:
-        """The interpreter takes Python handlers away long before the process is gone; SIG_IGN stays."""
+        """The interpreter removes Python handlers long before the process is gone; SIG_IGN stays."""
         if self._linger_until is not None and time.monotonic() < self._linger_until:
             for number in self._lingering:
                 if getattr(signal.getsignal(number), "__self__", None) is self:
                     signal.signal(number, signal.SIG_IGN)
 
     def forward(self, signum: int) -> None:
-        """Hand a signal number on to the wakeup descriptor that was installed before ours (asyncio's, say)."""
+        """Pass a signal number on to the wakeup descriptor that was installed before ours (asyncio's, for example)."""
         if self._previous_fd >= 0:
-            with suppress(OSError):  # its owner is gone, or its buffer is full: then it is awake anyway
+            with suppress(OSError):  # its owner is gone; or the buffer is full, and it is awake anyway
                 os.write(self._previous_fd, bytes([signum]))
 
     def has(self, signum: int) -> bool:
-        """Whether the number is one of ours now. Any thread."""
+        """Whether this object handles the signal now. Any thread."""
         return not self._closed and signum in self._previous
 
     def hear(self, signum: int) -> bool:
-        """Watcher thread: whether the number that came through the descriptor is one of ours."""
+        """Watcher thread: note that `signum` has arrived. Returns whether this object handles it."""
         with self._lock:
             if self._closed:
                 return False
@@ -150,12 +151,15 @@ class SignalHandlers:
             lingers = default and self._linger_until is not None
             if lingers:
                 self._lingering[number] = before
-            # None: the predecessor was installed by C code and cannot be named; the default is all that is left.
+            # None: the predecessor was installed by C code and cannot be restored from Python.
             signal.signal(number, self._late if lingers else signal.SIG_DFL if before is None else before)
         self._previous.clear()
-        if self._listening:
-            signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
-            self._listening = False
+        if self._installed:
+            try:
+                signal.set_wakeup_fd(self._previous_fd, warn_on_full_buffer=False)
+            except (OSError, ValueError):  # its owner has closed it meanwhile
+                signal.set_wakeup_fd(-1)
+            self._installed = False
         self._previous_fd = -1
 
 

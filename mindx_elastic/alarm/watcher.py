@@ -1,8 +1,8 @@
-"""The watcher: one daemon thread that hears everything, at once, whatever the training thread does.
+"""The watcher: a daemon thread that receives signals, events and timers, whatever the training thread does.
 
 A Python signal handler runs only between two bytecodes of the main thread, so a rank that sits in a hung collective
-never runs it. `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this
-thread sleeps in `poll` on the other end. The same socket wakes it for posts from other threads.
+never runs it. `signal.set_wakeup_fd` makes C code write the signal's number to a socket instead, and this thread
+sleeps in `poll` on the other end. Other threads wake it through the same socket when they post a callback.
 
 Rejected: `signal.sigwait` in a thread (needs the signal blocked in *every* thread, also those that libraries start);
 `signalfd` (the same, and Linux only); work in the handler itself (never runs in a hang, and may re-enter any lock).
@@ -25,14 +25,14 @@ from mindx_elastic.core.events import logger
 __all__ = ["Watcher"]
 
 _HANGS_S = 60.0
-_POST = 0  # a byte that is no signal number: something lies in the inbox
+_POST = 0  # not a signal number: a callback was posted
 
 
 class Watcher:
     """Runs callbacks in one thread: on signals, on posts, at times.
 
-    `on_signal(signum)` is called in the watcher thread. A callback that raises is logged; the thread lives on, because
-    a dead watcher would mean a deaf process.
+    `on_signal(signum)` is called in the watcher thread. An error of a callback is logged and the thread goes on:
+    without it the process would hear no alarm.
     """
 
     def __init__(self, on_signal: Callable[[int], None]) -> None:
@@ -49,7 +49,7 @@ class Watcher:
         self._poll.register(self._receiver, select.POLLIN)
         self._stopping = False
         self.busy_since: float | None = None
-        """When the callback in progress began (`time.monotonic` seconds); None: it sleeps. Any thread may look."""
+        """When the callback in progress began (`time.monotonic` seconds); None: none is. Any thread reads it."""
         self._thread = threading.Thread(target=self._run, name="mindx-watcher", daemon=True)
 
     @property
@@ -59,11 +59,11 @@ class Watcher:
 
     @property
     def receiver_fd(self) -> int:
-        """Where the signals arrive. Whoever else polls it must not read from it; see `unheard`."""
+        """The descriptor where signals arrive. Other threads may poll it but must not read from it; see `unheard`."""
         return self._receiver.fileno()
 
     def unheard(self) -> list[int]:
-        """Signals that have arrived and that this thread has not read yet: it is busy, or hangs. Any thread."""
+        """Signals that have arrived and that the watcher has not read yet: it is busy, or hangs. Any thread."""
         try:
             waiting = self._receiver.recv(4096, socket.MSG_PEEK)
         except OSError:  # nothing, or closed
@@ -81,14 +81,14 @@ class Watcher:
     def stop(self) -> None:
         """End the thread after the callback in progress. Any thread but the watcher; posts left over are dropped.
 
-        A callback that hangs (in a file system) is left behind after a while, with its thread.
+        A callback that hangs (in a file system) is left behind after a minute, with its thread.
         """
         self._stopping = True
         self._wake()
         if self._thread.is_alive():
             self._thread.join(_HANGS_S)
             if self._thread.is_alive():
-                logger.warning("the watcher hangs in a call of the system; leaving without it")
+                logger.warning("the watcher thread hangs in a system call; leaving without it")
                 return
         self._receiver.close()
         self._sender.close()
@@ -105,7 +105,7 @@ class Watcher:
     def watch(self, fd: int, callback: Callable[[], None]) -> None:
         """Run `callback` in the watcher thread once `fd` is readable, then forget it. Any thread.
 
-        The descriptor stays its owner's, who closes it after `stop`.
+        The caller keeps the descriptor and closes it after `stop`.
         """
 
         def register() -> None:
@@ -129,7 +129,7 @@ class Watcher:
                 if fd in self._descriptors and not self._stopping:
                     self._poll.unregister(fd)
                     callback = self._descriptors.pop(fd)
-                    if not event & select.POLLNVAL:  # else somebody has closed it: nothing is known any more
+                    if not event & select.POLLNVAL:  # else the descriptor was closed
                         self._call(callback)
             while self._inbox and not self._stopping:
                 self._call(self._inbox.popleft())
@@ -147,6 +147,6 @@ class Watcher:
         try:
             callback()
         except Exception:
-            logger.exception("the watcher met an unexpected error; it goes on listening")
+            logger.exception("unexpected error in the watcher thread; it goes on")
         finally:
             self.busy_since = None

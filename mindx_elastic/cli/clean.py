@@ -21,7 +21,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.leftovers import AgentLeftover, ArenaLeftover
+    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover
 
 __all__ = ["clean_command"]
 
@@ -78,14 +78,14 @@ def _default_base() -> Path:
 
 
 def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
-    from mindx_elastic.agent.leftovers import find_agents, find_arenas, find_others
+    from mindx_elastic.memory.leftovers import find_leftovers
 
     try:
-        agents, arenas, others = find_agents(base), find_arenas(base), find_others(base)
+        found = find_leftovers(base)
     except OSError as error:
         fail(str(error))
-    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in agents]
-    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in arenas]
+    agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in found.agents]
+    arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in found.arenas]
     done = [entry for entry in [*agent_entries, *arena_entries] if entry["action"] in (_REMOVED, _WOULD)]
     return {
         "schema": JSON_SCHEMA,
@@ -94,7 +94,7 @@ def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
         "freed_bytes": sum(entry["size_bytes"] for entry in done),
         "agents": agent_entries,
         "arenas": arena_entries,
-        "not_ours": [str(path) for path in others],
+        "not_ours": [str(path) for path in found.others],
     }
 
 
@@ -130,12 +130,12 @@ def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> di
 
 
 def _remove(path: Path, why: str, dry_run: bool) -> tuple[str, str]:
-    from mindx_elastic.agent.leftovers import remove
+    from mindx_elastic.memory.folders import remove_unused
 
     if dry_run:
         return _WOULD, why
     try:
-        return (_REMOVED, why) if remove(path) else (_IN_USE, "a job has begun to use it")
+        return (_REMOVED, why) if remove_unused(path) else (_IN_USE, "a job has begun to use it")
     except OSError as error:
         return _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or path)}"
 

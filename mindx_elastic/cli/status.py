@@ -26,7 +26,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger_file import AgentRun
+    from mindx_elastic.agent.ledger import AgentRun
 
 __all__ = ["status_command"]
 
@@ -59,7 +59,7 @@ def status_command(
     mindx-elastic status mindx-run
     mindx-elastic status mindx-run --json | jq '.totals'
     """
-    from mindx_elastic.agent.ledger_file import EVENTS_FILE, load_runs
+    from mindx_elastic.agent.ledger import EVENTS_FILE, load_runs
 
     file = path / EVENTS_FILE if is_folder(path) else path
     try:

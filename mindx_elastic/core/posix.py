@@ -49,7 +49,9 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY, mode: int = 0o600, *, 
     a regular file (EINVAL). `mode`: of a file that ``os.O_CREAT`` makes. `follow_link`: for a path that the user has
     named. Raises OSError. Any thread.
     """
-    flags |= os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_link else os.O_NOFOLLOW)
+    flags |= os.O_CLOEXEC | (0 if follow_link else os.O_NOFOLLOW)
+    if not flags & os.O_EXCL:  # a new file cannot be a pipe, and its writes must not be cut short by any file system
+        flags |= os.O_NONBLOCK
     fd = os.open(path, flags, mode)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
@@ -102,8 +104,6 @@ class ProcessStat:
 
     state: str
     """One letter as in ps: R running, S sleeping, D uninterruptible, T stopped, t traced, Z and X ended."""
-    parent: int
-    group: int
     session: int
     flags: int
     """The kernel's flags of the main thread."""
@@ -126,8 +126,6 @@ def read_stat(pid: int) -> ProcessStat | None:
         fields = text.rpartition(")")[2].split()
         return ProcessStat(
             state=fields[0],
-            parent=int(fields[1]),
-            group=int(fields[2]),
             session=int(fields[3]),
             flags=int(fields[6]),
             processor_ticks=sum(map(int, fields[11:15])),

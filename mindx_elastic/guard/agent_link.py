@@ -1,7 +1,7 @@
-"""The worker's side of its agent: who that is, its orders, the page that it reads, and stacks on demand.
+"""A worker's connection to its agent: whether it lives, its orders, the status page that it reads, stacks on demand.
 
-Everything comes through the environment that `mindx-elastic run` sets; without it all of this is absent, and nothing
-else in a worker depends on an agent.
+`mindx-elastic run` sets the environment for it. Without an agent there is no `AgentLink`, and nothing else in a worker
+depends on one.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _stacks_fd = -1  # where this process writes its stacks, until it ends
 
 
 class AgentLink:
-    """Open it in the main thread; close it when the guard is left."""
+    """One per guard. Open it in the main thread; close it when the guard is left."""
 
     def __init__(self, info: AgentInfo, ranks: RankInfo) -> None:
-        """Raises ArenaError when the agent's folder is not what it should be."""
+        """Raises ArenaError when the agent's folder cannot be used."""
         self._folder = info.folder
         self._parent = os.getppid()
         self._known: dict[int, str] = {}
@@ -105,13 +105,13 @@ class AgentLink:
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)
 
     def between(self, begins: bool) -> None:
-        """Training thread: a time between two steps begins or ends; nobody may take it for a hang."""
+        """Training thread: code between two steps begins or ends; the agent must not take it for a hang."""
         if self.page.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
             self.page.set(boundary_ns=time.monotonic_ns() if self.page.started else 0)
             self.page.set(phase=WorkerPhase.BETWEEN if begins else WorkerPhase.TRAINING)
 
     def orders(self) -> dict[str, Any] | None:
-        """Watcher thread, after `CONTROL_SIGNAL`: what the agent asks for, once for each order."""
+        """Watcher thread, after `CONTROL_SIGNAL`: the agent's order; None: there is no new one."""
         with suppress(OSError, ValueError):
             content = read_json_object(self._folder / CONTROL_FILE)
             if isinstance(content.get("kind"), str) and "reason" in content:
@@ -125,8 +125,8 @@ class AgentLink:
         """Whether the agent is gone, or the process that started this one. Any thread.
 
         The kernel sends the SIGTERM of `agent.child` when the *thread* dies that started this process. While other
-        threads of the dying agent are still there, one of them adopts it, so that its parent's number stays the same
-        for some milliseconds: the parent's own state tells.
+        threads of the dying agent still exist, one of them adopts this process, so the parent's number stays the same
+        for some milliseconds: look at the parent's own state.
         """
         if self._was_gone or os.getppid() != self._parent:
             return True
@@ -143,7 +143,7 @@ class AgentLink:
     def close(self) -> None:
         """After the watcher has stopped.
 
-        The process can still be asked for its stacks: what it does after its training may get stuck, too.
+        The process can still be asked for its stacks, because code after the training may hang, too.
         """
         if self.agent_fd >= 0:
             os.close(self.agent_fd)

@@ -21,7 +21,7 @@ from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.memory.arena import job_folder
+from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.resume.restore import Resumed

@@ -1,4 +1,4 @@
-"""What can be found out before training starts, so that it is not found out at death."""
+"""Prepares the directories of checkpoints at the start: a problem is found before training, not at the stop."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EVENTS_FILE = "events.jsonl"
 def prepare_directories(
     wanted: Iterable[Path], ranks: RankInfo, sharing: SharingSettings
 ) -> tuple[dict[Path, Path], Trust]:
-    """Each wanted directory, made if need be, and what it resolves to (symbolic links are followed once, here); and
-    whose files count in them.
+    """Make each wanted directory. Returns what they resolve to (symbolic links are followed once, here), and whose
+    files count in them.
 
-    Removes nothing: a predecessor may still be writing, or a training beside which this one only evaluates; see
+    Removes no files: a predecessor may still be writing, or a training that this process only evaluates; see
     `hold_directories`. Raises UsageError, UnsafeDirectoryError or SaveError.
     """
     trust = Trust({}, user_ids(sharing.trusted_users), sharing.allow_shared)
@@ -67,7 +67,7 @@ def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
 
 
 def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> None:
-    """This rank's files go there: a stranger who owns it, or the link to it, could exchange them for others."""
+    """Raise UnsafeDirectoryError where another user owns this rank's folder, or the link to it."""
     try:
         status = os.lstat(folder)
     except FileNotFoundError:
@@ -85,12 +85,12 @@ def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> N
 
 
 def _set_aside(path: Path, owners: Owners) -> None:
-    """A log that a stranger has put there must neither be believed nor written to."""
-    problem: str | None = "may be anybody's: its owner cannot be seen"
+    """Rename an event log that another user has put there: it must be neither read nor written to."""
+    problem: str | None = "has an owner that cannot be determined"
     try:
         status = os.lstat(path)
         if not stat.S_ISREG(status.st_mode):
-            problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is no regular file"
+            problem = "is a symbolic link" if stat.S_ISLNK(status.st_mode) else "is not a regular file"
         else:
             problem = owners.problem(status)
         if problem is None:
@@ -98,7 +98,7 @@ def _set_aside(path: Path, owners: Owners) -> None:
         target = path.with_name(f"{path.name}.untrusted-{secrets.token_hex(4)}")
         os.rename(path, target)
         logger.warning("%s %s; it is moved to %s and not used", path, problem, target.name)
-    except FileNotFoundError:  # there is none; or another rank was faster
+    except FileNotFoundError:  # it does not exist, or another rank was faster
         return
     except OSError as error:
         raise UnsafeDirectoryError(
@@ -111,8 +111,8 @@ def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s
     """Keep other jobs out of the directories until `stack` ends, then remove what dead writers left in this rank's
     folders. Waits for a predecessor.
 
-    The removal comes last: as long as another process may be in the middle of its first save, its note must not be
-    settled. Not to be called by a guard that only evaluates. Raises DirectoryInUseError.
+    The removal comes last: while another process may be in the middle of its first save, its note must not be settled.
+    A guard that only evaluates must not call this. Raises DirectoryInUseError.
     """
     for directory, owners in sorted(trust.roots.items()):
         lock = hold_directory(directory, ranks, owners, grace_s=grace_s)
@@ -130,7 +130,7 @@ def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> 
     """Raise UnsupportedStateError for what a checkpoint cannot hold, SaveError for a disk that cannot hold a
     checkpoint.
 
-    The optimizer's state does not exist yet in a fresh start, so what is asked for is the least that a save will need.
+    The optimizer's state does not exist yet in a fresh start, so this asks for the least that a save will need.
     """
     least = sum(tensor.nbytes for tensor in flatten(collector.state())[1].values())
     for directory in directories:

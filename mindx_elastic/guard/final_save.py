@@ -1,7 +1,7 @@
-"""What a training that has ended by itself leaves: its last boundary, so that what is finished is durable.
+"""Saves the last boundary of a training that has ended by itself.
 
-What the program does after the block (an evaluation, an export) may fail, and another rank may still be killed. The
-same command then finds every step done and only does what comes after the last one.
+The program may fail after the block (in an evaluation, an export), and another rank may still be killed. The same
+command then finds every step done and runs only what comes after the last one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ _ALL_SAVED_S = 5.0  # the others have ended at the same step and write as much
 def keep_last_boundary(
     saver: Saver, gate: UpdateGate, exchange: Exchange, policies: Sequence[ExitPolicy], durable: Path | None
 ) -> bool:
-    """Save the last boundary if one of `policies` wants that and no file has it yet. Training thread, at the end of the
-    block, once no stop can come any more. Never raises for a save that fails: it is said.
+    """Save the last boundary if one of `policies` wants that and no file has it yet. Returns whether it is on disk.
 
-    `durable`: the file that this run was resumed from or has stopped with, if it is of the last boundary. Returns
-    whether the boundary is on the disk.
+    Training thread, at the end of the block, once no stop can follow. A failure is logged and not raised. `durable`:
+    the file that this run was resumed from or has stopped with, if it is of the last boundary.
     """
     policy = next((p for p in policies if p.save and p.final_name is not None), None)
     step = saver.collector.position.step
@@ -60,7 +59,7 @@ def _save(saver: Saver, gate: UpdateGate, policy: ExitPolicy) -> bool:
 
 
 def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, name: str, offer: int | str) -> None:
-    """One final file a rank is kept; the one before goes when every rank has this step on its disk."""
+    """Delete this rank's older final files once every rank has this step on disk."""
     older = [] if policy is None or offer == CANNOT else saver.older_finals(policy)
     if not older:
         exchange.announce(name, offer)  # the others may be waiting
@@ -70,8 +69,9 @@ def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, nam
 
 
 def say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
-    """A guard that is no training has gone on from a training's file (see `starting`): the training's next start would
-    take a file of it for its own newest one, and that file lacks what the training needs. Nor may it remove any.
+    """Warn that a guard without a training (see `starting`) saves nothing in the directory of a training.
+
+    The training's next start would take such a file for its own newest one, and state would be missing in it.
     """
     missing = sorted(found.checkpoint.state.keys() - targets.keys() - set(RESERVED_NAMES))
     logger.warning(

@@ -485,11 +485,8 @@ class Guard:
                 self.stopper.at_limit(is_cut=True)
 
     def _warn_of_changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
-        def same(name: str, buffer: torch.Tensor) -> bool:
-            known, version = before.get(name, (buffer, buffer._version))
-            return known is buffer and version == buffer._version
-
-        changed = [name for name, buffer in self._collector.live_buffers() if not same(name, buffer)]
+        after = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers() if name in before}
+        changed = [n for n, (buffer, version) in after.items() if before[n][0] is not buffer or before[n][1] != version]
         if changed:
             self._warned_of_buffers = True
             names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
@@ -510,8 +507,8 @@ class Guard:
         with self._update_gate.hold(0.0) as problem:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
-            target = None if path is None else Path(path)
-            return self._saver.save_to(target, self._options.folder, self._options.prefix, reason).path
+            options, target = self._options, None if path is None else Path(path)
+            return self._saver.save_to(target, options.folder, options.prefix, reason).path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         """Save the last boundary for a periodic policy now, due or not. Training thread, outside an update."""
@@ -519,11 +516,11 @@ class Guard:
             return False  # said when the guard was entered
         with self._update_gate.hold(0.0) as problem:
             pass
-        if problem is not None:
-            logger.error("step %d is not saved: %s", self._step, problem)
-            return False
-        with self._stoppable():
-            return self._saver.save_periodic(policy)
+        if problem is None:
+            with self._stoppable():
+                return self._saver.save_periodic(policy)
+        logger.error("step %d is not saved: %s", self._step, problem)
+        return False
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
@@ -594,11 +591,11 @@ class Guard:
             return
         self._log_filter.step = self._step
         self._step_gate.arrive(self._step)
-        text = (
-            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps show"
-        )
         logger.warning(
-            f"{text}, nothing of the step is left to do, so it counts as done", self._step, self._window.num_windows
+            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps "
+            "show, nothing of the step is left to do, so it counts as done",
+            self._step,
+            self._window.num_windows,
         )
 
     def _keep_last_boundary(self) -> bool:
@@ -613,8 +610,8 @@ class Guard:
         return None if self._has_stepped else self.resumed_path
 
     def _close_saver(self) -> None:
-        alarm = None if self.stopper.finished else self.stopper.alarm
-        self._saver.close(None if alarm is None else max(0.0, alarm.deadline.remaining_s()))
+        bounded = self.stopper.alarm is not None and not self.stopper.finished
+        self._saver.close(max(0.0, self.stopper.time_left_s) if bounded else None)
 
     def _require_entered(self, what: str) -> None:
         if self not in _entered:

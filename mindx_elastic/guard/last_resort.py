@@ -1,36 +1,36 @@
-"""The last resort: a thread that saves and leaves in time when everything else that should do so is stuck.
+"""The last resort: a thread that saves and ends the process in time when the other threads are stuck.
 
-It sleeps from the guard's entry on, and an alarm arms it. It waits for no store, no log, no lock that a stuck thread
-may hold. What lies between an alarm and the end of the process, and what bounds it:
+It sleeps from the guard's entry on; an alarm arms it. It waits for no store, no log and no lock that a stuck thread may
+hold. These are all waits between an alarm and the end of the process, and their bounds:
 
 ==============================  ===========================================  =======================================
-wait                            of                                           bound
+wait                            for                                          bound
 ==============================  ===========================================  =======================================
-the signal is read              watcher: a callback that hangs (a flag or    this thread sees that it lies unread,
+the signal is read              watcher: a callback that hangs (a flag or    this thread sees that it is unread,
                                 fault file on a hanging file system)         and takes the alarm over
-the event log                   all                                          0.5 s, once (`EventLog.write_aside`)
+the event log                   all threads                                  0.5 s, once (`EventLog.write_aside`)
 log lines, a full stderr        watcher, this thread                         0.25 s, once (`LogRelay`)
-telling the others, agreeing    watcher, training thread: the store          1 s; a third of the grace period; a store
+the stop request, agreeing      watcher, training thread: the store          1 s; a third of the grace period; a store
                                                                              that did not answer is not asked again
 the step gate                   training thread                              the deadline
 the update gate                 watcher: an update that does not end         a quarter of what is left
                                 training thread: readers                     none: the watcher or this thread saves
-a periodic save in progress     who saves                                    a third of what is left; this thread: 0
+a periodic save in progress     the saving thread                            a third of what is left; this thread: 0
 **the claim to save**           watcher, training thread                     none, so it is taken away from a thread
                                                                              that has not begun to write in time
-lock of the stop's phases       all                                          held over assignments only
-reading the state               who saves: `state_dict` of the program,      none: the state cannot be had otherwise
-                                the accelerator's queue
-the disk                        who saves                                    none: a file that is cut off helps nobody
-copies, moves, hooks after it   who saves                                    thirds of what is left
+the lock of `StopState`         all threads                                  held over assignments only
+reading the state               the saving thread: `state_dict` of the       none: there is no other way to the state
+                                program, the accelerator's queue
+the disk                        the saving thread                            none: a file that is cut off is useless
+copies, moves, hooks after it   the saving thread                            thirds of what is left
 closing (loader workers,        training thread                              this thread ends the process 0.2 s before
 snapshots in progress), the                                                  the deadline
 interpreter's end (log
 handlers' locks)
-last words (flush, children)    watcher, this thread                         1 s, then 0.1 s
+the last flush, the children    watcher, this thread                         1 s, then 0.1 s
 ==============================  ===========================================  =======================================
 
-So what remains are the disk and the state itself. While a file is being written nobody is ended, as before.
+Only the disk and the state itself have no bound. A process that is writing its file is not ended.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mindx_elastic.alarm.alarm import Alarm
@@ -56,10 +57,10 @@ if TYPE_CHECKING:
 
 __all__ = ["LastResort"]
 
-_UNHEARD_S = 5.0  # a watcher on a busy machine is late; one that hangs is later
+_UNHEARD_S = 5.0  # on a busy machine the watcher may be seconds late
 _AGAIN_S = 0.1
-_LEAVE_S = 0.2  # before the deadline; the watcher does it a moment earlier
-_BEGIN_S = 0.45  # before the deadline: nobody has begun, whoever it was meant to be
+_LEAVE_S = 0.2  # before the deadline; the watcher would do it a moment earlier
+_BEGIN_S = 0.45  # before the deadline: save now if no thread has begun to
 
 
 class LastResort:
@@ -94,24 +95,23 @@ class LastResort:
         self._thread.start()
 
     def watch_signals(self, alarm_of: Callable[[int], Alarm | None]) -> None:
-        """`alarm_of`: which alarm a signal is if nobody else hears it; None: none. Must not block."""
+        """`alarm_of`: the alarm of a signal that the watcher does not read; None: none. Must not block."""
         self._alarm_of = alarm_of
 
     def arm(self, alarm: Alarm, save_at: float) -> None:
-        """Any thread: from `save_at` (`time.monotonic` seconds) on it saves if nobody has begun to."""
+        """Any thread: from `save_at` (`time.monotonic` seconds) on, save if no other thread has begun to."""
         self._save_at, self._alarm = save_at, alarm
         self._wake()
 
     def stop(self) -> None:
-        """Main thread: end the thread, after a save of its own.
+        """Main thread: end the thread; a save that it has begun is completed first.
 
-        After a graceful stop it lingers until the deadline, as the signal handlers do: should the interpreter's end
-        hang (it takes the locks of log handlers), it ends the process.
+        After a graceful stop it lingers until the deadline, as the signal handlers do: if the interpreter's exit hangs
+        (it takes the locks of log handlers), it ends the process.
         """
         self._closed = True
         self._wake()
-        alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
+        if self._lingers:
             self._thread.name = "lingering-last-resort"
             atexit.register(self._exiting.set)
             return
@@ -119,10 +119,15 @@ class LastResort:
             self._thread.join()
         self._close()
 
-    def _linger(self, alarm: Alarm) -> None:
-        time.sleep(max(0.0, alarm.deadline.at - _LEAVE_S - time.monotonic()))
+    @property
+    def _lingers(self) -> bool:
+        return self._alarm is not None and self._stopper is not None and self._stopper.coming_out
+
+    def _linger(self) -> None:
+        assert self._alarm is not None
+        time.sleep(max(0.0, self._alarm.deadline.at - _LEAVE_S - time.monotonic()))
         if self._exiting.is_set():
-            os._exit(alarm.exit_code)
+            os._exit(self._alarm.exit_code)
         atexit.unregister(self._exiting.set)
 
     def _close(self) -> None:
@@ -143,15 +148,14 @@ class LastResort:
             try:
                 pause = None if self._closed else self._look()
             except Exception:
-                logger.exception("the last resort met an unexpected error; it goes on watching")
+                logger.exception("unexpected error in the last resort; it goes on")
                 pause = _AGAIN_S
-        alarm = self._alarm
-        if alarm is not None and self._stopper is not None and self._stopper.coming_out:
+        if self._lingers:
             self._close()
-            self._linger(alarm)
+            self._linger()
 
     def _look(self) -> float | None:
-        """Do what it is time for; returns for how many seconds to sleep at most."""
+        """Do what is due now. Returns for how many seconds to sleep at most; None: until it is woken."""
         stopper = self._stopper
         assert stopper is not None
         if stopper.finished:
@@ -161,7 +165,7 @@ class LastResort:
         alarm, now = self._alarm, time.monotonic()
         if stopper.state.is_settled:
             if alarm.kind in ("exception", "peer") and stopper.is_leaving:
-                return None  # nobody has set a time by which it must be gone
+                return None  # no deadline was set from outside
             left = alarm.deadline.at - _LEAVE_S - now
             if left <= 0:
                 stopper.leave_behind(alarm)
@@ -185,17 +189,9 @@ class LastResort:
         alarm = next(filter(None, map(self._alarm_of, unheard)), None)
         if alarm is None:
             return _AGAIN_S
-        patience_s = min(_UNHEARD_S, alarm.deadline.grace_s / 4)
+        grace_s = alarm.deadline.grace_s
+        patience_s = min(_UNHEARD_S, grace_s / 4)
         if waited_s < patience_s:
             return min(_AGAIN_S, patience_s - waited_s)
-        grace_s = alarm.deadline.grace_s
-        heard = Alarm(
-            alarm.kind,
-            alarm.reason,
-            Deadline(self._unread_since + grace_s, grace_s),
-            alarm.exit_code,
-            origin=alarm.origin,
-            signum=alarm.signum,
-        )
-        stopper.take_over_alarm(heard)
+        stopper.take_over_alarm(replace(alarm, deadline=Deadline(self._unread_since + grace_s, grace_s)))
         return 0.0

@@ -1,6 +1,6 @@
-"""Everything that a guard listens to while it is entered, and where it goes.
+"""Where alarms come from: signals, flag files, fault reports, the other ranks and their deaths, the agent.
 
-Signals, flag files, the platform's fault reports, the other ranks, their deaths, the agent.
+Each of them becomes an alarm of the guard's `Stopper`, in the watcher thread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.alarm.alarm import Alarm, signal_name
-from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.alarm.alarm import Alarm
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.signals import SignalHandlers
 from mindx_elastic.config import FaultPaths, RankInfo, Settings
@@ -28,12 +27,12 @@ _FAULT_POLL_S = 1.0
 
 
 class Listeners:
-    """Connects the ears to one `Stopper`. Everything arrives in the watcher thread."""
+    """Turns what this process hears into alarms of one `Stopper`, in the watcher thread."""
 
     def __init__(self, settings: Settings, policies: Sequence[ExitPolicy], ranks: RankInfo) -> None:
         self._settings, self._policies, self._ranks = settings, policies, ranks
         self.early_flags: list[FlagFile] = []
-        """Set before the guard was entered and not answered yet: they stop the job at its first boundary."""
+        """Flag files that were set before the guard was entered: they stop the job at its first boundary."""
         self._link: AgentLink | None = None
         self.handlers: SignalHandlers
 
@@ -53,17 +52,17 @@ class Listeners:
         signals = [n for p in self._policies if "signal" in p.alarms for n in p.signals]
         self._own_signals = frozenset(signals)
         if link is not None:
-            signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers by it, policies or not
-            if link.agent_fd >= 0:  # also where a script stands between the agent and this process
+            signals += [CONTROL_SIGNAL, signal.SIGTERM]  # an agent stops its workers with it, whatever the policies say
+            if link.agent_fd >= 0:  # also where a script runs between the agent and this process
                 self._watcher.watch(link.agent_fd, lambda: stopper.hear(alarms.of_orphan()))
-            if link.is_orphan():  # the agent has died during the start; no signal and no descriptor will tell
+            if link.is_orphan():  # the agent has died during the start: no signal and no descriptor says so
                 post(lambda: stopper.hear(alarms.of_orphan()))
-        self.handlers = SignalHandlers(signals, self._watcher)  # known before the first signal can come
+        self.handlers = SignalHandlers(signals, self._watcher)  # set before the first signal can arrive
         stack.enter_context(self.handlers)
 
     def _watch_flag(self, policy: ExitPolicy) -> None:
         assert policy.flag_file is not None
-        # Where nothing is saved that a start goes on from, nothing can say that the flag has been answered.
+        # An answered flag is noted in the file that the next start resumes from. Where there is none, none is noted.
         answered = self._stopper.saver.flags if policy.save and policy.kind != "eval" else None
         flag = FlagFile(policy.flag_file, answered=answered)
         if flag.poll():
@@ -77,8 +76,9 @@ class Listeners:
         )
 
     def raise_early_flags(self) -> bool:
-        """Training thread, at the first boundary. Before it nothing could be saved, and the grace period is not to run
-        while the first step is compiled. Returns whether an alarm is on its way.
+        """Training thread, at the first boundary: raise the alarms of `early_flags`. Returns whether there are any.
+
+        Not earlier: nothing could be saved, and the grace period must not run while the first step is compiled.
         """
         flags, self.early_flags = self.early_flags, []
         still = [flag for flag in flags if self._stopper.saver.flags.is_set(flag.path)]
@@ -88,7 +88,7 @@ class Listeners:
         return bool(still)
 
     def _watch_faults(self) -> None:
-        """The agent watches for its workers; without one each rank does."""
+        """Watch for the platform's fault reports. With an agent there is no need: it does that for its workers."""
         paths = FaultPaths.from_env()
         wanted = any("fault" in policy.alarms for policy in self._policies)
         if self._link is not None or not wanted or not (paths.fault_dir.is_dir() or paths.reset_dir.is_dir()):
@@ -100,26 +100,26 @@ class Listeners:
         self._stopper.hear(self._stopper.alarms.of_fault(event.reason))
 
     def alarm_of(self, signum: int) -> Alarm | None:
-        """What a signal that the watcher does not read would become; None: not known without it. The last resort."""
-        alarms = self._stopper.alarms
+        """The last resort: the alarm of a signal that the watcher does not read; None: only the watcher knows."""
         if self._stopper.finished or not self.handlers.has(signum):
             return None
         if signum in self._own_signals:
-            return alarms.of_signal(signum)
+            return self._stopper.alarms.of_signal(signum)
         if signum == signal.SIGTERM:
-            return alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
-        return None  # an order of the agent's; a SIGTERM follows where it is not obeyed
+            return self._stopper.alarms.of_agent_signal(signum)
+        return None  # an order of the agent; a SIGTERM follows where the worker does not obey
 
     def hear_signal(self, signum: int) -> None:
-        """Watcher thread."""
-        if self._stopper.finished or not self.handlers.hear(signum):
+        """Watcher thread: `signum` has arrived in this process."""
+        stopper, link = self._stopper, self._link
+        if stopper.finished or not self.handlers.hear(signum):
             return
-        if signum == signal.SIGTERM and self._link is not None and self._link.is_orphan():
-            self._stopper.hear(self._stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
-        elif signum == signal.SIGTERM and signum not in self._own_signals:
-            alarm = self._stopper.alarms.of_request(signal_name(signum), exit_code_of_signal(signum))
-            self._stopper.hear(alarm)
-        elif signum != CONTROL_SIGNAL or self._link is None:
-            self._stopper.hear_signal(signum)
-        elif (orders := self._link.orders()) is not None:
-            self._stopper.hear(self._stopper.alarms.of_agent(orders))
+        if link is not None and signum == CONTROL_SIGNAL:
+            if (order := link.orders()) is not None:
+                stopper.hear(stopper.alarms.of_agent(order))
+        elif link is not None and signum == signal.SIGTERM and link.is_orphan():
+            stopper.hear(stopper.alarms.of_orphan())  # sent by the kernel, see `agent.child`
+        elif signum in self._own_signals:
+            stopper.hear_signal(signum)
+        else:
+            stopper.hear(stopper.alarms.of_agent_signal(signum))

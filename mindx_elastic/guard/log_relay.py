@@ -1,7 +1,7 @@
-"""Log lines of the threads that stop a job, written by another thread: stderr may be a full pipe that nobody reads.
+"""Writes the log lines of a stop in a thread of its own: stderr may be a full pipe that no process reads.
 
-The lock of a log handler is held while it writes. A thread that logged by itself would wait there for ever, also when
-it is another thread that hangs in the pipe.
+A log handler holds its lock while it writes, so one thread that hangs in the pipe would block every other thread that
+logs.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from mindx_elastic.core.ready_thread import ReadyThread
 
 __all__ = ["LogRelay"]
 
-_PATIENCE_S = 0.25  # so that lines come out in order where somebody reads them
+_PATIENCE_S = 0.25  # so that lines come out in order where they are read
 
 
 class LogRelay(logging.Filter):
-    """While it is open, the package's lines of `threads`, during a stop of all, are handed to a thread of its own."""
+    """While it is open, it writes the package's log lines of `threads`, and during a stop those of all threads."""
 
     def __init__(self) -> None:
         super().__init__()
         self.threads: set[int | None] = set()
-        """Identifiers of the threads that must never wait."""
+        """Identifiers of the threads that must never wait for a log line."""
         self.hurry = False
-        """A stop is under way: no thread may."""
-        self._hand = ReadyThread("mindx-log")
+        """A stop is under way: no thread may wait."""
+        self._writer = ReadyThread("mindx-log")
 
     def open(self) -> None:
-        """Main thread. Raises RuntimeError when there can be no more threads."""
-        self._hand.start()
+        """Main thread. Raises RuntimeError when the process can have no more threads."""
+        self._writer.start()
         logger.addFilter(self)
 
     def close(self) -> None:
         logger.removeFilter(self)
-        self._hand.close(_PATIENCE_S)
+        self._writer.close(_PATIENCE_S)
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not self.hurry and record.thread not in self.threads:
@@ -46,13 +46,13 @@ class LogRelay(logging.Filter):
         return False
 
     def do(self, work: Callable[[], object], timeout_s: float) -> None:
-        """Do what may hang (writing, flushing); wait `timeout_s` seconds at most, not at all behind what hangs."""
-        patience_s = 0.0 if self._hand.busy else timeout_s
+        """Do work that may hang (writing, flushing). Waits `timeout_s` seconds at most, not at all for earlier work."""
+        patience_s = 0.0 if self._writer.busy else timeout_s
         with suppress(TimeoutError, OSError, ValueError):  # a closed pipe must not keep a dying process
-            self._hand.call(work, patience_s)
+            self._writer.call(work, patience_s)
 
     def flush(self, timeout_s: float) -> None:
-        """What was printed and logged. Any thread."""
+        """Flush what was printed and logged, as far as that is possible in time. Any thread."""
 
         def flush() -> None:
             for stream in (sys.stdout, sys.stderr):

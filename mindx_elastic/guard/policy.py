@@ -1,7 +1,7 @@
 """What callbacks and users ask of the guard: when to save, under which name, and how to leave.
 
-A policy only decides. The guard owns the handlers, the capture and the files, so several callbacks never compete for
-the same signal and there is one save path.
+A policy only decides. The guard has the handlers, the capture and the files, so callbacks do not compete for a signal
+and there is one save path.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def final_name(prefix: str) -> Callable[[Position], str]:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitPolicy:
-    """A wish to save when the job must stop."""
+    """What to save, and where, when the job must stop."""
 
     kind: str
     """``breakpoint``, ``ttp`` or ``request_exit``; written into the file's header."""
@@ -74,7 +74,7 @@ class ExitPolicy:
     append_info: Sequence[object] = ()
     """JSON-able values of the user, written into the header."""
     prefix: str = ""
-    """What the user calls this job's files; tells them from another job's in the same directory. Empty: nothing."""
+    """The user's name for this job's files; tells them from another job's in the same directory. Empty: none."""
     save: bool = True
     """False: stop gracefully without a checkpoint of this policy."""
     after_save: Callable[[float], None] | None = None
@@ -99,7 +99,8 @@ class ExitPolicy:
 
 
 def check_policies(policies: Sequence[ExitPolicy | PeriodicPolicy]) -> None:
-    """Find now what would ruin a save later. Raises UsageError: a name with a folder, `append_info` that is no JSON."""
+    """Find mistakes that would make a save fail later. Raises UsageError: a name with a folder, `append_info` that is
+    not JSON."""
     for policy in policies:
         final = policy.final_name(Position()) if isinstance(policy, ExitPolicy) and policy.final_name else ""
         name = max(policy.name(Position()), final, key=len)
@@ -142,7 +143,7 @@ def exit_codes_of(policies: Sequence[ExitPolicy]) -> dict[str, int]:
 def keep_consistent(policies: Sequence[ExitPolicy], kind: str, *, replicated: bool) -> list[ExitPolicy]:
     """The policies that may save after an alarm of `kind`.
 
-    With a ``peer`` alarm a rank is gone, and with it its part of the state, unless the ranks are replicas of each other
+    After a ``peer`` alarm a rank and its part of the state are gone, unless the ranks are replicas of each other
     (`replicated`): a policy with `needs_replica` then saves nothing.
     """
     return [policy for policy in policies if replicated or kind != "peer" or not policy.needs_replica]
@@ -174,16 +175,16 @@ def breakpoint_policy(
 
 
 def job_names(prefix: str, policies: Sequence[ExitPolicy | PeriodicPolicy]) -> tuple[str, ...]:
-    """What a job calls its files: the guard's own prefix and those of its callbacks. Written into every header."""
+    """The prefixes of a job's files: the guard's own and those of its callbacks. Written into every header."""
     names = (getattr(policy, "prefix", "") for policy in policies)
     return tuple(sorted({prefix, *(name for name in names if isinstance(name, str) and name)}))
 
 
 def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
-    """Whether files of a job with the names `recorded` are another job's than one with the names `own`.
+    """Whether files with the names `recorded` are of another job than one with the names `own`.
 
-    One name in common makes them one job's: callbacks come and go. Names that nobody has chosen say nothing where both
-    have chosen some; and neither does a file without any (an older version's, or one that was converted).
+    One name in common makes them one job's, because callbacks come and go. Default names do not count where both have
+    chosen names. A file without names (of an older version, or converted) is not of another job.
     """
     if not recorded or not own:
         return False
@@ -192,7 +193,7 @@ def is_another_job(recorded: Collection[str], own: Collection[str]) -> bool:
 
 
 class PeriodicPolicy(Protocol):
-    """A wish to save now and then. Called in the training thread right after a boundary."""
+    """When to save during training, and where. Called in the training thread right after a boundary."""
 
     directory: Path
     asynchronous: bool

@@ -1,4 +1,4 @@
-"""Turns a boundary into files: names, headers, the periodic saves, and what old files to delete."""
+"""Saves a boundary: names, headers, the files of a stop, periodic saves, and the deletion of old files."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class Saver:
         self.trust = trust or Trust()
         """Whose files count."""
         self.names = tuple(names)
-        """What this job calls its files."""
+        """The prefixes of this job's files."""
         self.collector, self.ranks, self.events = collector, ranks, events
-        self._resolved = resolved or {}  # a symlinked or relative directory is resolved once, at the start
+        self._resolved = resolved or {}  # directories as given -> as resolved once, at the start
         self.replicated = replicated
         """Every rank holds the same weights."""
         self.gone: Callable[[], Collection[int]] = frozenset
-        """Gives the ranks known to be dead."""
+        """Returns the ranks known to be dead."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
-        """Of every file's header."""
+        """Numbers for every file's header."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""
         self.bytes_per_s: float | None = None
@@ -74,13 +74,13 @@ class Saver:
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
         self.reserve: Reserve | None = None
-        """What a dying save is made with where nothing more can be had."""
+        """Memory and a thread for a dying save in a process that can get no more."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
         self.first_save: FirstSave | None = None
-        """While it is known that this rank has never saved in this run, and one day somebody may have to know."""
+        """The note on disk that this rank has never saved in this run; None: it has, or the note is not needed."""
         self.newest: tuple[int, Path] | None = None
-        """The step that this process has saved last where a start looks, and its file."""
+        """The last step that this process has saved where a start looks, and its file."""
         self.flags = AnsweredFlags()
         """The flag files that have stopped this run."""
         self._queue = SaveQueue()
@@ -138,7 +138,7 @@ class Saver:
             return path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
-        """Write the boundary just reached. A failure is reported and training goes on; returns whether it went well.
+        """Write the boundary just reached. A failure is logged and training goes on; returns whether it succeeded.
 
         With ``policy.asynchronous`` only the copy to host memory happens here; a failure shows up in the log and the
         events.
@@ -173,7 +173,7 @@ class Saver:
     def _report(
         self, error: Exception, info: CheckpointInfo, remedy: str = "training goes on, older checkpoints are untouched"
     ) -> bool:
-        """A periodic save failed, for whatever reason: no cause to end a training."""
+        """Log and record a save that failed; training goes on. Returns False."""
         expected = isinstance(error, (SaveError, UnsupportedStateError, OSError))
         logger.error("step %d: %s; %s", info.step, error, remedy, exc_info=not expected)
         self.events.emit("save", step=info.step, reason=info.reason, outcome=f"failed: {error}", kind=info.kind)
@@ -192,7 +192,7 @@ class Saver:
         return result
 
     def save_final(self, policy: ExitPolicy) -> bool:
-        """Write the last boundary of a finished training. A failure is said; returns whether it went well."""
+        """Write the last boundary of a finished training. A failure is logged; returns whether it succeeded."""
         assert policy.final_name is not None
         position = self.collector.position
         info = self._info(position, kind="final", reason="end of the training", append_info=policy.append_info)
@@ -225,13 +225,13 @@ class Saver:
             self.mirror.drop(path, self.events.run_id)
 
     def prepare(self, *, asynchronous: bool) -> None:
-        """Main thread, at entry: get the memory and the threads that saves will need, while they can be had."""
+        """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
             self.reserve = Reserve(len(self.collector.parameters))
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
-            logger.warning("no memory or thread can be kept back for a dying save (%s)", error)
+            logger.warning("memory and a thread for a dying save cannot be reserved (%s)", error)
 
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait for the background saves; False when they were not done in `timeout_s` seconds."""
@@ -251,9 +251,9 @@ class Saver:
         return self._info(self.collector.position, kind=kind, reason=kind, append_info=())
 
     def save_restored(self, policies: Sequence[ExitPolicy], original: CheckpointInfo) -> None:
-        """Write this rank's share of the step that was just resumed, which it did not have on disk. A failure is said.
+        """Write this rank's share of the resumed step, which it did not have on disk. A failure is logged.
 
-        With the attempt of the other ranks' files: together they are one whole step.
+        The file gets the attempt of the other ranks' files: together they are one complete step.
         """
         policy = next((p for p in policies if p.save and p.kind != "eval"), None)
         if policy is None:
@@ -270,8 +270,8 @@ class Saver:
             self._report(error, info)
 
     def began_from(self, base: CheckpointInfo) -> None:
-        """The attempt went on from `base`: every file of it says so, and a start that would not be exact at the first
-        steps of this attempt finds the way back (`plan.planner.steps_before`)."""
+        """Note in every later file that the attempt went on from `base`: a start that would not be exact at the first
+        steps of this attempt goes back to it (`plan.planner.steps_before`)."""
         self.coordinates |= dict(zip(_BASE, (base.attempt, base.step), strict=True))
 
     def _forecast_correct(self) -> dict[str, int]:

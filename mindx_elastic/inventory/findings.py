@@ -23,7 +23,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import Strategies, facts_of
-from mindx_elastic.memory.arena import rank_folders
+from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.known_runs import Claim, claim_of, known_runs
 from mindx_elastic.memory.memory_files import RING_COPY, OwnState, own_rings, own_states, snapshot_files
 from mindx_elastic.persist.catalog import CatalogEntry, find_files, rank_of_folder, read_entry

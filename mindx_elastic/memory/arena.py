@@ -1,18 +1,19 @@
-"""The arena: what outlives a killed process, in files of shared memory.
+"""The arena of a rank: its files in shared memory, which outlive a killed process.
 
 ::
 
-    {base}/mindx-elastic-{uid}/                              this user's; see `make_user_folder`
+    {base}/mindx-elastic-{uid}/                              this user's, see `memory.folders`
     {base}/mindx-elastic-{uid}/{directory's digest}/         one job: a checkpoint directory on one machine
         owner.json                                           directory, run id, when
         rank_{r}/lock                                        locked for as long as the rank's process lives
         rank_{r}/slot_0.safetensors, slot_1.safetensors      snapshots, laid out as finished checkpoint files
         rank_{r}/commit                                      what is true of the two slots
         rank_{r}/boundaries                                  the volatile state of the last boundaries (`BoundaryRing`)
+        rank_{r}/interval                                    the snapshot interval that all ranks agreed on
 
 A kill at any instant leaves one good slot: a slot's record is wiped before its first byte is touched and written again
 after its last one. Stores of one process reach shared memory in program order as far as a later process can see, a kill
-loses none of them; the record has a digest of its own, so that half of one is none.
+loses none of them; the record has a digest of its own, so that half a record does not count.
 
 A name is a function of the checkpoint directory, so that the next start with the same command finds it.
 """
@@ -25,11 +26,10 @@ import fcntl
 import json
 import mmap
 import os
-import secrets
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
@@ -37,21 +37,16 @@ from typing import Any
 
 import xxhash
 
-from mindx_elastic.core.events import logger
-from mindx_elastic.core.posix import is_own_folder, is_private_folder, open_regular
+from mindx_elastic.core.posix import is_private_folder, open_regular, read_small
 from mindx_elastic.errors import ArenaError
+from mindx_elastic.memory.folders import OWNER_FILE, job_folder, make_user_folder, remove_rank
 
 __all__ = [
     "ArenaFile",
     "RankArena",
     "SlotRecord",
     "SlotState",
-    "job_folder",
-    "make_user_folder",
-    "rank_folders",
-    "squatted_folder",
-    "user_folder",
-    "user_folders",
+    "read_records",
 ]
 
 NUM_SLOTS = 2
@@ -60,90 +55,6 @@ _RECORD_ROOM = 64  # a record and its digest, one cache line
 _PREDECESSOR_S = 5.0
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not in Python's mmap
 _PAGES_PIECE = 64 << 20
-
-
-def user_folder(base: Path) -> Path:
-    """Where everything of this user lies below `base`, or would: see `make_user_folder`."""
-    return next(iter(user_folders(base)), _usual_folder(base))
-
-
-def user_folders(base: Path) -> list[Path]:
-    """The private folders of this user that there are below `base`, the usual one in front."""
-    usual = _usual_folder(base)
-    return [path for path in (usual, *sorted(base.glob(f"{usual.name}-*"))) if is_private_folder(path)]
-
-
-def squatted_folder(base: Path) -> Path | None:
-    """The usual name, where it is anything but a private folder of this user."""
-    usual = _usual_folder(base)
-    return usual if os.path.lexists(usual) and not is_private_folder(usual) else None
-
-
-def _usual_folder(base: Path) -> Path:
-    return base / f"mindx-elastic-{os.geteuid()}"
-
-
-def make_user_folder(base: Path) -> Path:
-    """The folder of this user below `base`, made if need be. Raises OSError.
-
-    Anybody may take its usual name in a folder like /dev/shm. It is then one with a random name behind the usual one: a
-    name that cannot be taken beforehand, and whose owner and mode tell every later process whose it is. So the next
-    start, the agent and the commands find it by looking, and nothing has to be written down.
-    """
-    usual = _usual_folder(base)
-    if found := user_folders(base):
-        return found[0]
-    with suppress(FileExistsError):
-        usual.mkdir(mode=0o700)
-    if is_private_folder(usual):
-        return usual
-    if not os.path.lexists(usual):
-        raise FileNotFoundError(
-            errno.ENOENT, os.strerror(errno.ENOENT), str(usual)
-        )  # taken away again: see the callers
-    with _one_at_a_time(base):  # all ranks of a machine must come to the same folder
-        if found := user_folders(base):
-            return found[0]
-        folder = base / f"{usual.name}-{secrets.token_hex(8)}"
-        folder.mkdir(mode=0o700)
-    logger.warning("%s is not a folder of this user's own with mode 700; %s is used in its place", usual, folder.name)
-    return folder
-
-
-@contextmanager
-def _one_at_a_time(base: Path) -> Iterator[None]:
-    """Not for long: anybody may hold this lock, and must not hold anything up with it."""
-    fd = os.open(base, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    end = time.monotonic() + _PREDECESSOR_S
-    try:
-        while time.monotonic() < end:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno != errno.EWOULDBLOCK:
-                    break
-                time.sleep(0.01)
-        yield
-    finally:
-        os.close(fd)
-
-
-def job_folder(base: Path, directory: Path) -> Path:
-    """The folder of the job that writes its checkpoints to `directory` (a resolved path)."""
-    name = xxhash.xxh3_64_hexdigest(str(directory).encode())
-    places = [folder / name for folder in user_folders(base)]
-    return next((place for place in places if place.is_dir()), user_folder(base) / name)
-
-
-def rank_folders(job: Path) -> dict[int, Path]:
-    """The rank folders of a job that belong to this user; none when there is no such job."""
-    found: dict[int, Path] = {}
-    for path in sorted(job.glob("rank_*")) if is_own_folder(job) else ():
-        number = path.name[5:]
-        if number.isdecimal() and is_own_folder(path):
-            found[int(number)] = path
-    return found
 
 
 class SlotState(IntEnum):
@@ -178,6 +89,16 @@ class SlotRecord:
             return cls()
         state, *rest = _RECORD.unpack(body)
         return cls(SlotState(state), *rest) if state in (1, 2) else cls()
+
+
+def read_records(folder: Path) -> list[SlotRecord]:
+    """What the commit file in a rank's folder says of its slots, whether or not a process uses them; empty where it
+    cannot be read."""
+    try:
+        data = read_small(folder / "commit", NUM_SLOTS * _RECORD_ROOM)
+    except OSError:
+        return []
+    return [SlotRecord.unpack(data[start : start + _RECORD_ROOM]) for start in range(0, len(data), _RECORD_ROOM)]
 
 
 class ArenaFile:
@@ -232,7 +153,7 @@ class ArenaFile:
         while self._present < self.size:
             if not go_on():
                 return False
-            # In pieces, also because whoever else in this process maps memory has to wait for each.
+            # In pieces, also because other threads of this process that map memory have to wait for each.
             start = self._present - self._present % mmap.PAGESIZE
             count = min(_PAGES_PIECE, self.size - start)
             if madvise(ctypes.addressof(anchor) + start, count, _MADV_POPULATE_WRITE) != 0:
@@ -241,7 +162,7 @@ class ArenaFile:
         return True
 
     def close(self) -> None:
-        """Unmap. Whoever still has a view keeps the memory until it lets go."""
+        """Unmap. A view that still exists keeps the memory until it goes."""
         if self.map is not None:
             with suppress(BufferError):  # a tensor looks at it; unmapped when that goes
                 self.map.close()
@@ -262,7 +183,7 @@ class RankArena:
     """One rank's arena, open for writing. Used by one process at a time, which holds the lock; one thread."""
 
     def __init__(self, base: Path, directory: Path, rank: int) -> None:
-        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to somebody else."""
+        """Create or adopt it. Raises ArenaError when it is in use, or the place belongs to another user."""
         self.job, self.folder, self._lock = _open_locked(base, directory, rank)
         self.slots = [ArenaFile(self.folder / f"slot_{index}.safetensors") for index in range(NUM_SLOTS)]
         self._commit = ArenaFile(self.folder / "commit")
@@ -273,9 +194,8 @@ class RankArena:
             raise
 
     def describe(self, directory: Path, run_id: str, trace: Mapping[str, Any] | None = None) -> None:
-        """Say whose arena it is, for people and for `mindx-elastic clean`; with the run's `trace` in `directory`."""
-        path = self.job / "owner.json"
-        temp = self.folder / "owner.json"
+        """Write ``owner.json``, with the run's `trace` in `directory`."""
+        path, temp = self.job / OWNER_FILE, self.folder / OWNER_FILE
         with open(open_regular(temp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             json.dump({"directory": str(directory), "run_id": run_id, "created": time.time(), **(trace or {})}, file)
         os.replace(temp, path)
@@ -321,25 +241,11 @@ class RankArena:
         return max((self.record(index) for index in range(NUM_SLOTS)), key=lambda record: record.sequence)
 
     def remove(self) -> None:
-        """The job has ended well: take everything away. The last rank of the machine takes the job's folder too.
-
-        Never raises: what somebody else has put there, or taken away, is left.
-        """
-        try:
-            # The lock last: whoever gets it must find nothing that is about to go.
-            for path in sorted(self.folder.iterdir(), key=lambda path: path.name == "lock"):
-                path.unlink(missing_ok=True)
-            self.close()
-            self.folder.rmdir()
-            if not any(self.job.glob("rank_*")):
-                (self.job / "owner.json").unlink(missing_ok=True)
-            self.job.rmdir()
-            self.job.parent.rmdir()
-        except OSError:
-            self.close()  # other ranks, or other jobs, are still there
+        """The job has ended well: take everything away, see `remove_rank`."""
+        remove_rank(self.folder, self.close)
 
     def close(self) -> None:
-        """Give the lock back and leave the content to whoever starts next."""
+        """Give the lock back and leave the content to the next process."""
         for file in (*self.slots, self._commit):
             file.close()
         if self._lock >= 0:

@@ -1,9 +1,9 @@
 """Which runs' memory a start may use.
 
-Memory outlives a checkpoint directory that somebody has emptied to start anew, and a machine that had no part in the
-last runs still holds an older one's. So a run in memory counts only if one of these says that it is this directory's:
+Memory outlives a checkpoint directory that a user has emptied to start anew, and a machine that had no part in the last
+runs still holds an older one's. So a run in memory counts only if one of these says that it belongs to this directory:
 
-* the directory: its event log, a checkpoint file of the run, or the *marker* that a run leaves there whose event log
+* the directory: its event log, a checkpoint file of the run, or the *marker* that a run leaves there when its event log
   cannot be written. A marker is an empty file, so a full disk has room for it.
 * the memory itself, a *claim* in the job's ``owner.json``: "I could leave no trace in this directory", with the
   identity of the directory. It counts while that is still the same directory, and only if nothing that is known to any
@@ -25,7 +25,8 @@ from urllib.parse import quote, unquote
 
 from mindx_elastic.core.events import lines_backwards, logger, older_generation
 from mindx_elastic.core.owners import Owners, Trust
-from mindx_elastic.core.posix import open_regular, read_json_object
+from mindx_elastic.core.posix import open_regular
+from mindx_elastic.memory.folders import read_owner
 
 __all__ = ["Claim", "Trace", "claim_of", "known_runs", "leave_trace", "logged_runs", "marked_runs", "usable_runs"]
 
@@ -38,7 +39,7 @@ _FS_IOC_GETVERSION = 0x80087601  # the inode's generation: numbers of deleted in
 
 @dataclass(frozen=True)
 class Claim:
-    """What memory says of the run that was begun last on this machine, and that could leave no trace."""
+    """The run that began last on this machine and could leave no trace in the directory, as memory has it."""
 
     run_id: str
     began: float
@@ -65,7 +66,7 @@ def usable_runs(known: Mapping[str, float], claims: Iterable[Claim]) -> set[str]
 def known_runs(
     directories: Sequence[Path], wanted: Collection[str] | None = None, trust: Trust | None = None
 ) -> dict[str, float]:
-    """Run -> its last sign of life, of the runs that the event logs and markers of the directories speak of.
+    """Run -> its last sign of life, of the runs in the event logs and markers of the directories.
 
     `wanted`: stop looking when these are found; the run with the newest line is always there. `trust`: whose files
     count. Reads bounded parts of the logs. Any thread; blocks on the disk.
@@ -149,9 +150,9 @@ def leave_trace(directory: Path, run_id: str, *, logged: bool) -> Trace:
 
 
 def claim_of(job: Path, directory: Path) -> Claim | None:
-    """The claim of a job's folder in shared memory, if it makes one and `directory` is still the one it speaks of."""
+    """The claim of a job's folder in shared memory, if it makes one and `directory` is still the same folder."""
     try:
-        owner = read_json_object(job / "owner.json")
+        owner = read_owner(job)
         run_id, began = owner["run_id"], owner["created"]
         if owner["trace"] != "none" or owner["directory_identity"] != _identity(directory):
             return None

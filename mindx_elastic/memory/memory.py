@@ -1,8 +1,8 @@
 """What a worker keeps in shared memory, so that a killed process takes nothing with it.
 
-Two things in the rank's arena (`memory.arena`): snapshots of the whole state now and then (`snapshotting`), and in a
-replicated job the small own state of every boundary (`boundary_log`). Neither may ever stop a training: whatever goes
-wrong is said once, and the job goes on without.
+Two things in the rank's arena (`memory.arena`): snapshots of the whole state now and then (`snapshots`), and in a
+replicated job the small own state of every boundary (`boundaries`). Neither ever stops a training: an error is logged
+once, and the job goes on without.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import MemorySettings, RankInfo
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError
-from mindx_elastic.memory.arena import RankArena, job_folder
-from mindx_elastic.memory.boundary_log import BoundaryLog
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.boundaries import BoundaryLog
+from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.known_runs import leave_trace
 from mindx_elastic.memory.memory_files import RING_COPY
-from mindx_elastic.memory.slots import adopt_slots
-from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
-from mindx_elastic.memory.snapshots import Snapshotter
+from mindx_elastic.memory.snapshots import SnapshotSchedule, Snapshotter, adopt_slots
 from mindx_elastic.persist.format import CheckpointInfo
 
 __all__ = ["Memory", "open_memory"]

@@ -11,8 +11,8 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
-from mindx_elastic.memory.arena import rank_folders
-from mindx_elastic.memory.boundary_ring import read_ring
+from mindx_elastic.memory.boundaries import read_ring
+from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.persist.packed import unpack_state
 
 __all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_files"]
@@ -27,7 +27,7 @@ class OwnState:
 
     content: bytes
     forecast: bool
-    """It never reached this boundary; the state is what it would have been there (see `memory.boundary_ring`)."""
+    """It never reached this boundary; the state is what it would have been there (see `memory.boundaries`)."""
 
     def unpack(self) -> dict[str, Any]:
         """Raises CorruptCheckpointError."""

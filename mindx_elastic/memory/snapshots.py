@@ -1,16 +1,31 @@
-"""Takes snapshots: the last boundary's state, copied into shared memory beside the training.
+"""Snapshots: the last boundary's state, copied into a slot of the arena beside the training.
 
-The training thread lends the update gate to the copy and goes on with forward and backward; `optimizer.step()` waits
-if the copy is not done by then. With ``every=1`` the copy is made before the step ends instead: then a step that is
-over is kept, whatever happens next.
+`Snapshotter` decides with its `SnapshotSchedule` when to take one. The training thread lends the update gate to the
+copy and goes on with forward and backward; `optimizer.step()` waits if the copy is not done by then. With ``every=1``
+the copy is made before the step ends instead: then a step that is over is kept, whatever happens next.
+
+A slot is laid out as a finished checkpoint file. Copying and sealing are apart. The copy is what training may have to
+wait for and runs at the speed of memory; the digests, which take about as long, follow from the slot's own bytes, in
+the background or by the process that adopts the arena of a killed one. A slot that was copied and not sealed holds all
+its bytes (see `memory.arena`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import json
+import mmap
+import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch
+import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.told import whole_number
@@ -18,12 +33,23 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
-from mindx_elastic.memory.arena import RankArena
-from mindx_elastic.memory.slots import Snapshot, copy_snapshot, lay_out, reserve_slots, seal_slot
-from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
-from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
+from mindx_elastic.persist.format import CheckpointInfo, TensorEntry, draft_header, flatten, place_tensors, seal_header
+from mindx_elastic.persist.packed import flat_bytes
 
-__all__ = ["ANY_INTERVAL", "Snapshotter", "reach"]
+__all__ = [
+    "ANY_INTERVAL",
+    "SnapshotLayout",
+    "SnapshotSchedule",
+    "Snapshotter",
+    "adopt_slots",
+    "copy_snapshot",
+    "lay_out",
+    "reach",
+    "reserve_slots",
+    "seal_slot",
+]
+
 
 ANY_INTERVAL = "1"
 """The proposal of a rank that takes no snapshots: the others' are larger."""
@@ -74,7 +100,7 @@ class Snapshotter:
         if self.broken:
             if self.schedule.every is None:
                 self.schedule.every = 0
-                with suppress(Exception):  # a lost store: nobody waits at it
+                with suppress(Exception):  # a lost store: no rank waits at it
                     self._exchange.publish("snapshot_every", ANY_INTERVAL)
             return
         now = time.perf_counter()
@@ -165,7 +191,7 @@ class Snapshotter:
         except Exception as error:
             self._give_up(error)
 
-    def _lay_out(self) -> Snapshot:
+    def _lay_out(self) -> SnapshotLayout:
         collector = self._collector
         snapshot = lay_out(collector.state(), self._describe(), collector.layout())
         self._nbytes = snapshot.nbytes
@@ -180,7 +206,7 @@ class Snapshotter:
             event = collector.boundary_event
             changed = self._gate.changed_since_boundary
             index = copy_snapshot(self._arena, snapshot, sequence, boundary_event=event, at=reach, changed=changed)
-        except Exception as error:  # whatever it is, also a `state_dict` of the user's that raises: training goes on
+        except Exception as error:  # any error, also of the user's own `state_dict`: training goes on
             self._give_up(error)
             return None
         if index is None:
@@ -191,7 +217,8 @@ class Snapshotter:
 
     def _seal(self, index: int) -> None:
         try:
-            # Not sealed is as good for whoever adopts the slot; not taken is not, and the other ranks would take it.
+            # A slot that is not sealed serves the next process as well. A snapshot that is skipped does not: the other
+            # ranks would take it.
             if seal_slot(self._arena, index, go_on=lambda: not (self._closed or self._pending)):
                 reach("sealed")
         except Exception as error:
@@ -236,7 +263,7 @@ class Snapshotter:
             if self._instead is not None:
                 self._instead()
                 return True
-            if self._taken != position.step:  # what lies there may be another run's
+            if self._taken != position.step:  # what is there may be another run's
                 self._copy()
             return not self.broken
 
@@ -252,3 +279,236 @@ class Snapshotter:
             self._wanted.notify_all()
         if self._thread is not None:
             self._thread.join(60.0)
+
+
+# --- slots ---
+
+
+_HASH_PIECE = 4 << 20
+
+
+@dataclass(frozen=True)
+class SnapshotLayout:
+    """What is to be copied, and where to."""
+
+    info: CheckpointInfo
+    header: bytes
+    entries: list[TensorEntry]
+    tensors: dict[str, torch.Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.header) + (self.entries[-1].end if self.entries else 0)
+
+
+def lay_out(state: object, info: CheckpointInfo, layout: Mapping[str, Any] | None) -> SnapshotLayout:
+    """Find out what `state` will look like as a file; nothing is copied. Raises UnsupportedStateError."""
+    tree, tensors = flatten(state)
+    entries = place_tensors(tensors)
+    return SnapshotLayout(info, draft_header(info, tree, entries, layout), entries, tensors)
+
+
+def copy_snapshot(
+    arena: RankArena,
+    snapshot: SnapshotLayout,
+    sequence: int,
+    *,
+    boundary_event: Any = None,
+    at: Callable[[str], None],
+    changed: Callable[[], object] = lambda: None,
+) -> int | None:
+    """Copy into the older slot, commit it, return its number. ``at(stage)`` is called at each stage (tests kill there).
+
+    None, and nothing committed, when ``changed()`` says after the copy that the state was altered meanwhile. Raises
+    ArenaError when there is no room; the other slot is untouched then. CPU tensors are moved in this thread, device
+    tensors on a stream of their own that waits for `boundary_event` only.
+    """
+    index = arena.oldest()
+    arena.set_record(index, SlotRecord(sequence=arena.record(index).sequence))
+    at("wiped")
+    memory = arena.slots[index].resize(snapshot.nbytes)
+    arena.slots[index].bring_in()
+    at("reserved")
+    _copy_tensors(memory, snapshot, boundary_event, at)
+    if changed():
+        return None
+    at("copied")
+    memory[: len(snapshot.header)] = snapshot.header
+    at("headed")
+    info = snapshot.info
+    record = SlotRecord(SlotState.COPIED, info.attempt, info.step, sequence, snapshot.nbytes, len(snapshot.header))
+    arena.set_record(index, record)
+    at("committed")
+    return index
+
+
+def _copy_tensors(memory: mmap.mmap, snapshot: SnapshotLayout, boundary_event: Any, at: Callable[[str], None]) -> None:
+    base = len(snapshot.header)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    address = whole.data_ptr()
+    streams: dict[torch.device, Any] = {}
+    half = len(snapshot.entries) // 2
+    for number, entry in enumerate(snapshot.entries):
+        if number == half:
+            at("copying")
+        if not entry.nbytes:
+            continue
+        source = flat_bytes(snapshot.tensors[entry.name].detach())
+        if source.device.type == "cpu":
+            ctypes.memmove(address + base + entry.start, source.data_ptr(), entry.nbytes)
+            continue
+        target = whole[base + entry.start : base + entry.end]
+        if source.device.type != "cuda":
+            target.copy_(source)
+            continue
+        stream = streams.get(source.device)
+        if stream is None:
+            stream = streams[source.device] = torch.cuda.Stream(source.device)
+            if boundary_event is not None:
+                stream.wait_event(boundary_event)
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+    for stream in streams.values():
+        stream.synchronize()
+
+
+def reserve_slots(arena: RankArena, nbytes: int, *, go_on: Callable[[], bool]) -> bool:
+    """Get the memory for snapshots of `nbytes` ahead of their copies, which take a tenth of the time with it.
+
+    False when ``go_on()`` became false first. A slot that holds a snapshot keeps it, whatever its size. Raises
+    ArenaError when there is no room.
+    """
+    for index, file in enumerate(arena.slots):
+        record = arena.record(index)
+        file.resize(nbytes if record.state is SlotState.EMPTY else record.nbytes)
+        if not file.bring_in(go_on):
+            return False
+    return True
+
+
+def seal_slot(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambda: True) -> bool:
+    """Put the digests into a copied slot; False when ``go_on()`` became false (the slot is needed again)."""
+    record = arena.record(index)
+    memory = arena.slots[index].resize(record.nbytes)
+    header = _sealed(memory, record, go_on)
+    if header is None:
+        return False
+    # Half a header makes the file unreadable, and the record still says that the bytes are all there.
+    memory[: len(header)] = header
+    arena.set_record(index, replace(record, state=SlotState.SEALED))
+    return True
+
+
+def _sealed(memory: mmap.mmap, record: SlotRecord, go_on: Callable[[], bool]) -> bytes | None:
+    draft = memory[: record.header_bytes]  # or half sealed, by a process that was killed over it: only digests differ
+    content = json.loads(draft[8:])
+    metadata = content.pop("__metadata__")
+    digests: dict[str, str] = {}
+    with memoryview(memory) as view:
+        for name in json.loads(metadata["mindx.digests"]):
+            start, end = content[name]["data_offsets"]
+            digest = xxhash.xxh3_128()
+            for position in range(start, end, _HASH_PIECE):
+                if not go_on():
+                    return None
+                piece = view[record.header_bytes + position : record.header_bytes + min(position + _HASH_PIECE, end)]
+                digest.update(piece)
+                piece.release()
+            digests[name] = digest.hexdigest()
+    return seal_header(draft, digests)
+
+
+def adopt_slots(arena: RankArena) -> list[str]:
+    """At a start: make the slots of a killed process readable as files, empty the useless ones. Notes for the log."""
+    notes = []
+    for index in range(NUM_SLOTS):
+        record, file = arena.record(index), arena.slots[index]
+        if record.state is SlotState.EMPTY:
+            _empty(file)
+            continue
+        try:
+            if os.stat(file.path).st_size != record.nbytes:
+                raise ValueError(f"it has {os.stat(file.path).st_size} bytes instead of {record.nbytes}")
+            if record.state is SlotState.COPIED:
+                seal_slot(arena, index)
+                file.close()  # a reader that finds damage takes the file away: the next copy opens it anew
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            notes.append(f"{file.path} is not used: {error}")
+            arena.set_record(index, SlotRecord())
+            _empty(file)
+    return notes
+
+
+def _empty(file: ArenaFile) -> None:
+    file.close()
+    file.path.unlink(missing_ok=True)
+
+
+# --- when to take one ---
+
+
+_BUDGET = 0.01  # of the step time
+_PLAIN_STEPS = 8  # measured before the first snapshot
+_TRIALS = 3
+_LONGEST = 1 << 14
+
+
+class SnapshotSchedule:
+    """When to take a snapshot: every N steps, or as often as costs less than one percent of the step time.
+
+    Pure. `due` and `note` belong to the training thread.
+
+    All ranks must take the same steps, so an interval that was measured counts only after all ranks have agreed on it
+    (`proposal`, `agree`); until then the trials are at fixed steps. Intervals are powers of two.
+    """
+
+    def __init__(self, every: int | None, *, start: int = 0) -> None:
+        """`every` steps; 0: never; None: by measuring. `start`: the step that the attempt begins at."""
+        self.every = every
+        self._last = self._newest = start
+        self._boundaries = 0
+        self._plain: list[float] = []
+        self._trials: list[float] = []
+
+    @property
+    def synchronous(self) -> bool:
+        """At every step: the step is not over before its snapshot is, or a kill would cost it."""
+        return self.every == 1
+
+    def due(self, step: int) -> bool:
+        """Whether the boundary `step` is to be kept.
+
+        Boundaries need not come at every step, nor at multiples of anything: inside an accumulation window there is
+        none. So the first one in each stretch of N steps is due; on every rank the same.
+        """
+        self._boundaries += 1
+        if self.every is None:
+            due = self._boundaries > _PLAIN_STEPS and self._boundaries % 4 == 0 and len(self._trials) < _TRIALS
+        else:
+            due = self.every > 0 and step // self.every > self._last // self.every
+        self._newest = step
+        if due:
+            self._last = step
+        return due
+
+    def note(self, step_s: float, *, extra: bool) -> None:
+        """One step took `step_s` seconds; `extra`: it had a snapshot at its start."""
+        if self.every is None:
+            (self._trials if extra else self._plain).append(step_s)
+            del self._plain[:-64]
+
+    def proposal(self) -> int | None:
+        """The interval that the measurements call for; None while there are not enough."""
+        if self.every is not None or len(self._trials) < _TRIALS or len(self._plain) < _PLAIN_STEPS:
+            return None
+        usual = max(median(self._plain), 1e-6)
+        cost = max(0.0, median(self._trials) - usual)
+        interval = 2  # 1 would mean synchronous
+        while interval < _LONGEST and cost > _BUDGET * usual * interval:
+            interval *= 2
+        return interval
+
+    def agree(self, proposals: list[int]) -> None:
+        """What all ranks have proposed; the rarest is taken."""
+        self.every = max(proposals)
+        self._last = self._newest

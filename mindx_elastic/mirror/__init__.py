@@ -1,0 +1,4 @@
+"""Copies of checkpoint files on other nodes.
+
+`mirror` sends and fetches them, `server` keeps them, `partners` decides which ranks keep whose, `wire` is the protocol.
+"""

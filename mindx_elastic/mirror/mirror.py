@@ -1,8 +1,8 @@
 """Copies of checkpoint files on other nodes, so that the nodes' own disks suffice when some of them are lost.
 
 A rank's file is copied to its partners (`partners`) once it is durable on its own disk: beside the training where that
-goes on, within a part of the time that is left where it does not. A copy that fails is said and never fails a save.
-Without copies to make (one node, ``redundancy=1``) nothing of this exists: no thread, no port.
+goes on, within a part of the time that is left where it does not. A copy that fails is logged and never fails a save.
+Without copies to make (one node, ``redundancy=1``) there is no thread and no port.
 """
 
 from __future__ import annotations
@@ -189,7 +189,8 @@ def _is_loopback(host: str) -> bool:
 
 
 class Mirror:
-    """One per guard. Its methods belong to whoever saves (training, persist or watcher thread) unless said otherwise.
+    """One per guard, and the `Transport` of a start. Its methods belong to the thread that saves (training, persist or
+    watcher thread) unless said otherwise.
 
     Also what the inventory calls a transport.
     """
@@ -303,7 +304,7 @@ class Mirror:
                 logger.debug("rank %d has not deleted its copy of %s: %s", partner, name, error)
 
     def _fail(self, partner: int, error: Exception, what: str) -> None:
-        """Say it, once until it goes well again."""
+        """Log it, once until a copy succeeds again."""
         if partner in self._failing:
             return
         self._failing.add(partner)
@@ -325,7 +326,7 @@ class Mirror:
     def fetch(self, holder: int, root: int, name: str) -> Path:
         """Get a file of this rank from rank `holder`, to its own place. Raises OSError or CheckpointError.
 
-        Main thread, at the start: the holder's server answers whatever its main thread does.
+        Main thread, at the start. The holder's server answers in a thread of its own.
         """
         if not 0 <= root < len(self._roots) or rank_of(name) != self._ranks.rank:
             raise OSError(f"{name!r} is no place for a file of rank {self._ranks.rank}")
@@ -357,7 +358,7 @@ class Mirror:
             return
         self._settled = True
         for channel in self._presence:
-            channel.__exit__(None, None, None)
+            channel.close()
         if self._server is not None:
             deadline = time.monotonic() + timeout_s
             self._server.wait_for_sources(deadline, quiet_s=quiet_s, is_alive=self._is_alive)
@@ -371,7 +372,7 @@ class Mirror:
             return False
 
     def close(self) -> None:
-        """Break off whatever is under way. Main thread."""
+        """Break off all copies under way. Main thread."""
         with self._changed:
             self._closed = True
             self._jobs.clear()

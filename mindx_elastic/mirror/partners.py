@@ -1,4 +1,4 @@
-"""Which ranks keep copies of whose files: a pure decider, the same on every rank."""
+"""Decides which ranks keep copies of which ranks' files. Pure; the same result on every rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Keeps copies of other ranks' files, and gives them back: one small server a rank.
 
-Whoever does not know the rank's token gets no answer. With it one can store, delete and read checkpoint files of the
-job, in the rank folders of the guard's own directories, and nothing else.
+Answers only requests with the rank's token. They can store, delete and read checkpoint files of the job, in the rank
+folders of the guard's own directories, and nothing else.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Server:
                 if not full:
                     self._channels.add(channel)
             if full:
-                channel.__exit__(None, None, None)
+                channel.close()
                 continue
             threading.Thread(target=self._serve, args=(channel,), name="mindx-mirror-peer", daemon=True).start()
 
@@ -155,7 +155,7 @@ class Server:
 
     def _get(self, channel: Channel, request: Mapping[str, Any]) -> None:
         path = self._path(request)
-        # Whoever fetches it writes it as its own file: a stranger's would become one of ours.
+        # The rank that fetches it writes it as its own file: a file of another user would become one of ours.
         with open_checkpoint(path, self._trust.of(path)) as (fd, header):
             channel.send({"size": header.file_size})
             channel.send_file(fd, header.file_size)
@@ -181,7 +181,7 @@ class Server:
         return self._roots[root] / name
 
     def _source(self, request: Mapping[str, Any]) -> int:
-        """Who asks, as one whose files are kept here; a path must be its own."""
+        """The rank that asks. Its files must be kept here, and a path must be its own."""
         rank = request.get("rank")
         if isinstance(rank, bool) or not isinstance(rank, int) or rank not in self._sources:
             raise OSError(f"rank {rank!r} has its copies elsewhere")
@@ -212,7 +212,7 @@ class Server:
         return not self._present and not self._receiving
 
     def close(self) -> None:
-        """Break off whatever is under way, and end all threads."""
+        """Break off all transfers, and end all threads."""
         with self._changed:
             self._closed = True
             for channel in self._channels:

@@ -1,4 +1,4 @@
-"""What two ranks say to each other when a checkpoint file is copied, and how long they wait for it.
+"""The protocol between two ranks when a checkpoint file is copied, and how long they wait.
 
 ::
 
@@ -22,8 +22,8 @@ A file is its bytes and the 16 bytes of their xxh3-128. Each request has ``token
 published) and ``rank`` (who asks); an answer with ``error`` is the end. ``header`` is the xxh3-128 of the bytes before
 the data section, which hold the digests of all tensors: it names the content. No object is ever built from a message.
 
-The token does not lie in the store where the job has a key: what is published there is only what the ranks derive it
-from (`Exchange.derive`).
+Where the job has a key, the store does not hold the token itself: only what the ranks derive it from
+(`Exchange.derive`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ from collections.abc import Mapping
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ _FILE_NAME = re.compile(r"[^./\\\x00-\x1f][^/\\\x00-\x1f]{0,200}\.safetensors")
 
 
 def rank_of(name: object) -> int | None:
-    """The rank whose file the relative path `name` is; None for a path that our own writer would not make.
+    """The rank whose file the relative path `name` is; None for a path that our writer does not make.
 
     ``rank_{r}/{file}.safetensors``, and the same below the folder of a step; nothing else.
     """
@@ -130,7 +129,7 @@ class Endpoint:
 class Channel:
     """One connection. Every wait ends after `patience_s` seconds, and at `deadline` (`time.monotonic`): TimeoutError.
 
-    Whatever else goes wrong is an OSError too. One thread, except `abort`.
+    All other errors are OSErrors too. One thread, except `abort`.
     """
 
     def __init__(self, sock: socket.socket, *, deadline: float = math.inf, patience_s: float = PATIENCE_S) -> None:
@@ -139,9 +138,10 @@ class Channel:
     def __enter__(self) -> Channel:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
         self.abort()
         self._socket.close()
 
@@ -248,7 +248,7 @@ def ask(endpoint: Endpoint, rank: int, op: str, *, deadline: float = math.inf, *
     try:
         channel.send({"token": endpoint.token, "rank": rank, "op": op, **fields})
     except BaseException:
-        channel.__exit__(None, None, None)
+        channel.close()
         raise
     return channel
 
@@ -267,15 +267,13 @@ class Incoming:
             if not preallocate(self._fd, size):
                 check_free_space(path.parent, size)
         except BaseException:
-            self.__exit__(None, None, None)
+            self.__exit__()
             raise
 
     def __enter__(self) -> Incoming:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._temp.unlink(missing_ok=True)  # gone already when all went well
         os.close(self._fd)
 

@@ -13,16 +13,15 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.attempt import Attempt, Surroundings
+from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.exit_watch import ExitWatch
-from mindx_elastic.agent.folder import AgentFolder
-from mindx_elastic.agent.hang import HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.platforms.fault_watch import FaultEvent
 
 TERM, KILL, INT = int(signal.SIGTERM), int(signal.SIGKILL), int(signal.SIGINT)
@@ -55,7 +54,7 @@ class Workers:
                 if status is not None and code >= 0 and status.phase < WorkerPhase.LEFT:
                     status = replace(status, phase=WorkerPhase.LEFT, exit_code=code)
                 sent = frozenset(self.sent[rank])
-                found.append(WorkerExit(rank=rank, pid=1, code=code, at=when, status=status, sent=sent))
+                found.append(WorkerExit(rank=rank, pid=1, code=code, status=status, sent=sent))
         self.exits += found
         return found
 
@@ -106,20 +105,20 @@ def inbox() -> Iterator[SignalInbox]:
 @pytest.fixture
 def run(tmp_path: Path, inbox: SignalInbox) -> Callable[..., Ending]:
     def attempt(workers: Workers, *, grace_s: float = 30.0, faults: Faults | None = None, **more: Any) -> Ending:
-        around = Surroundings(
+        context = AttemptContext(
             folder=AgentFolder(tmp_path),
             inbox=inbox,
             hang=HangWatch(0),
             exits=ExitWatch(more.get("exit_timeout_s", 0)),
             farewell=more.get("farewell"),
-            outside=faults or Faults(),  # type: ignore[arg-type]
+            stop_files=faults or Faults(),  # type: ignore[arg-type]
             membership=more.get("membership"),
             events=EventLog(tmp_path / "events.jsonl"),
             grace_s=grace_s,
             stacks=tmp_path / "stacks",
             on_look=lambda statuses: None,
         )
-        return Attempt(workers, around, number=0).run()  # type: ignore[arg-type]
+        return Attempt(workers, context, number=0).run()  # type: ignore[arg-type]
 
     return attempt
 

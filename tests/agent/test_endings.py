@@ -15,7 +15,7 @@ TERM, KILL = int(signal.SIGTERM), int(signal.SIGKILL)
 
 def end(code: int, rank: int = 0, *, sent: tuple[int, ...] = (), message: str = "") -> WorkerExit:
     """A worker without a guard."""
-    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, sent=frozenset(sent), message=message)
+    return WorkerExit(rank=rank, pid=10 + rank, code=code, sent=frozenset(sent), message=message)
 
 
 def guarded(
@@ -29,7 +29,7 @@ def guarded(
 ) -> WorkerExit:
     """One with a guard that says it leaves with `left`."""
     status = Status(pid=10 + rank, phase=phase, exit_code=left, reason=reason)
-    return WorkerExit(rank=rank, pid=10 + rank, code=code, at=0.0, status=status, sent=frozenset(sent))
+    return WorkerExit(rank=rank, pid=10 + rank, code=code, status=status, sent=frozenset(sent))
 
 
 @pytest.mark.parametrize(

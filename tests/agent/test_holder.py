@@ -20,8 +20,8 @@ from mindx_elastic.core.layout import REPLICATE, Layout
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError
 from mindx_elastic.memory import arena as arena_module
-from mindx_elastic.memory.arena import rank_folders
-from mindx_elastic.memory.boundary_ring import BoundaryRing
+from mindx_elastic.memory.boundaries import BoundaryRing
+from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.memory.memory_files import RING_COPY
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory, hold_ranks

@@ -1,8 +1,14 @@
-"""How many restarts are left."""
+"""Whether another restart is allowed, and can help."""
 
 from __future__ import annotations
 
-from mindx_elastic.agent.restarts import Restarts
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mindx_elastic.agent.restarts import CrashLoop, Failure, Restarts, Verdict, same_cause
 
 
 def test_so_many_in_all() -> None:
@@ -25,3 +31,219 @@ def test_none() -> None:
     restarts = Restarts(0)
     assert not restarts.take(0.0)
     assert restarts.why_not == "--max-restarts is 0"
+
+
+BUG = Failure(cause="exit code 1: ValueError: bad sample", rank=2, step=105, resumed_step=100, resumed_path="a/100")
+KILL = Failure(cause="killed by SIGKILL", rank=0, step=7, resumed_step=5, resumed_path="a/5", boundaries=2)
+BAD_FILE = Failure(cause="killed by SIGSEGV", rank=1, step=100, resumed_step=100, resumed_path="ckpt/rank_1/n-2_40.st")
+
+
+def judge_all(failures: list[Failure], repeats: int = 3) -> list[Verdict]:
+    loop = CrashLoop(repeats)
+    return [loop.judge(failure) for failure in failures]
+
+
+def actions(failures: list[Failure], repeats: int = 3) -> list[str]:
+    return [verdict.action for verdict in judge_all(failures, repeats)]
+
+
+def test_the_same_failure_at_the_same_step_stops_the_job() -> None:
+    failures = [replace(BUG, boundaries=5, rank=rank) for rank in (2, 0, 2)]
+    verdicts = judge_all(failures)
+    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
+    assert verdicts[0].explanation == ""
+    text = verdicts[2].explanation
+    assert "The last 3 attempts failed the same way at the same step" in text
+    assert "exit code 1: ValueError: bad sample" in text
+    assert "after step 105, so in step 106 or on the way to it; ranks 0, 2 in turn" in text
+    assert "they began with step 100" in text and "traceback of rank 2" in text and "batch of step 106" in text
+    assert "start the same command again" in text
+
+
+def test_another_step_or_another_cause_begins_a_new_row() -> None:
+    bug = replace(BUG, boundaries=5)
+    other = replace(bug, cause="exit code 1: KeyError: 'x'")
+    later = replace(bug, step=106, boundaries=6)
+    assert actions([bug, bug, other, bug, bug, later, bug, bug]) == ["restart"] * 8
+
+
+def test_a_failure_that_was_saved_where_it_happened() -> None:
+    # The first attempt got there by itself, so the checkpoint that it left cannot be the cause.
+    first = replace(BUG, boundaries=105, resumed_step=-1, resumed_path="")
+    again = replace(BUG, resumed_step=105, resumed_path="a/105_breakpoint")
+    verdicts = judge_all([first, again, again])
+    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
+    assert "they began with a fresh start, then step 105" in verdicts[2].explanation
+
+
+@pytest.mark.parametrize("repeats", [1, 2, 5])
+def test_how_often_is_up_to_the_caller(repeats: int) -> None:
+    bug = replace(BUG, boundaries=5)
+    assert actions([bug] * repeats, repeats) == ["restart"] * (repeats - 1) + ["stop"]
+
+
+def test_zero_switches_it_off() -> None:
+    assert set(actions([BUG] * 20 + [BAD_FILE] * 20, repeats=0)) == {"restart"}
+
+
+def test_nothing_is_judged_where_no_step_is_known() -> None:
+    plain = Failure(cause="exit code 1", rank=0, step=-1, guarded=False)
+    assert set(actions([plain] * 20)) == {"restart"}
+
+
+def test_a_crash_before_the_first_step_of_a_fresh_start() -> None:
+    verdicts = judge_all([Failure(cause="killed by SIGKILL", rank=0, step=-1)] * 3)
+    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "stop"]
+    assert "before the first step was done" in verdicts[2].explanation and "memory" in verdicts[2].explanation
+
+
+def test_a_checkpoint_that_crashes_every_resume_is_set_aside() -> None:
+    verdicts = judge_all([BAD_FILE] * 3)
+    assert [verdict.action for verdict in verdicts] == ["restart", "restart", "set_aside"]
+    assert verdicts[2].path == BAD_FILE.resumed_path
+    text = verdicts[2].explanation
+    assert "checkpoint of step 100" in text and BAD_FILE.resumed_path in text and "moved, not deleted" in text
+
+
+def test_the_resumes_may_crash_in_different_ways() -> None:
+    causes = ("killed by SIGSEGV", "exit code 1: RuntimeError: Connection reset by peer", "killed by SIGABRT")
+    verdicts = judge_all([replace(BAD_FILE, cause=cause) for cause in causes])
+    assert verdicts[2].action == "set_aside" and all(cause in verdicts[2].explanation for cause in causes)
+
+
+def test_another_checkpoint_in_between_clears_the_first() -> None:
+    other = replace(BAD_FILE, resumed_step=90, step=90, resumed_path="90")
+    assert actions([BAD_FILE, BAD_FILE, other, BAD_FILE, BAD_FILE]) == ["restart"] * 5
+
+
+def test_the_older_checkpoint_fails_at_the_same_step() -> None:
+    older = replace(BAD_FILE, resumed_step=90, resumed_path="90", boundaries=10)
+    verdicts = judge_all([BAD_FILE, BAD_FILE, BAD_FILE, older])
+    assert verdicts[3].action == "stop"
+    text = verdicts[3].explanation
+    assert "the older checkpoint of step 90 fails in the same way at the same step" in text
+    assert "not the checkpoint" in text and BAD_FILE.resumed_path in text and "move it back" in text
+
+
+def test_the_older_checkpoint_fails_right_away_too() -> None:
+    older = replace(BAD_FILE, resumed_step=90, step=90, resumed_path="90")
+    verdict = judge_all([BAD_FILE, BAD_FILE, BAD_FILE, older])[3]
+    assert verdict.action == "stop" and "in the same way before its first step" in verdict.explanation
+
+
+def test_nothing_older_was_there() -> None:
+    fresh = replace(BAD_FILE, resumed_step=-1, resumed_path="", boundaries=100)
+    verdict = judge_all([BAD_FILE, BAD_FILE, BAD_FILE, fresh])[3]
+    assert verdict.action == "stop" and "a fresh start fails in the same way at the same step" in verdict.explanation
+
+
+def test_it_gets_further_from_the_older_checkpoint() -> None:
+    further = replace(BAD_FILE, step=101, resumed_step=90, boundaries=11)
+    second = replace(BAD_FILE, step=110, resumed_step=110, resumed_path="110")
+    assert actions([*[BAD_FILE] * 3, further, second, second, second]) == [
+        *("restart", "restart", "set_aside"),
+        *("restart", "restart", "restart", "set_aside"),
+    ]
+
+
+def test_only_one_is_set_aside_before_the_job_gets_further() -> None:
+    older = replace(BAD_FILE, cause="exit code 1: KeyError: 'state'", resumed_step=90, step=90, resumed_path="90")
+    killed = replace(KILL, step=95, resumed_step=90, boundaries=5)
+    assert actions([*[BAD_FILE] * 3, killed, older, older, older]) == [
+        *("restart", "restart", "set_aside"),
+        *("restart", "restart", "restart", "stop"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("worker 4711 died", "worker 17 died"),
+        ("<Model object at 0x7f3a5c001d90>", "<Model object at 0x55d0c3>"),
+        ("no step for 63.2 s", "no step for 61 s"),
+        ("at 12:03:59.171, rank -1", "at 2:59:01, rank 3"),
+        ("cannot open /tmp/tmpab12_xyz/f", "cannot open /tmp/tmpzzzz8k_q/f"),
+        ("run 1b9d6bcd-bbfd-4b2d-9b5d-ab8dfbbd4bed", "run 00000000-bbfd-4b2d-9b5d-ab8dfbbd4bee"),
+        ("digest deadbeef", "digest 0011223344556677"),
+        ("value 1e-05 too small", "value 2.5E+3 too small"),
+        ("two  lines\n", "two lines"),
+    ],
+)
+def test_what_differs_between_processes_is_no_other_cause(one: str, other: str) -> None:
+    assert same_cause(one) == same_cause(other)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("exit code 1", "exit code 75"),
+        ("exit code 1: signal 6", "exit code 1: signal 11"),
+        ("killed by SIGKILL", "killed by SIGSEGV"),
+        ("exit code 1: ValueError: bad sample", "exit code 1: KeyError: bad sample"),
+    ],
+)
+def test_what_tells_causes_apart(one: str, other: str) -> None:
+    assert same_cause(one) != same_cause(other)
+
+
+@pytest.mark.parametrize(
+    ("cause", "hint"),
+    [
+        ("killed by SIGKILL", "dmesg"),
+        ("killed by SIGBUS", "df /dev/shm"),
+        ("killed by SIGSEGV", "native code"),
+        ("no step for 61 s, stuck", "stacks/"),
+        ("exit code 1: OutOfMemoryError: CUDA out of memory", "batch size"),
+        ("exit code 3", "traceback of rank 2"),
+    ],
+)
+def test_the_explanation_says_where_to_look(cause: str, hint: str) -> None:
+    assert hint in judge_all([replace(BUG, cause=cause, boundaries=5)] * 3)[2].explanation
+
+
+@given(st.text(), st.integers(), st.integers())
+def test_numbers_in_a_cause_do_not_matter(text: str, one: int, other: int) -> None:
+    assert same_cause(f"{text}: pid {one}") == same_cause(f"{text}: pid {other}")
+
+
+FAILURES = st.builds(
+    Failure,
+    cause=st.sampled_from(["killed by SIGKILL", "killed by SIGSEGV", "exit code 1: ValueError: 3"]),
+    rank=st.integers(-1, 3),
+    step=st.integers(-1, 4),
+    resumed_step=st.integers(-1, 4),
+    resumed_path=st.sampled_from(["", "a", "b"]),
+    boundaries=st.integers(0, 2),
+    guarded=st.booleans(),
+)
+
+
+@given(st.lists(FAILURES, max_size=40), st.integers(1, 4))
+def test_no_verdict_without_its_reasons(failures: list[Failure], repeats: int) -> None:
+    loop = CrashLoop(repeats)
+    judged: list[Failure] = []
+    suspect: Failure | None = None
+    for failure in failures:
+        verdict = loop.judge(failure)
+        judged += [failure] if failure.guarded else []
+        last = judged[-repeats:]
+        if suspect is not None and failure.guarded and failure.step > suspect.step:
+            suspect = None
+        if verdict.action == "set_aside":
+            assert suspect is None and verdict.path == failure.resumed_path != ""
+            assert len(last) == repeats and not any(each.boundaries for each in last)
+            assert {each.resumed_step for each in last} == {failure.resumed_step}
+            suspect = failure
+        elif verdict.action == "stop":
+            same = {(each.step, same_cause(each.cause)) for each in last}
+            assert suspect is not None or (len(last) == repeats and len(same) == 1)
+        assert bool(verdict.explanation) == (verdict.action != "restart")
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 5)), min_size=1, max_size=60))
+def test_kills_of_a_job_that_advances_never_stop_it(kills: list[tuple[int, int]]) -> None:
+    loop, step = CrashLoop(3), 0
+    for rank, boundaries in kills:
+        failure = replace(KILL, rank=rank, resumed_step=step, step=step + boundaries, boundaries=boundaries)
+        assert loop.judge(failure).action == "restart"
+        step = failure.step

@@ -1,4 +1,4 @@
-"""Waiting for, signalling and ending worker processes."""
+"""The worker processes of an attempt, with real ones."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.workers import WorkerExit, Workers, process_state
-from mindx_elastic.core.status_page import PAGE_BYTES, StatusPage, WorkerPhase, page_path
+from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
+from mindx_elastic.core.status_page import PAGE_BYTES, Status, StatusPage, WorkerPhase, page_path
+from mindx_elastic.guard.agent_link import STACK_SIGNAL
 from tests.harness import wait_until
 
 FOR_EVER = 3600.0  # pytest's limit ends a wait that is not woken
@@ -215,3 +216,30 @@ def test_giving_up_counts_as_killed(group: Group, tmp_path: Path) -> None:
     workers = Workers({0: group.start(WAIT)}, tmp_path)
     workers.give_up(0)
     assert not workers.live and workers.exits[0].code == -signal.SIGKILL
+
+
+# --- stacks on demand, asked for by the agent ---
+
+
+DUMP = "import faulthandler; faulthandler.register({}, file=open({!r}, 'a'), all_threads=True)\n"
+SLEEP = "def stuck_here():\n    print('up', flush=True)\n    sys.stdin.read()\nimport sys\nstuck_here()\n"
+
+
+@pytest.mark.parametrize("phase", [WorkerPhase.TRAINING, WorkerPhase.LEFT])
+@pytest.mark.parametrize("listens", [True, False])
+def test_only_a_process_that_listens_is_asked(tmp_path: Path, phase: WorkerPhase, listens: bool) -> None:
+    """To another one the signal would be the end: its file could not be opened, or its interpreter is ending."""
+    file = tmp_path / "attempt_2_rank_0.txt"
+    code = (DUMP.format(int(STACK_SIGNAL), str(file)) if listens else "") + SLEEP
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    workers = Workers({0: process}, tmp_path)
+    status = Status(pid=process.pid, phase=phase, step=7, entered_ns=1)
+    assert write_stacks(workers, {0: status}, tmp_path, attempt=2) == [file]
+    assert f"rank 0 pid {process.pid} step 7: state " in file.read_text()
+    assert ("stuck_here" in file.read_text()) is listens
+    process.communicate()
+    assert process.returncode == 0
+    workers.close()

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -76,6 +77,16 @@ def watcher() -> Iterator[Watcher]:
     made.stop()
 
 
+def pidfds() -> set[int]:
+    """This process's open descriptors of processes."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            if "pidfd" in os.readlink(f"/proc/self/fd/{name}"):
+                found.add(int(name))
+    return found
+
+
 def changed(identity: str, **fields: object) -> str:
     return json.dumps({**json.loads(identity), **fields})
 
@@ -91,7 +102,7 @@ def test_the_identity_of_this_process() -> None:
 def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher: Watcher, how: Any) -> None:
     peers = [start(), start()]
     watch = PeerWatch(dict(enumerate([own_identity(), *(peer.identity for peer in peers)])), rank=0)
-    assert (watch.watched(), watch.gone, watch.look()) == ([1, 2], [], [])
+    assert (watch.gone, watch.look()) == ([], [])
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
     peers[1].end(how)
@@ -99,7 +110,7 @@ def test_a_death_is_heard_whatever_its_cause(start: Callable[[], Peer], watcher:
     assert (watch.gone, watch.look()) == ([2], [2])
     peers[0].end(how)
     assert heard.get(timeout=WAIT_S) == 1
-    assert (watch.gone, watch.look(), watch.watched()) == ([2, 1], [2, 1], [1, 2])
+    assert (watch.gone, watch.look()) == ([2, 1], [2, 1])
     assert heard.empty(), "once each"
     watcher.stop()
     watch.close()
@@ -130,7 +141,7 @@ def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher
     peer = start()
     peer.end()
     watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    assert (watch.gone, watch.look(), watch.watched()) == ([1], [1], [1])
+    assert (watch.gone, watch.look()) == ([1], [1])
     heard: queue.Queue[int] = queue.Queue()
     watch.start(watcher, heard.put)
     assert heard.get(timeout=WAIT_S) == 1
@@ -140,7 +151,7 @@ def test_dead_before_the_watch_began(start: Callable[[], Peer], watcher: Watcher
 def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -> None:
     peer = start()
     watch = PeerWatch(dict(enumerate([own_identity(), changed(peer.identity, started="12345")])), rank=0)
-    assert (watch.gone, watch.look()) == ([1], [1]) and not watch._fds
+    assert (watch.gone, watch.look()) == ([1], [1])
     watch.close()
 
 
@@ -148,9 +159,10 @@ def test_a_number_that_was_given_to_another_process(start: Callable[[], Peer]) -
 def test_ranks_elsewhere_are_not_watched(start: Callable[[], Peer], space: str) -> None:
     peer = start()
     watch = PeerWatch(dict(enumerate([own_identity(), changed(peer.identity, space=space)])), rank=0)
-    assert (watch.watched(), watch.look()) == ([], [])
     unknown = PeerWatch(dict(enumerate([changed(own_identity(), space=""), changed(peer.identity, space="")])), rank=0)
-    assert unknown.watched() == [], "where /proc does not tell, nobody is taken for a neighbour"
+    peer.end()
+    assert watch.look() == []
+    assert unknown.look() == [], "where /proc does not say, no rank is taken for a neighbour"
 
 
 def test_a_system_that_forbids_it(start: Callable[[], Peer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,14 +176,16 @@ def test_a_system_that_forbids_it(start: Callable[[], Peer], monkeypatch: pytest
     monkeypatch.setattr(os, "pidfd_open", forbidden)
     watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
     assert fired == [peer.process.pid]
-    assert (watch.watched(), watch.gone, watch.look()) == ([], [], [])
+    peer.end()
+    assert (watch.gone, watch.look()) == ([], [])
 
 
 def test_a_descriptor_that_somebody_has_closed_is_no_death(start: Callable[[], Peer], watcher: Watcher) -> None:
     """A program that closes all descriptors it does not know."""
     peer = start()
+    before = pidfds()
     watch = PeerWatch(dict(enumerate([own_identity(), peer.identity])), rank=0)
-    (fd,) = watch._fds.values()
+    (fd,) = pidfds() - before
     os.close(fd)
     assert watch.look() == []
     heard: queue.Queue[int] = queue.Queue()

@@ -206,12 +206,15 @@ def test_every_signal_is_forwarded_to_the_wakeup_descriptor_that_was_there(ears:
 
 
 def test_a_predecessor_descriptor_that_is_closed_does_no_harm(ears: Ears) -> None:
-    handlers = ears.handle(ONE)
-    with handlers:
-        handlers._previous_fd = 10**6
+    theirs, mine = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.set_wakeup_fd(theirs.fileno())
+    with ears.handle(ONE):
+        theirs.close()
+        mine.close()
         send(ONE)
         assert ears.next() == ONE
-        handlers._previous_fd = -1
+    assert signal.set_wakeup_fd(before) == -1, "it cannot be installed again"
 
 
 def test_a_signal_that_nobody_heard_is_delivered_again_on_leaving() -> None:

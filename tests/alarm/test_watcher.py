@@ -165,4 +165,5 @@ def test_stop_is_idempotent_and_later_posts_are_dropped() -> None:
 
 
 def test_the_thread_does_not_keep_the_interpreter_alive(ears: Ears) -> None:
-    assert ears.watcher._thread.daemon
+    (thread,) = [each for each in threading.enumerate() if each.ident == ears.watcher.ident]
+    assert thread.daemon

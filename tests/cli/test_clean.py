@@ -13,7 +13,8 @@ import pytest
 
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
-from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState, job_folder, user_folder
+from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
+from mindx_elastic.memory.folders import job_folder, user_folder
 
 
 @pytest.fixture

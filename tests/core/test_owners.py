@@ -19,7 +19,7 @@ from mindx_elastic.config import RankInfo, SharingSettings
 from mindx_elastic.core.owners import Trust, check_place, find_owners, open_trusted, user_ids
 from mindx_elastic.errors import NoUsableCheckpointError, UnsafeDirectoryError, UntrustedFileError, UsageError
 from mindx_elastic.guard.directories import prepare_directories
-from mindx_elastic.memory.boundary_ring import BoundaryRing
+from mindx_elastic.memory.boundaries import BoundaryRing
 from mindx_elastic.memory.known_runs import known_runs
 from mindx_elastic.memory.memory_files import own_states
 from mindx_elastic.persist.catalog import read_entries

@@ -5,114 +5,22 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from mindx_elastic.agreement.exchange import LocalExchange
-from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.stop_step import Decision, Offer
-from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.update_gate import UpdateGate
-from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, SaveError
-from mindx_elastic.guard.last_resort import LastResort
-from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.policy import ExitPolicy, breakpoint_name
-from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import StopPhase
-from mindx_elastic.guard.stopper import LAST_MOMENT_S, Stopper
-from mindx_elastic.persist.format import read_header
+from mindx_elastic.guard.stopper import LAST_MOMENT_S
+from tests.guard.stopper_parts import Parts
 from tests.harness import events, wait_until
 
-
-class Timers(Watcher):
-    """Keeps what was ordered for later; the test says when it is time."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda signum: None)
-        self.ordered: list[tuple[float, Callable[[], None]]] = []
-
-    def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        self.ordered.append((when, callback))
-
-    def pass_time(self) -> None:
-        for _, callback in sorted([self.ordered.pop(0) for _ in list(self.ordered)], key=lambda timer: timer[0]):
-            callback()
-
-
-class Parts:
-    """A stopper with everything around it, and no guard: the test plays watcher and training thread."""
-
-    def __init__(self, directory: Path, *, grace_s: float = 30.0, **policy: Any) -> None:
-        self.directory = directory
-        self.gate, self.steps = UpdateGate(), StepGate(5)
-        self.collector = Collector({"model": nn.Linear(2, 2)})
-        self.collector.copy(Position(step=5, epoch=1, step_in_epoch=5))
-        self.events = EventLog(directory / "events.jsonl")
-        self.watcher = Timers()
-        self.last_resort = LastResort(self.watcher)
-        self.durable: Path | None = None
-        fields: dict[str, Any] = {
-            "kind": "breakpoint",
-            "alarms": frozenset({"signal", "exception", "request", "flag", "peer"}),
-            "name": breakpoint_name("net"),
-            "directory": directory,
-        }
-        self.policy = ExitPolicy(**{**fields, **policy})
-        self.saver = Saver(self.collector, RankInfo(), self.events)
-        self.stopper = Stopper(
-            step_gate=self.steps,
-            update_gate=self.gate,
-            exchange=LocalExchange(),
-            watcher=self.watcher,
-            saver=self.saver,
-            ranks=RankInfo(),
-            settings=Settings(grace_s=grace_s),
-            policies=[self.policy],
-            events=self.events,
-            last_resort=self.last_resort,
-            relay=LogRelay(),
-            already_durable=lambda: self.durable,
-        )
-
-    def reach(self, step: int) -> bool:
-        """The training thread passes boundary `step`; whether it is held there."""
-        self.gate.pass_boundary(lambda: self.collector.copy(Position(step=step, epoch=1, step_in_epoch=step)))
-        return self.steps.arrive(step)
-
-    def files(self) -> list[int]:
-        return [read_header(path).info.step for path in self.directory.glob("*.safetensors")]
-
-
 Make = Callable[..., Parts]
-
-
-@pytest.fixture
-def make_parts(tmp_path: Path) -> Iterator[Make]:
-    made: list[Parts] = []
-
-    def make(**options: Any) -> Parts:
-        directory = tmp_path / str(len(made))
-        directory.mkdir()
-        made.append(Parts(directory, **options))
-        return made[-1]
-
-    yield make
-    for parts in made:
-        parts.last_resort.stop()
-        parts.watcher.stop()
-
-
-@pytest.fixture
-def parts(make_parts: Make) -> Parts:
-    return make_parts()
 
 
 def test_a_signal_lets_the_training_thread_run_to_the_coming_boundary(parts: Parts) -> None:

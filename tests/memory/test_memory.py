@@ -20,7 +20,8 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.memory import memory as memory_module
-from mindx_elastic.memory.arena import RankArena, job_folder
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import Memory, open_memory
 from mindx_elastic.persist.format import CheckpointInfo, read_header
 from tests.guarded import Job, no_traces, plain_environment

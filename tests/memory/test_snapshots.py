@@ -1,4 +1,4 @@
-"""Snapshots beside the training: exact, never in its way for more than the copy, and never its end."""
+"""Snapshots beside the training, and when they are taken."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
@@ -24,12 +26,9 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard.saver import Saver
-from mindx_elastic.memory import slots
-from mindx_elastic.memory import snapshots as snapshotting
+from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotState
-from mindx_elastic.memory.slots import adopt_slots
-from mindx_elastic.memory.snapshot_schedule import SnapshotSchedule
-from mindx_elastic.memory.snapshots import Snapshotter
+from mindx_elastic.memory.snapshots import SnapshotSchedule, Snapshotter, adopt_slots
 from mindx_elastic.persist.reader import read_checkpoint
 from tests.harness import events, wait_until
 from tests.persist.states import assert_same
@@ -121,7 +120,7 @@ class Stop:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
         self.reached, self.go, self.stage = threading.Event(), threading.Event(), stage
-        monkeypatch.setattr(snapshotting, "reach", self._reach)
+        monkeypatch.setattr(snapshots, "reach", self._reach)
 
     def _reach(self, stage: str) -> None:
         if stage == self.stage and not self.go.is_set():
@@ -213,16 +212,16 @@ def test_a_copier_that_is_still_busy_skips_one(make: Make, monkeypatch: pytest.M
 def test_digests_in_progress_give_way_to_the_next_snapshot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Skipping it would leave this rank with other steps than the others."""
     worker = make(2)
-    seal, sealing, asked = slots.seal_slot, threading.Event(), []
+    seal, sealing, asked = snapshots.seal_slot, threading.Event(), []
 
-    def slow(arena: RankArena, index: int, *, go_on: Callable[[], bool]) -> bool:
+    def slow(arena: RankArena, index: int, *, go_on: Callable[[], bool] = lambda: True) -> bool:
         sealing.set()
         if worker.step < 4:
             wait_until(lambda: not go_on(), "the next snapshot", WAIT_S)
             asked.append(worker.step)
         return seal(arena, index, go_on=go_on)
 
-    monkeypatch.setattr(snapshotting, "seal_slot", slow)
+    monkeypatch.setattr(snapshots, "seal_slot", slow)
     worker.train(2)
     assert sealing.wait(WAIT_S)
     worker.train(2)
@@ -373,10 +372,103 @@ def test_ranks_that_cannot_agree_take_no_snapshots(
     make: Make, exchanges: list[StoreExchange], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With different intervals no step would be whole, and the older common ones would be overwritten."""
-    monkeypatch.setattr(snapshotting, "_AGREEMENT_S", 0.05)
+    monkeypatch.setattr(snapshots, "_AGREEMENT_S", 0.05)
     worker = make(None, exchange=exchanges[0])
     for extra in [False] * 8 + [True] * 3:
         worker.snapshotter.schedule.note(1.0, extra=extra)
     worker.train(1)
     assert worker.snapshotter.schedule.every == 0
     assert "could not agree" in caplog.text
+
+
+# --- when snapshots are due, and how an interval is found that costs less than a percent ---
+
+
+def train(schedule: SnapshotSchedule, steps: range, *, step_s: float, cost_s: float) -> list[int]:
+    """Play the training thread; the steps that were due."""
+    taken = []
+    extra = False
+    for step in steps:
+        if step > steps.start:
+            schedule.note(step_s + cost_s * extra, extra=extra)
+        extra = schedule.due(step)
+        if extra:
+            taken.append(step)
+    return taken
+
+
+@pytest.mark.parametrize(("every", "taken"), [(0, []), (1, [1, 2, 3, 4, 5, 6, 7]), (3, [3, 6]), (100, [])])
+def test_a_given_interval(every: int, taken: list[int]) -> None:
+    schedule = SnapshotSchedule(every)
+    assert train(schedule, range(1, 8), step_s=1, cost_s=1) == taken
+    assert schedule.proposal() is None
+    assert schedule.synchronous is (every == 1)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "interval"),
+    [(0.0, 2), (0.001, 2), (0.019, 2), (0.021, 4), (0.05, 8), (0.1, 16), (1.0, 128), (10.0, 1024), (1e9, 1 << 14)],
+)
+def test_a_measured_interval_costs_less_than_a_percent(cost_s: float, interval: int) -> None:
+    schedule = SnapshotSchedule(None)
+    train(schedule, range(1, 40), step_s=1.0, cost_s=cost_s)
+    assert schedule.proposal() == interval
+    assert cost_s / interval <= 0.01 or interval == 1 << 14
+
+
+def test_trials_at_the_same_steps_on_all_ranks_and_no_more_of_them() -> None:
+    assert train(SnapshotSchedule(None), range(1, 60), step_s=1, cost_s=1) == [12, 16, 20]
+    assert train(SnapshotSchedule(None, start=102), range(103, 160), step_s=1, cost_s=1) == [114, 118, 122]
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 7])
+@pytest.mark.parametrize("first", [0, 1])
+def test_boundaries_that_hit_no_multiple_are_kept_all_the_same(window: int, first: int) -> None:
+    """Accumulation: there is a boundary at the end of each window only."""
+    boundaries = range(first + window, 300, window)
+    schedule = SnapshotSchedule(4, start=first)
+    kept = [step for step in boundaries if schedule.due(step)]
+    assert all(b - a <= 4 + window for a, b in zip([first, *kept], kept, strict=False))
+    assert len(train(SnapshotSchedule(None, start=first), boundaries, step_s=1, cost_s=1)) == 3
+
+
+def test_nothing_is_proposed_before_there_is_enough_to_compare() -> None:
+    schedule = SnapshotSchedule(None)
+    for number in range(7):
+        schedule.note(1.0, extra=False)
+        schedule.note(1.0, extra=True)
+        assert schedule.proposal() is None, number
+    schedule.note(1.0, extra=False)
+    assert schedule.proposal() == 2
+
+
+def test_the_rarest_proposal_is_agreed_on() -> None:
+    schedule = SnapshotSchedule(None)
+    train(schedule, range(1, 30), step_s=1, cost_s=0)
+    assert not schedule.due(30)
+    schedule.agree([2, 64, 8])
+    assert [step for step in range(31, 200) if schedule.due(step)] == [64, 128, 192]
+    assert not schedule.synchronous and schedule.proposal() is None
+    before = schedule.every
+    schedule.note(100.0, extra=True)
+    assert schedule.every == before
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    schedule = SnapshotSchedule(None)
+    for number in range(20):
+        schedule.note(50.0 if number == 3 else 1.0, extra=False)
+    for cost in (0.1, 30.0, 0.1):
+        schedule.note(1.0 + cost, extra=True)
+    assert schedule.proposal() == 16
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=8, max_size=100), st.lists(st.floats(0, 1e6), min_size=3, max_size=3))
+def test_any_measurement_gives_a_power_of_two(plain: list[float], trials: list[float]) -> None:
+    schedule = SnapshotSchedule(None)
+    for step_s in plain:
+        schedule.note(step_s, extra=False)
+    for step_s in trials:
+        schedule.note(step_s, extra=True)
+    interval = schedule.proposal()
+    assert interval is not None and 2 <= interval <= 1 << 14 and interval & (interval - 1) == 0

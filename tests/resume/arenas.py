@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.core.events import EventLog
-from mindx_elastic.memory.arena import RankArena, job_folder
-from mindx_elastic.memory.boundary_ring import BoundaryRing
-from mindx_elastic.memory.slots import copy_snapshot, lay_out, seal_slot
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.boundaries import BoundaryRing
+from mindx_elastic.memory.folders import job_folder
+from mindx_elastic.memory.snapshots import copy_snapshot, lay_out, seal_slot
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.packed import pack_state
 from tests.checkpoint_files import EPOCH_0, STATE

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.memory.arena import job_folder, rank_folders, user_folder
+from mindx_elastic.memory.folders import job_folder, rank_folders, user_folder
 from tests.harness import Job, events, run_job, start_job
 from tests.system.conftest import Reference
 

@@ -10,7 +10,7 @@ import torch
 
 import mindx_elastic as mx
 from mindx_elastic import GracefulExit, OnRequestExit
-from mindx_elastic.memory.arena import job_folder, rank_folders
+from mindx_elastic.memory.folders import job_folder, rank_folders
 from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
 from tests.harness import run_job
 

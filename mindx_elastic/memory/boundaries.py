@@ -1,14 +1,15 @@
-"""The boundary ring: a rank's volatile state at its last boundaries, in shared memory, written at every step.
+"""A rank's volatile state at its last boundaries, in shared memory, written at every step.
 
 Where every rank holds the same weights (DDP), the weights of a killed rank live on in the others; what dies with it are
 its own random generators, buffers and counters. They are a few kilobytes, so they are kept for every boundary. The last
-places hold the *forecast*: generators and buffers as they were at the end of the newest forward, before the gradients
-were reduced. The survivors of a rank that was killed in its update have passed the boundary that it did not reach; a
-rank whose random generators do not move between forward and boundary, which is checked at every boundary, would have
-reached it with exactly these. Two more places are *pinned*: the boundaries of the last two snapshots that another rank
-of the machine has taken of the weights that all share.
+places of the ring hold the *forecast*: generators and buffers as they were at the end of the newest forward, before the
+gradients were reduced. The survivors of a rank that was killed in its update have passed the boundary that it did not
+reach; a rank whose random generators do not move between forward and boundary, which is checked at every boundary,
+would have reached it with exactly these. Two more places are *pinned*: the boundaries of the last two snapshots that
+another rank of the machine has taken of the weights that all share.
 
-A file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags, digest, bytes.
+The ring is a file of fixed places. A place holds: sequence (odd while it is written), step, attempt, length, flags,
+digest, bytes.
 """
 
 from __future__ import annotations
@@ -16,17 +17,25 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 import xxhash
+from torch import nn
 
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
-from mindx_elastic.memory.arena import ArenaFile
+from mindx_elastic.errors import ArenaError, UnsupportedStateError
+from mindx_elastic.memory.arena import ArenaFile, RankArena
+from mindx_elastic.persist.packed import pack_state
 
-__all__ = ["BoundaryRecord", "BoundaryRing", "read_ring"]
+__all__ = ["BOUNDARIES_FILE", "BoundaryLog", "BoundaryRecord", "BoundaryRing", "read_ring"]
+
 
 NUM_BOUNDARIES, NUM_FORECASTS, NUM_PINNED = 4, 2, 2
 _NUM_PLACES = NUM_BOUNDARIES + NUM_FORECASTS + NUM_PINNED
@@ -167,3 +176,82 @@ def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
         if xxhash.xxh3_128_digest(content) == digest:
             kinds = [bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED)]
             yield BoundaryRecord(run_id, attempt, step, content, *kinds)
+
+
+BOUNDARIES_FILE = "boundaries"
+_SPARE = 2.0  # room for a state that grows (lists of numbers in a scheduler or a callback)
+_LEAST = 1 << 16
+
+
+class BoundaryLog:
+    """Writes the ring: at each boundary, and at the end of each forward. One per guard of a replicated job.
+
+    Training thread only.
+    """
+
+    def __init__(
+        self, arena: RankArena, collector: Collector, modules: Iterable[nn.Module], next_step: Callable[[], int]
+    ) -> None:
+        """`modules`: the wrapped ones (their forward ends before gradients are reduced). `next_step`: the next one."""
+        self._arena, self._collector, self._next_step = arena, collector, next_step
+        self._ring: BoundaryRing | None = None
+        self._run_id, self._attempt = "", 0
+        self._trusted = False
+        self._doubted = False  # once a forecast was wrong, none is trusted any more
+        self._broken = False
+        self._handles = [module.register_forward_hook(lambda *_: self._forward_ended()) for module in modules]
+
+    def begin(self, run_id: str, attempt: int) -> None:
+        """Keep all boundaries from here on. Not the one that the job starts from: that one is durable."""
+        self._run_id, self._attempt = run_id, attempt
+
+    def pin(self) -> None:
+        """Keep the boundary that was just written for longer: another rank has taken a snapshot of it."""
+        if self._run_id and not self._broken:
+            self._write(self._collector.position.step, self._collector.volatile, pinned=True)
+
+    def at_boundary(self) -> None:
+        """A boundary has just been copied by the collector."""
+        came_true = self._collector.forecast_correct = self._collector.forecast_came_true()
+        if came_true is not None:
+            self._doubted |= not came_true
+            self._trusted = not self._doubted
+        self._write(self._collector.position.step, self._collector.volatile)
+
+    def _forward_ended(self) -> None:
+        # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
+        if self._run_id and not self._broken and not self._doubted and torch.is_grad_enabled():
+            self._write(self._next_step(), self._collector.copy_ahead, forecast=True)
+
+    def _write(
+        self, step: int, collect: Callable[[], dict[str, Any] | None], *, forecast: bool = False, pinned: bool = False
+    ) -> None:
+        if self._broken:
+            return
+        try:
+            state = collect()
+            if state is None:
+                return
+            pieces = pack_state(state)
+            kind = {"forecast": forecast, "trusted": self._trusted or not forecast, "pinned": pinned}
+            ring = self._ring or self._open(pieces)
+            if not ring.write(self._attempt, step, pieces, **kind):
+                ring.close()
+                self._open(pieces).write(self._attempt, step, pieces, **kind)
+        except Exception as error:  # any error: training must go on
+            self._broken = True
+            expected = isinstance(error, (ArenaError, UnsupportedStateError, OSError))
+            remedy = "boundaries are no longer kept in memory, training goes on"
+            logger.warning("%s; %s", error, remedy, exc_info=not expected)
+
+    def _open(self, pieces: Sequence[memoryview]) -> BoundaryRing:
+        capacity = max(_LEAST, int(_SPARE * sum(piece.nbytes for piece in pieces)))
+        capacity += -capacity % 64
+        self._ring = BoundaryRing(self._arena.folder / BOUNDARIES_FILE, self._run_id, capacity)
+        return self._ring
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        if self._ring is not None:
+            self._ring.close()

@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from mindx_elastic.errors import CorruptCheckpointError, UnsupportedStateError
-from mindx_elastic.memory import slots
+from mindx_elastic.memory import snapshots
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
-from mindx_elastic.memory.slots import adopt_slots, copy_snapshot, lay_out, seal_slot
+from mindx_elastic.memory.snapshots import adopt_slots, copy_snapshot, lay_out, seal_slot
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.persist.writer import write_checkpoint
@@ -178,7 +178,7 @@ def test_killed_while_the_digests_are_written(job: Job) -> None:
 
 
 def test_a_seal_gives_way_and_can_be_done_later(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_HASH_PIECE", 100)
+    monkeypatch.setattr(snapshots, "_HASH_PIECE", 100)
     index = job.copy(5)
     assert index is not None
     asked = iter([True] * 7 + [False])

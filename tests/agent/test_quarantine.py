@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.aside import set_checkpoint_aside
 from mindx_elastic.agent.holder import Flushed
+from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.persist.catalog import read_entries
 from tests.checkpoint_files import write, write_step
 
@@ -62,7 +62,7 @@ def test_memory_is_brought_to_disk_first(tmp_path: Path, monkeypatch: pytest.Mon
         write(directory / "memory-1_6_breakpoint.safetensors", step=6)
         return Flushed(["step 6 is written from memory"], 6)
 
-    monkeypatch.setattr("mindx_elastic.agent.aside.flush", flush)
+    monkeypatch.setattr("mindx_elastic.agent.quarantine.flush", flush)
     moved = set_checkpoint_aside(path, "x", [arena])
     assert flushed == [arena]
     assert [each.name for each in moved] == ["memory-1_6_breakpoint.safetensors"]

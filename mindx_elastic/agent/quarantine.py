@@ -1,4 +1,4 @@
-"""Put a checkpoint out of the way from which several attempts have gone on and died."""
+"""Puts a checkpoint from which several attempts have gone on and died into the quarantine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mindx_elastic.agent.holder import flush, trust_in
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.folders import STEP_FOLDER
 from mindx_elastic.core.owners import Trust
-from mindx_elastic.core.posix import read_json_object
 from mindx_elastic.errors import MindxError
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.persist.catalog import read_entries, read_entry
 from mindx_elastic.persist.storage import quarantine
 
@@ -56,7 +56,7 @@ def _directory_of(path: Path, arenas: list[Path]) -> Path | None:
     for arena in arenas:
         if path.is_relative_to(arena):
             with suppress(OSError, ValueError, KeyError, TypeError):
-                return Path(read_json_object(arena / "owner.json")["directory"])
+                return Path(read_owner(arena)["directory"])
             return None
     folder = path.parent
     if re.fullmatch(r"rank_\d+", folder.name):

@@ -1,4 +1,4 @@
-"""What the agent watches outside of its workers."""
+"""The files that stop the job."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from mindx_elastic.agent.outside import FLAG_NAME, Outside
+from mindx_elastic.agent.stop_files import FLAG_NAME, StopFiles
 from mindx_elastic.config import FaultPaths, Settings
 
 
-def outside(run_dir: Path, graceful_exit: bool | None = None) -> Outside:
+def watch_files(run_dir: Path, graceful_exit: bool | None = None) -> StopFiles:
     paths = FaultPaths(fault_dir=run_dir / "fault", reset_dir=run_dir / "reset")
-    return Outside(run_dir, paths, Settings(graceful_exit=graceful_exit))
+    return StopFiles(run_dir, paths, Settings(graceful_exit=graceful_exit))
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ def test_the_flag_file(
     for folder in (run_dir, working):
         folder.mkdir()
     monkeypatch.chdir(working)
-    watch = outside(run_dir, switch)
+    watch = watch_files(run_dir, switch)
     assert watch.poll() is None
     flag = (run_dir if in_run_dir else working) / FLAG_NAME
     flag.write_text('{"GracefulExit": 1}')
@@ -42,5 +42,5 @@ def test_a_flag_of_the_run_before_is_stale(tmp_path: Path) -> None:
     flag = tmp_path / FLAG_NAME
     flag.write_text('{"GracefulExit": 1}')
     os.utime(flag, (1, 1))  # older than this process
-    watch = outside(tmp_path)
+    watch = watch_files(tmp_path)
     assert watch.poll() is None and not watch.flushing()

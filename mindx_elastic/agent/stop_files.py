@@ -1,4 +1,4 @@
-"""What the agent watches outside of its workers: the platform's fault files, and a flag file that people set."""
+"""The files that stop a job: fault reports of the platform, and a flag file that a person sets."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from mindx_elastic.config import FaultPaths, Settings
 from mindx_elastic.platforms.fault_watch import FaultEvent, FaultWatch
 from mindx_elastic.platforms.flag_file import FlagFile
 
-__all__ = ["FLAG_NAME", "Outside"]
+__all__ = ["FLAG_NAME", "StopFiles"]
 
 FLAG_NAME = "graceful_exit.json"
 
 
-class Outside:
+class StopFiles:
     """Used by one thread. Neither method raises for what a file holds."""
 
     def __init__(self, run_dir: Path, paths: FaultPaths, settings: Settings) -> None:

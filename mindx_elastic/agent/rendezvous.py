@@ -1,0 +1,328 @@
+"""The nodes of a job: how they meet, who is there, what their agents tell each other.
+
+`OneNodeRendezvous`, `FreshStoreRendezvous`
+    take the place of torch's own rendezvous for a job of one node, and of its static one.
+`reconnect`
+    opens a rendezvous' connection to its store again after it broke.
+`Membership`
+    asks again and again, in a thread, which nodes want to join and which are lost.
+`Farewell`
+    tells the agents of the other nodes which ranks were ended after the training.
+
+torch's client of a TCP store never connects again: one reset of the connection, and every later call fails, the
+heartbeats included, so that the other nodes take this one for lost and its agent cannot meet them at the next restart.
+The store itself lives on, on its host. So a job of one node uses no connection at all: a firewall that is reloaded, a
+network namespace that is rebuilt or `ss -K` would break it. For the others `reconnect` puts a new client of the same
+host and port in the place of the broken one, which is kept: where it also hosts the store, that would end with it.
+
+Rejected: a new handler in place of a new connection (the rendezvous would take it for another node, and would have to
+miss the old one first).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from torch.distributed import DistNetworkError, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+)
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
+
+__all__ = ["CONNECTION_ERRORS", "Farewell", "FreshStoreRendezvous", "Membership", "OneNodeRendezvous", "reconnect"]
+
+
+class OneNodeRendezvous(RendezvousHandler):
+    """For a job of one node: needs no other process and no connection.
+
+    Each round is a store in this process's memory, and a free port for the store that rank 0 hosts.
+    """
+
+    def __init__(self, run_id: str, local_addr: str | None) -> None:
+        """local_addr: what the workers connect to; None: this machine's name, as with torch's own."""
+        self._run_id, self._local_addr = run_id, local_addr
+        self._rounds, self._closed = 0, False
+        self._store = HashStore()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._rounds += 1
+        store = PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
+        return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._local_addr))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def set_closed(self) -> None:
+        self._closed = True
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        self._closed = True
+        return True
+
+
+class FreshStoreRendezvous(RendezvousHandler):
+    """Wraps the handler of the static backend; each restart meets in a fresh store.
+
+    Workers that meet again in the agent's store find the addresses of their dead predecessors there, and gloo fails
+    ("Connection refused"). For the dynamic backends torch has a switch against it
+    (``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``); the static one always hands out the agent's store. The first attempt uses
+    that one, as under torchrun, so that MASTER_PORT is the port that the user gave; each later one a store of its own,
+    which rank 0 hosts on a free port.
+    """
+
+    def __init__(self, static: RendezvousHandler) -> None:
+        self._static, self._rounds = static, 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = self._static.next_rendezvous()
+        self._rounds += 1
+        if self._rounds == 1:
+            return info
+        address = None if info.bootstrap_store_info is None else info.bootstrap_store_info.master_addr
+        store = PrefixStore(f"mindx-elastic/{self._rounds}", info.store)
+        master = RendezvousStoreInfo.build(info.rank, store, address)
+        return RendezvousInfo(store, info.rank, info.world_size, master)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return self._rounds <= 1
+
+    def get_backend(self) -> str:
+        return self._static.get_backend()
+
+    def is_closed(self) -> bool:
+        return self._static.is_closed()
+
+    def set_closed(self) -> None:
+        self._static.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self._static.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self._static.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self._static.shutdown()
+
+
+CONNECTION_ERRORS = (RendezvousConnectionError, DistNetworkError)
+_CONNECT_S = 5.0
+_READ_TIMEOUT = timedelta(seconds=60)  # torch's own, where it does not say what it was
+_broken: list[Store] = []
+_lock = threading.Lock()
+
+
+def reconnect(handler: RendezvousHandler) -> bool:
+    """Give `handler` a new connection if its own is broken. False: the store's host is gone, or this kind of handler
+    is not known.
+
+    Uses torch's private attributes; where they are not as in the versions known here, it does nothing, and the failure
+    is handled as one that cannot be mended. Any thread; blocks for some seconds. Never raises.
+    """
+    # The membership thread may be at it when the main thread wants to meet the others.
+    if not _lock.acquire(timeout=2 * _CONNECT_S):
+        return False
+    try:
+        return _reconnect(handler)
+    finally:
+        _lock.release()
+
+
+def _reconnect(handler: RendezvousHandler) -> bool:
+    inner: Any = getattr(handler, "_static", handler)
+    old: Any = getattr(inner, "_store", None)
+    while isinstance(old, PrefixStore):
+        old = old.underlying_store
+    if not isinstance(old, TCPStore):
+        return False
+    if _answers(old):
+        return True
+    try:
+        # torch's client would try for the whole time and print a page about each try.
+        socket.create_connection((old.host, old.port), _CONNECT_S).close()
+        new = TCPStore(
+            old.host,
+            old.port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_CONNECT_S),
+        )
+        new.set_timeout(getattr(old, "timeout", _READ_TIMEOUT))
+        if not _answers(new):
+            return False
+    except Exception as error:
+        logger.debug("%s:%d cannot be reached: %s", old.host, old.port, error)
+        return False
+    backend = getattr(getattr(inner, "_state_holder", None), "_backend", None)
+    if backend is not None and getattr(backend, "_store", None) is old:
+        backend._store = new
+    inner._store = new
+    _broken.append(old)
+    logger.warning("the connection to the rendezvous' store at %s:%d was broken; it is open again", old.host, old.port)
+    return True
+
+
+def _answers(store: Store) -> bool:
+    with suppress(Exception):
+        store.check(["mindx/answers"])
+        return True
+    return False
+
+
+_QUESTION_S = 5.0
+_RETRY_S = 4.0  # a store that is gone seldom comes back, and torch prints a page about each try
+
+
+class Membership:
+    """Asks the rendezvous which nodes want to join and which are lost. One per attempt.
+
+    In a thread of its own, because each question is a round trip to a store on another machine, which may be gone; the
+    main thread must hear of a worker's death meanwhile. `DynamicRendezvousHandler` allows it: it holds a lock against
+    its own heartbeat thread while it answers. `start` and `stop` in the main thread, between two rendezvous; the rest
+    in any thread.
+    """
+
+    def __init__(self, handler: RendezvousHandler, *, num_nodes: int, interval_s: float) -> None:
+        """num_nodes: how many take part in this attempt."""
+        self._handler, self._num_nodes, self._interval_s = handler, num_nodes, interval_s
+        self.num_waiting = 0
+        """Nodes that wait to be let in; everybody must meet anew."""
+        self.lost = ""
+        """Why a node is taken for lost, in words; empty while all are there."""
+        self.fd, self._writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._stopping = threading.Event()
+        self._wanted = threading.Event()
+        self._asked = threading.Condition()
+        self._num_asked = 0
+        self._thread = threading.Thread(target=self._run, name="mindx-membership", daemon=True)
+
+    def start(self) -> Membership:
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        """The thread may be stuck in a question to a dead machine; it is left behind then, and does no harm."""
+        self._stopping.set()
+        self._wanted.set()
+        self._thread.join(_QUESTION_S)
+        if not self._thread.is_alive():
+            os.close(self.fd)
+            os.close(self._writer)
+
+    def ask(self) -> int:
+        """How many nodes wait at this very moment; what was known before if no answer comes in time."""
+        with self._asked:
+            before = self._num_asked
+            self._wanted.set()
+            # Two: the first answer may be to a question that was under way already.
+            self._asked.wait_for(lambda: self._num_asked >= before + 2 or bool(self.lost), _QUESTION_S)
+        return self.num_waiting
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            waiting, lost = self._question()
+            if (waiting > 0) != (self.num_waiting > 0) or bool(lost) != bool(self.lost):
+                with suppress(OSError):  # full: the main thread will wake up anyway
+                    os.write(self._writer, b"!")
+            self.num_waiting, self.lost = waiting, lost
+            with self._asked:
+                self._num_asked += 1
+                again = self._wanted.is_set()
+                self._wanted.clear()
+                self._asked.notify_all()
+            if lost:
+                self._stopping.wait(_RETRY_S)
+            elif not again:
+                self._wanted.wait(self._interval_s)
+
+    def _question(self) -> tuple[int, str]:
+        try:
+            waiting = self._handler.num_nodes_waiting()
+        except Exception as error:  # any backend, any of its errors: the store does not answer
+            logger.debug("the rendezvous does not answer: %s: %s", type(error).__name__, error)
+            if isinstance(error, CONNECTION_ERRORS) and not self._stopping.is_set() and reconnect(self._handler):
+                return self._num_waiting_again(), ""
+            return 0, f"the rendezvous does not answer ({type(error).__name__})"
+        # Reading the state takes out nodes without a heartbeat. Not in torch's public interface.
+        state = getattr(getattr(self._handler, "_state_holder", None), "state", None)
+        present = len(getattr(state, "participants", ())) or self._num_nodes
+        if present < self._num_nodes and not waiting:
+            return 0, f"only {present} of {self._num_nodes} nodes give a sign of life"
+        return waiting, ""
+
+    def _num_waiting_again(self) -> int:
+        """Over the new connection; what was known before where it breaks, too: the next question is soon."""
+        with suppress(Exception):
+            return self._handler.num_nodes_waiting()
+        return self.num_waiting
+
+
+_T = TypeVar("_T")
+_KEY = "mindx/ended_after_training"
+_FAREWELL_S = 3.0
+_MAX_CHARS = 1 << 16
+
+
+class Farewell:
+    """What the agents of one attempt tell each other after the training: which ranks one of them has had to end.
+
+    The ranks of other nodes may have waited for such a rank in a collective, and now fail through no fault of their
+    own, although their training is finished. Goes over the store of the attempt's rendezvous; an agent that is told
+    nothing in a few seconds takes a failure for a failure. One per attempt with several nodes. Main thread; each call
+    blocks for a few seconds at most.
+    """
+
+    def __init__(self, store: Any, *, world_size: int) -> None:
+        """store: torch's, the same for all nodes of this attempt and for no other attempt."""
+        self._store, self._world_size = store, world_size
+
+    def tell(self, ranks: Sequence[int]) -> None:
+        """These ranks are about to be ended. Call it before the first signal, so that ranks that fail can learn why."""
+        self._bounded(lambda: self._store.set(_KEY, json.dumps(list(ranks))), None)
+
+    def heard(self) -> list[int]:
+        """The ranks that some node has ended; empty: none, or the store does not answer."""
+        text = self._bounded(lambda: self._store.get(_KEY) if self._store.check([_KEY]) else b"", b"")
+        try:
+            ranks = json.loads(text[:_MAX_CHARS]) if text else []
+        except (ValueError, RecursionError):
+            return []
+        known = isinstance(ranks, list) and all(type(r) is int and 0 <= r < self._world_size for r in ranks)
+        return ranks if known else []
+
+    def _bounded(self, work: Callable[[], _T], otherwise: _T) -> _T:
+        """The store's machine may be gone, and a call to it has no time-out of its own."""
+        thread = ReadyThread("mindx-farewell")
+        try:
+            return thread.call(work, _FAREWELL_S)
+        except Exception as error:
+            logger.debug("the store of the rendezvous does not answer: %s: %s", type(error).__name__, error)
+            return otherwise
+        finally:
+            thread.close(0.0)

@@ -1,0 +1,133 @@
+"""What is in shared memory, for ``mindx-elastic clean``: agents' folders and jobs' arenas, and who uses them.
+
+Looks at folders of this user only, and never follows a link.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.core.posix import is_own_folder
+from mindx_elastic.memory.arena import read_records
+from mindx_elastic.memory.folders import (
+    agent_pid,
+    rank_folders,
+    read_owner,
+    squatted_folder,
+    user_folders,
+    user_of_agent,
+    user_of_job,
+)
+
+__all__ = ["AgentLeftover", "ArenaLeftover", "Leftovers", "find_leftovers"]
+
+_ARENA = re.compile(r"[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class AgentLeftover:
+    """The private folder of an agent."""
+
+    path: Path
+    pid: int
+    in_use: str
+    """Who uses it, in words; empty: no living process."""
+    size: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class ArenaLeftover:
+    """The arenas of one job."""
+
+    path: Path
+    directory: str
+    """The job's checkpoint directory; empty when the owner's file cannot be read."""
+    directory_exists: bool
+    run_id: str
+    ranks: tuple[int, ...]
+    newest_step: int | None
+    """Newest step of which every rank here has a snapshot; None: there is none."""
+    in_use: str
+    size: int
+    age_s: float
+
+
+@dataclass(frozen=True)
+class Leftovers:
+    """What `find_leftovers` has found."""
+
+    agents: list[AgentLeftover] = field(default_factory=list)
+    arenas: list[ArenaLeftover] = field(default_factory=list)
+    others: list[Path] = field(default_factory=list)
+    """What else is there, or in the place of the user's folder: not ours."""
+
+
+def find_leftovers(base: Path) -> Leftovers:
+    """What is in this user's folders below `base`. Raises OSError."""
+    found, folders = Leftovers(), user_folders(base)
+    squatted = squatted_folder(base)
+    if squatted is not None:  # if it is ours, others have got access to it: what is in it may go
+        (folders if is_own_folder(squatted) else found.others).append(squatted)
+    for path in [path for folder in folders for path in sorted(folder.iterdir())]:
+        pid, own = agent_pid(path), is_own_folder(path)
+        if own and pid is not None:
+            age_s = time.time() - path.lstat().st_mtime
+            found.agents.append(AgentLeftover(path, pid, user_of_agent(path, pid), _size(path), age_s))
+        elif own and _ARENA.fullmatch(path.name):
+            found.arenas.append(_look_at_arena(path))
+        else:
+            found.others.append(path)
+    return found
+
+
+def _look_at_arena(path: Path) -> ArenaLeftover:
+    owner: dict[str, Any] = {}
+    with suppress(OSError, ValueError):
+        owner = read_owner(path)
+    directory, run_id, created = owner.get("directory"), owner.get("run_id"), owner.get("created")
+    directory = directory if isinstance(directory, str) and os.path.isabs(directory) and "\0" not in directory else ""
+    began = created if isinstance(created, (int, float)) and not isinstance(created, bool) else path.lstat().st_mtime
+    return ArenaLeftover(
+        path=path,
+        directory=directory,
+        directory_exists=bool(directory) and _exists(directory),
+        run_id=run_id if isinstance(run_id, str) else "",
+        ranks=tuple(rank_folders(path)),
+        newest_step=_newest_step(path),
+        in_use=user_of_job(path),
+        size=_size(path),
+        age_s=time.time() - began,
+    )
+
+
+def _exists(directory: str) -> bool:
+    """Whether a directory exists; True in doubt (no permission, a stale mount)."""
+    try:
+        os.stat(directory)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _newest_step(path: Path) -> int | None:
+    steps = [{record.step for record in read_records(folder) if record.state} for folder in rank_folders(path).values()]
+    return max(set.intersection(*steps), default=None) if steps else None
+
+
+def _size(path: Path) -> int:
+    """Bytes of memory that the folder takes."""
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512
+    return total

@@ -1,0 +1,232 @@
+"""How nodes meet, who is there, and what their agents tell each other."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
+
+from mindx_elastic.agent import rendezvous
+from mindx_elastic.agent import rendezvous as module
+from mindx_elastic.agent.rendezvous import Farewell, FreshStoreRendezvous, Membership, OneNodeRendezvous, reconnect
+from tests.harness import wait_until
+from tests.resets import can_reset, reset_connections
+from tests.system.test_agent import free_port
+
+
+def test_each_round_is_a_fresh_store_and_a_free_port() -> None:
+    handler = OneNodeRendezvous("job", "127.0.0.1")
+    rounds = [handler.next_rendezvous() for _ in range(2)]
+    for info in rounds:
+        assert (info.rank, info.world_size) == (0, 1)
+        assert info.bootstrap_store_info is not None
+        assert info.bootstrap_store_info.master_addr == "127.0.0.1"
+        assert 0 < info.bootstrap_store_info.master_port < 65536
+    rounds[0].store.set("key", "old")
+    assert not rounds[1].store.check(["key"])
+
+
+def test_what_torch_asks_of_it() -> None:
+    handler = OneNodeRendezvous("job", None)
+    assert handler.get_run_id() == "job" and handler.get_backend() == "c10d"
+    assert not handler.use_agent_store, "the workers' store outlives no attempt"
+    assert handler.num_nodes_waiting() == 0 and not handler.is_closed()
+    assert handler.shutdown() and handler.is_closed()
+
+
+# --- connections to the store of a rendezvous that broke ---
+
+
+pytestmark = pytest.mark.skipif(not can_reset(), reason="needs pidfd_getfd")
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a store on this machine that is not the handler's own."""
+    found = free_port()
+    store = dist.TCPStore(
+        "127.0.0.1", found, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20), use_libuv=True
+    )
+    yield found
+    del store
+    gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_broken", [])
+    monkeypatch.setattr(module, "_CONNECT_S", 2.0)
+
+
+def open_handler(backend: str, port: int, **more: Any) -> Any:
+    parameters = RendezvousParameters(
+        backend=backend, endpoint=f"127.0.0.1:{port}", run_id="job", min_nodes=1, max_nodes=1, **more
+    )
+    return rendezvous_registry.get_rendezvous_handler(parameters)
+
+
+@pytest.mark.parametrize("is_host", [False, True])
+def test_a_dynamic_rendezvous_goes_on(port: int, is_host: bool) -> None:
+    handler = open_handler("c10d", free_port() if is_host else port, is_host=is_host, last_call_timeout=1)
+    try:
+        handler.next_rendezvous().store.set("key", "known before")
+        assert reconnect(handler), "nothing is broken"
+        assert module._broken == []
+        assert reset_connections(os.getpid()) > 0
+        with pytest.raises(RendezvousConnectionError):
+            handler._state_holder._backend.get_state()
+        assert reconnect(handler)
+        assert handler.num_nodes_waiting() == 0
+        info = handler.next_rendezvous()
+        assert (info.rank, info.world_size) == (0, 1)
+        info.store.set("key", "value")
+    finally:
+        handler.shutdown()
+
+
+def test_a_static_rendezvous_goes_on() -> None:
+    handler = FreshStoreRendezvous(open_handler("static", free_port(), rank=0))
+    handler.next_rendezvous()
+    assert reset_connections(os.getpid()) > 0
+    with pytest.raises(dist.DistNetworkError):
+        handler.next_rendezvous()
+    assert reconnect(handler)
+    handler.next_rendezvous().store.set("key", "value")
+
+
+def test_a_host_that_is_gone_stays_gone() -> None:
+    handler = open_handler("c10d", free_port(), is_host=True)
+    old = handler._store
+    handler._store = handler._state_holder._backend._store = dist.TCPStore(
+        old.host, old.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
+    del old
+    gc.collect()  # ends the server
+    assert not reconnect(handler)
+
+
+def test_a_handler_without_a_connection() -> None:
+    assert not reconnect(OneNodeRendezvous("job", None))
+
+
+# --- asking the rendezvous who is there ---
+
+
+class Handler:
+    """Answers as told."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.error: Exception | None = None
+        self.participants = ["a", "b"]
+        self.asked = 0
+
+    @property
+    def _state_holder(self) -> Any:
+        return SimpleNamespace(state=SimpleNamespace(participants=self.participants))
+
+    def num_nodes_waiting(self) -> int:
+        self.asked += 1
+        if self.error is not None:
+            raise self.error
+        return self.waiting
+
+
+@pytest.fixture
+def handler() -> Handler:
+    return Handler()
+
+
+def start(handler: Handler, interval_s: float = 0.01) -> Membership:
+    return Membership(handler, num_nodes=2, interval_s=interval_s).start()  # type: ignore[arg-type]
+
+
+def test_a_node_that_waits_wakes_the_main_thread(handler: Handler) -> None:
+    membership = start(handler)
+    wait_until(lambda: handler.asked > 1, "questions")
+    assert (membership.num_waiting, membership.lost) == (0, "")
+    handler.waiting = 1
+    assert select.select([membership.fd], [], [], 20)[0]
+    wait_until(lambda: membership.num_waiting == 1, "answer")
+    membership.stop()
+
+
+def test_a_node_that_gives_no_sign_is_lost(handler: Handler) -> None:
+    membership = start(handler)
+    handler.participants = ["a"]
+    wait_until(lambda: bool(membership.lost), "loss")
+    assert membership.lost == "only 1 of 2 nodes give a sign of life"
+    membership.stop()
+
+
+def test_a_node_that_only_meets_anew_is_not_lost(handler: Handler) -> None:
+    handler.participants, handler.waiting = ["a"], 1
+    membership = start(handler)
+    wait_until(lambda: membership.num_waiting == 1, "answer")
+    assert not membership.lost
+    membership.stop()
+
+
+def test_a_store_that_is_gone(handler: Handler) -> None:
+    handler.error = RuntimeError("connection reset")
+    membership = start(handler)
+    assert select.select([membership.fd], [], [], 20)[0]
+    wait_until(lambda: bool(membership.lost), "loss")
+    assert "RuntimeError" in membership.lost
+    assert membership.ask() == 0, "at once"
+    membership.stop()
+
+
+def test_ask_gets_a_fresh_answer(handler: Handler) -> None:
+    membership = start(handler, interval_s=60)
+    wait_until(lambda: handler.asked == 1, "first question")
+    handler.waiting = 3
+    assert membership.ask() == 3
+    membership.stop()
+    assert not [thread for thread in threading.enumerate() if thread.name == "mindx-membership"]
+
+
+# --- what agents tell each other after the training ---
+
+
+def test_what_one_tells_all_hear() -> None:
+    store = HashStore()
+    one, two = Farewell(store, world_size=4), Farewell(store, world_size=4)
+    assert one.heard() == two.heard() == []
+    one.tell([3, 1])
+    assert one.heard() == two.heard() == [3, 1]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[4]", "[-1]", "[true]", '["1"]', "{}", "7", "[" * 10_000, "\0"])
+def test_nonsense_is_nothing(text: str) -> None:
+    store = HashStore()
+    store.set("mindx/ended_after_training", text)
+    assert Farewell(store, world_size=4).heard() == []
+
+
+def test_a_store_that_fails_or_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "_FAREWELL_S", 0.1)
+    over = threading.Event()
+
+    class Gone:
+        def check(self, keys: list[str]) -> bool:
+            raise RuntimeError("connection reset by peer")
+
+        def set(self, key: str, value: str) -> None:
+            over.wait(30)
+
+    gone = Farewell(Gone(), world_size=2)
+    gone.tell([1])
+    assert gone.heard() == []
+    over.set()

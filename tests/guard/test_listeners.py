@@ -1,0 +1,112 @@
+"""Which alarm becomes of a signal, with an agent and without one."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, cast
+
+import pytest
+
+from mindx_elastic.agreement.exchange import LocalExchange
+from mindx_elastic.alarm.alarm import Alarm
+from mindx_elastic.alarm.peers import PeerWatch, own_identity
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, AgentLink
+from mindx_elastic.guard.listeners import Listeners
+from mindx_elastic.guard.stop_state import StopPhase
+from tests.guard.stopper_parts import Parts
+
+Make = Callable[..., Parts]
+
+
+class Link:
+    """An agent that is alive or gone, and its next order."""
+
+    agent_fd = -1
+
+    def __init__(self, *, gone_later: bool = False, order: dict[str, Any] | None = None) -> None:
+        self.gone_later, self.order = gone_later, order
+        self.is_gone = False
+
+    def is_orphan(self) -> bool:
+        return self.is_gone
+
+    def orders(self) -> dict[str, Any] | None:
+        return self.order
+
+
+class Listening:
+    """A stopper and its listeners, with real signal handlers; no thread runs."""
+
+    def __init__(self, parts: Parts, stack: ExitStack, link: Link | None) -> None:
+        self.parts = parts
+        self.listeners = Listeners(Settings(), parts.stopper.policies, RankInfo())
+        peers = PeerWatch(dict(enumerate([own_identity()])), rank=0)
+        self.listeners.start(stack, parts.stopper, LocalExchange(), peers, cast("AgentLink | None", link))
+        if link is not None:
+            link.is_gone = link.gone_later
+
+    def hear(self, signum: int) -> Alarm | None:
+        self.listeners.hear_signal(signum)
+        return self.parts.stopper.alarm
+
+
+@pytest.fixture
+def listen(make_parts: Make) -> Iterator[Callable[..., Listening]]:
+    with ExitStack() as stack:
+
+        def start(link: Link | None = None, **policy: Any) -> Listening:
+            return Listening(make_parts(**policy), stack, link)
+
+        yield start
+
+
+Listen = Callable[..., Listening]
+
+
+def test_a_signal_of_a_policy(listen: Listen) -> None:
+    heard = listen(signals=(signal.SIGTERM,))
+    alarm = heard.hear(signal.SIGTERM)
+    assert alarm is not None and (alarm.kind, alarm.reason, alarm.exit_code) == ("signal", "SIGTERM", 143)
+
+
+def test_a_signal_that_no_policy_asks_for(listen: Listen) -> None:
+    heard = listen(signals=(signal.SIGUSR2,))
+    assert heard.hear(signal.SIGTERM) is None
+    assert heard.listeners.alarm_of(signal.SIGTERM) is None
+    assert heard.parts.stopper.phase is StopPhase.TRAINING
+
+
+def test_an_agent_stops_its_workers_whatever_the_policies_say(listen: Listen) -> None:
+    heard = listen(Link(), exit_codes={"signal": 9, "request": 9})
+    foreseen = heard.listeners.alarm_of(signal.SIGTERM)
+    alarm = heard.hear(signal.SIGTERM)
+    for each in (foreseen, alarm):
+        assert each is not None and (each.kind, each.reason, each.exit_code) == ("request", "SIGTERM", 143)
+
+
+def test_the_kernels_sigterm_after_the_agents_death(listen: Listen) -> None:
+    alarm = listen(Link(gone_later=True), signals=(signal.SIGTERM,)).hear(signal.SIGTERM)
+    assert alarm is not None
+    assert (alarm.kind, alarm.reason, alarm.exit_code) == ("signal", "the agent of rank 0 is gone", 75)
+
+
+def test_an_order_of_the_agent(listen: Listen) -> None:
+    order = {"kind": "fault", "reason": "npu 3 is broken", "exit_code": 75}
+    heard = listen(Link(order=order), alarms=frozenset({"fault"}))
+    assert heard.listeners.alarm_of(CONTROL_SIGNAL) is None, "only the watcher reads orders"
+    alarm = heard.hear(CONTROL_SIGNAL)
+    assert alarm is not None and (alarm.kind, alarm.reason) == ("fault", "npu 3 is broken")
+
+
+def test_a_control_signal_without_a_new_order(listen: Listen) -> None:
+    assert listen(Link()).hear(CONTROL_SIGNAL) is None
+
+
+def test_after_the_end_of_the_training_no_signal_is_heard(listen: Listen) -> None:
+    heard = listen(signals=(signal.SIGTERM,))
+    heard.parts.stopper.dismiss()
+    assert heard.hear(signal.SIGTERM) is None
+    assert heard.listeners.alarm_of(signal.SIGTERM) is None
