@@ -298,6 +298,16 @@ def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
     assert newest is not None and newest.moment[2] == 3
 
 
+def test_the_newest_complete_step_is_of_the_run_that_a_start_tries_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", run_id="a", step=10, created=2e9)
+    write(tmp_path / "b.safetensors", run_id="b", step=50, created=1e9)
+    write(tmp_path / "c.safetensors", run_id="b", step=60, created=3e9, resumable=False)
+    inventory = look_alone(tmp_path)
+    newest = inventory.newest_complete()
+    assert newest is not None and planned(inventory.plan(World(1))).moment == newest.moment == ("a", 0, 10)
+    assert [step.moment[2] for step in inventory.steps] == [60, 50, 10], "listed by the newest file of any kind"
+
+
 # --- for retention ---
 
 
