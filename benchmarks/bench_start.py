@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindx_elastic.agreement.exchange import StoreExchange
 from mindx_elastic.agreement.gather import Part, hear_all, merged, value_of
+from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo, RedundancySettings
 from mindx_elastic.core.layout import Layout, Shard, parse_placement

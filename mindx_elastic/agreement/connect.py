@@ -8,9 +8,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
 from mindx_elastic.agreement.job_key import find_key
 from mindx_elastic.agreement.sealed import Seal
+from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError

@@ -74,10 +74,20 @@ class Collector:
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return [p for module in modules for p in module.parameters]
 
-    def live_buffers(self) -> list[tuple[str, torch.Tensor]]:
-        """The saved buffers of all modules, by place, as they are now."""
+    def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
+        """The saved buffers of all modules, by place, as they are now, and how often each has been changed."""
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        return [(f"{name}.{place}", t) for name, module in modules.items() for place, t in module.named_buffers()]
+        buffers = ((f"{name}.{place}", t) for name, module in modules.items() for place, t in module.named_buffers())
+        return {place: (buffer, buffer._version) for place, buffer in buffers}
+
+    def changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> list[str]:
+        """The places of buffers that are others now, or have been changed, since `before` (see `buffer_versions`)."""
+        after = self.buffer_versions()
+        return [
+            place
+            for place, (buffer, version) in before.items()
+            if place in after and (after[place][0] is not buffer or after[place][1] != version)
+        ]
 
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""

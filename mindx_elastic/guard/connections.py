@@ -26,7 +26,7 @@ from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.resume.restore import Resumed
 
-__all__ = ["Connections"]
+__all__ = ["Connections", "IntervalPart"]
 
 _DURABLE_S = 5.0
 _MOST_STEPS = 10**9

@@ -31,6 +31,7 @@ from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.connections import Connections
@@ -164,9 +165,8 @@ class Guard:
     # --- life ---
 
     def start_with(self, exchange: Exchange | None, parts: Sequence[Part]) -> None:
-        """For layers above, before the guard is entered: start over an exchange that is open already, and whose owner
-        closes it after the guard (None: the guard opens its own); `parts` are told in the last meeting of the start,
-        when the state is back."""
+        """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
+        the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
 
     def __enter__(self) -> Guard:
@@ -277,10 +277,7 @@ class Guard:
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
-            logger.info(
-                "that training had ended by itself: its last epoch comes once more without batches, and what follows "
-                "it is left to do"
-            )
+            logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
         if hasattr(self.loader, "worker_grace_s"):
             self.loader.worker_grace_s = settings.grace_s
 
@@ -460,11 +457,18 @@ class Guard:
         latter, as long as the deadline allows.
         """
         self._require_entered("outside_step()")
-        before = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers()}
+        before = self._collector.buffer_versions()
         with kept_rng(), self._stoppable():
             yield
-        if not self._warned_of_buffers:
-            self._warn_of_changed_buffers(before)
+        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
+        if changed:
+            self._warned_of_buffers = True
+            logger.warning(
+                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
+                "goes on without it. Call eval() on the model first",
+                self._step,
+                listed(changed, 3),
+            )
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -483,19 +487,6 @@ class Guard:
         finally:
             if self._step_gate.enter_step():
                 self.stopper.at_limit(is_cut=True)
-
-    def _warn_of_changed_buffers(self, before: Mapping[str, tuple[torch.Tensor, int]]) -> None:
-        after = {name: (buffer, buffer._version) for name, buffer in self._collector.live_buffers() if name in before}
-        changed = [n for n, (buffer, version) in after.items() if before[n][0] is not buffer or before[n][1] != version]
-        if changed:
-            self._warned_of_buffers = True
-            names = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
-            logger.warning(
-                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
-                "goes on without it. Call eval() on the model first",
-                self._step,
-                names,
-            )
 
     # --- saves and stops that the program asks for ---
 

@@ -53,7 +53,16 @@ from mindx_elastic.platforms.nodes import default_node_map
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 from mindx_elastic.resume.restore import Disks, Resumed, places_of, plan_of, read_together
 
-__all__ = ["STRATEGY_FILE", "FaultsPart", "Start", "start_job"]
+__all__ = [
+    "STRATEGY_FILE",
+    "AnsweredFlagsPart",
+    "FaultsPart",
+    "FirstSavesPart",
+    "GroupInfoPart",
+    "PeersPart",
+    "Start",
+    "start_job",
+]
 
 STRATEGY_FILE = "strategy.proto"
 

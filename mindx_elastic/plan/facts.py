@@ -63,6 +63,11 @@ class FileFact:
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
 
+    @property
+    def echoes(self) -> Mapping[str, str]:
+        """The name of `replica_digests` in version 0.1."""
+        return self.replica_digests
+
 
 def single_rank_strategy(rank: int, world_size: int) -> Strategy:
     """The strategy of a file that says nothing about other ranks: only its own rank holds what is in it."""
@@ -204,6 +209,11 @@ class Refusal:
     faults: frozenset[int] = frozenset()
     is_other_program: bool = False
     """The newest step is complete, but a program with other parameters wrote it."""
+
+    @property
+    def is_misfit(self) -> bool:
+        """The name of `is_other_program` in version 0.1."""
+        return self.is_other_program
 
     def __str__(self) -> str:
         return "; ".join(map(str, self.reasons)) or "there is no checkpoint"

@@ -64,6 +64,7 @@ __all__ = [
     "Disks",
     "Places",
     "PlanPart",
+    "Reader",
     "Resumed",
     "Target",
     "places_of",

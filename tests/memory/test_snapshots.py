@@ -18,7 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from mindx_elastic.agreement.exchange import Exchange, LocalExchange, StoreExchange
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.store_exchange import StoreExchange
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.update_gate import UpdateGate

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mindx_elastic.agreement.exchange import LocalExchange, Store, StoreExchange
+from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
+from mindx_elastic.agreement.store_exchange import Store, StoreExchange
 from mindx_elastic.errors import UntrustedMessageError
 
 _jobs = itertools.count()

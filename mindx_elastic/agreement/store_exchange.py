@@ -1,0 +1,556 @@
+"""Carries requests, offers and decisions over the process group's c10d store.
+
+Keys, all under one prefix per attempt and guard:
+
+==========================  =====================================================================
+``request``                 the first stop request (compare-and-set), JSON
+``bell/{rank}``             rung once: wakes that rank's listener, which sleeps in `store.wait`
+``{round}/offer/{rank}``    a step, ``cannot`` or ``left``
+``{round}/count``           how many ranks have offered; whoever makes it full concludes
+``{round}/decision``        the decision cell (compare-and-set), JSON
+``stop/known``, ``all_know``  how many ranks know that all have finished
+``start/round{n}/...``      the roll calls of a start, see `gather`
+``told/{name}/{rank}``      what the ranks tell each other later
+==========================  =====================================================================
+
+All values but counters and bells are sealed where the job has a key (`sealed`). A value that no rank of this job can
+have written is logged once and not obeyed: a rank goes on listening; a cell with such a value counts as empty; a round
+without sound offers ends with each rank acting alone. So a stranger who can write to the store can delay or prevent an
+agreement (a firewall must keep strangers out), but cannot make a rank ignore a stop.
+
+A round costs a rank O(1) store operations, and O(ranks) the one that concludes. We use connections of our own
+(`clone`): a client blocked in `wait` holds its connection's lock and would stall torch's own use of it.
+
+Each rank has its own bell, so that a rank that ends can wake its own listener.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar
+
+from mindx_elastic.agreement.gather import Gathering
+from mindx_elastic.agreement.sealed import NotOursError, Seal
+from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
+from mindx_elastic.agreement.stop_step import (
+    FINISHED,
+    LEFT,
+    MAX_CELL,
+    Decision,
+    End,
+    Offer,
+    StopRound,
+    check_decision,
+    parse_decision,
+    parse_offer,
+)
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.errors import UntrustedMessageError
+
+__all__ = ["Store", "StoreExchange"]
+
+_T = TypeVar("_T")
+_NOTHING = Decision(None)
+_ANSWER_S = 1.0  # a store on the job's own network answers in a millisecond
+_KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one never says that it knows
+_FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
+_TRIES = 4  # to take a cell back from a stranger who writes into it
+_LOOK_AGAIN_S = 0.05
+_MOST_PAUSE_S = 2.0
+_KEYS_AT_ONCE = 4096  # in one message to the store
+
+
+class Store(Protocol):
+    """The part of `torch.distributed.Store` that we use."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...
+    def add(self, key: str, amount: int, /) -> int: ...
+    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
+    def compare_set(self, key: str, expected: str | bytes, desired: str, /) -> bytes: ...
+    def delete_key(self, key: str, /) -> bool: ...
+    def multi_get(self, keys: list[str], /) -> list[bytes]: ...
+    def multi_set(self, keys: list[str], values: list[str], /) -> None: ...
+
+
+def _is_timeout(error: Exception) -> bool:
+    """Whether the store has answered that a key does not exist."""
+    return type(error).__name__ == "DistStoreError"  # torch's, which this module does not import
+
+
+class StoreExchange(Gathering):
+    """An exchange over a c10d store.
+
+    `connect` gives a new, independent connection to the store each time it is called (see `clone` in torch). Raises
+    what `connect` raises; after that a lost store never raises out of `decide`, `request` or `leave`: the rank acts
+    alone.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Store],
+        *,
+        rank: int,
+        world_size: int,
+        host_rank: int | None = None,
+        seal: Seal | None = None,
+        on_met: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`host_rank`: the rank whose process hosts the store; None: none of them. `seal`: None: nothing is sealed.
+
+        `on_met` is called once, when every rank is known to have opened its exchange, or at the end.
+        """
+        self.rank, self.world_size = rank, world_size
+        self.seal = Seal(None, "", rank) if seal is None else seal
+        self._on_met: Callable[[], None] | None = on_met
+        self._host_rank = host_rank
+        self._store = connect()
+        self._lock = threading.Lock()  # main thread (exceptions, leaving) and watcher share the connection
+        self._bell = connect()
+        self._waiter = connect()  # waits for decisions without the lock: the other thread must not wait with it
+        self._closed = threading.Event()
+        self._lost = False
+        self._listener: threading.Thread | None = None
+        self._callers = [ReadyThread("mindx-store"), ReadyThread("mindx-store")]  # the watcher's, the training thread's
+        self._choosing = threading.Lock()
+        self._offered: dict[str, Offer] = {}
+        self._warned: set[str] = set()
+        self._nonces: list[str] = []
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.seal.is_keyed
+
+    def derive(self, text: str) -> str:
+        return self.seal.derive(text)
+
+    def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
+        def run() -> None:
+            try:
+                content = self._wait_for_request()
+            except Exception as error:
+                # The store's host is gone: a peer has died or the job is over. Collectives will tell the main thread.
+                logger.debug("listener of rank %d ended: %s", self.rank, error)
+                return
+            if content is not None:
+                on_request(content)
+
+        self._listener = threading.Thread(target=run, name="mindx-listener", daemon=True)
+        self._listener.start()
+        for caller in self._callers:  # now: a dying process may have no room for another thread
+            caller.start()
+
+    def _wait_for_request(self) -> dict[str, Any] | None:
+        """The first valid request; None when the exchange is closed. Raises what a lost store raises.
+
+        A stranger may ring, or write something else in place of the request: the listener goes on listening.
+        """
+        bell, pause_s = f"bell/{self.rank}", 0.1
+        while True:
+            self._bell.wait([bell], _FOREVER)
+            if self._closed.is_set():
+                return None
+            content = self._find_request()
+            if content is None:
+                self._closed.wait(pause_s)
+                pause_s = min(_MOST_PAUSE_S, 2 * pause_s)
+                self._bell.delete_key(bell)
+                if self._closed.is_set():  # its ring may just have been deleted
+                    return None
+                content = self._find_request()  # a request from now on rings anew; this is one that came meanwhile
+            if content is not None:
+                return content
+
+    def _find_request(self) -> dict[str, Any] | None:
+        try:
+            return self._open_request(self._bell.get("request"))
+        except NotOursError as error:
+            self._warn_of_stranger("request", error)
+        except Exception as error:
+            if not _is_timeout(error):
+                raise
+            self._warn_of_stranger(f"bell/{self.rank}", NotOursError("it rings without a stop request"))
+        return None
+
+    def _open_request(self, message: bytes) -> dict[str, Any]:
+        """Raises NotOursError."""
+        text = self.seal.open("request", message, limit=MAX_REQUEST)
+        try:
+            return parse_request(text, self.world_size)
+        except ValueError as error:
+            raise NotOursError(str(error)) from None
+
+    def request(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        mine = dict(content)
+        message = self.seal.close("request", encode_request(mine))
+
+        def ask() -> dict[str, Any]:
+            won, expected = None, b""
+            with self._lock:
+                for _ in range(_TRIES):
+                    found = self._store.compare_set("request", expected, message)
+                    try:
+                        won = self._open_request(found)
+                        break
+                    except NotOursError as error:
+                        self._warn_of_stranger("request", error)
+                        expected = found
+                ranks = range(self.world_size)
+                self._store.multi_set([f"bell/{r}" for r in ranks], ["1" for _ in ranks])
+            return mine if won is None else won
+
+        try:
+            return self._bounded(ask, _ANSWER_S)
+        except Exception as error:
+            logger.warning("the stop request could not be sent to the other ranks (%s); this rank acts alone", error)
+            return mine
+
+    def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        try:
+            return self._bounded(lambda: self._decide(name, offer, timeout_s), timeout_s + _ANSWER_S)
+        except Exception as error:
+            return Decision(None, f"the store of the process group does not answer ({type(error).__name__})")
+
+    def _decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+        round_ = StopRound(self.rank, self.world_size)
+        end = time.monotonic() + timeout_s
+        with self._lock:
+            # The training thread may have made this rank's offer already (`finish`); it is the same one offer.
+            full = name not in self._offered and self._offer(name, offer)
+            round_.offer()
+            if full and (proposal := self._proposal(name, round_)) is not None:
+                return round_.decide(self._settle(name, proposal))
+        with suppress(Exception):
+            self._waiter.wait([f"{name}/decision"], timedelta(seconds=max(0.01, timeout_s)))
+            while True:
+                with self._lock:
+                    # The cell is set: whatever is proposed now loses.
+                    found = self._look(name, self._store.compare_set(*self._cell(name, _NOTHING)))
+                if found is not None:
+                    return round_.decide(found)
+                if time.monotonic() + _LOOK_AGAIN_S > end:
+                    break
+                time.sleep(_LOOK_AGAIN_S)  # a stranger's value is there; a rank may still replace it
+        with self._lock:
+            # The rank that reached the full count may have read a stranger's values; or no rank did, because a
+            # stranger has changed the count. So look for the offers themselves before acting alone.
+            keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
+            proposal = self._proposal(name, round_) if self._store.check(keys) else None
+            return round_.decide(self._settle(name, proposal or round_.time_out()))
+
+    def announce(self, name: str, offer: Offer) -> None:
+        def tell() -> None:
+            with self._lock:
+                if name not in self._offered and self._offer(name, offer):
+                    proposal = self._proposal(name, StopRound(self.rank, self.world_size))
+                    if proposal is not None:
+                        self._settle(name, proposal)
+
+        try:
+            self._bounded(tell, _ANSWER_S)
+        except Exception as error:
+            logger.debug("rank %d could not announce %s for %s: %s", self.rank, offer, name, error)
+
+    def finish(self, step: int, timeout_s: float) -> Decision:
+        decision = self.decide("stop", End(step), timeout_s)
+        if decision == FINISHED:
+            # The rank that hosts the store must not end before all others have read this.
+            try:
+                self._bounded(self._wait_until_all_know, _KNOWN_S + _ANSWER_S)
+            except Exception as error:
+                logger.debug("rank %d does not know whether all ranks have finished: %s", self.rank, error)
+        return decision
+
+    def _wait_until_all_know(self) -> None:
+        with self._lock:
+            if self._store.add("stop/known", 1) == self.world_size:
+                self._store.set("stop/all_know", "1")
+                return
+        self._waiter.wait(["stop/all_know"], timedelta(seconds=_KNOWN_S))
+
+    def leave(self) -> None:
+        self.announce("stop", LEFT)
+        self.announce("salvage", LEFT)
+
+    def has_left(self, rank: int) -> bool:
+        def ask() -> bool:
+            with self._lock:
+                key = f"stop/offer/{rank}"
+                if not self._store.check([key]):
+                    return False
+                offer = self._open_offer(key, self._store.get(key), rank)
+                return offer == LEFT or isinstance(offer, End)
+
+        try:
+            return self._bounded(ask, _ANSWER_S)
+        except Exception:
+            return False
+
+    def abandon(self, reason: str) -> None:
+        def settle() -> None:
+            with self._lock:
+                for name in ("stop", "salvage"):
+                    self._settle(name, Decision(None, reason))
+
+        try:
+            self._bounded(settle, _ANSWER_S)
+        except Exception as error:
+            logger.debug("rank %d could not end the open rounds: %s", self.rank, error)
+
+    def hear_death(self, rank: int) -> None:
+        self._lost |= rank == self._host_rank  # each further call would print a page of C++ frames
+
+    # --- roll calls of the start, see `gather` ---
+
+    def _write(self, texts: Mapping[str, str]) -> None:
+        keys = [f"start/{key}" for key in texts]
+        messages = [self.seal.close(key, text) for key, text in zip(keys, texts.values(), strict=True)]
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                part = slice(number, number + _KEYS_AT_ONCE)
+                self._store.multi_set(keys[part], messages[part])
+
+    def _write_first(self, key: str, text: str) -> str:
+        key = f"start/{key}"
+        with self._lock:
+            found = self._store.compare_set(key, "", self.seal.close(key, text))
+        return self._open_start(key, found, None)
+
+    def _count(self, key: str) -> int:
+        with self._lock:
+            return self._store.add(f"start/{key}", 1)
+
+    def _heard(self, key: str) -> int:
+        with self._lock:
+            return self._store.add(f"start/{key}", 0)
+
+    def _ring(self, key: str) -> None:
+        with self._lock:
+            self._store.set(f"start/{key}", "1")
+
+    def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
+        keys = [f"start/{key}" for key in keys]
+        with self._lock:
+            if timeout_s <= 0.0:
+                return self._store.check(keys)
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            except Exception as error:
+                if not _is_timeout(error):
+                    raise
+                return False
+            return True
+
+    def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+        keys = [f"start/{key}" for key in keys]
+        messages: list[bytes] = []
+        with self._lock:
+            for number in range(0, len(keys), _KEYS_AT_ONCE):
+                messages += self._store.multi_get(keys[number : number + _KEYS_AT_ONCE])
+        if len(keys) == self.world_size and not self.seal.has_joined and authors[0] is not None:
+            self._nonces, found = self._join(keys, messages)
+            return found
+        return [self._open_start(*each) for each in zip(keys, messages, authors, strict=True)]
+
+    def _open_start(self, key: str, message: bytes, author: int | None) -> str:
+        try:
+            return self.seal.open(key, message, author=author)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(key, author, error)) from None
+
+    def _welcome(self, key: str) -> None:
+        self._meet()
+        if self._nonces:
+            messages = self.seal.welcomes(f"start/{key}/welcome", self._nonces)
+            keys = [f"start/{key}/welcome/{rank}" for rank in range(self.world_size)]
+            with self._lock:
+                for number in range(0, len(keys), _KEYS_AT_ONCE):
+                    part = slice(number, number + _KEYS_AT_ONCE)
+                    self._store.multi_set(keys[part], messages[part])
+            self._nonces = []
+
+    def _be_welcomed(self, key: str) -> None:
+        if self.seal.has_joined:
+            self._meet()
+            return
+        welcome = f"start/{key}/welcome"
+        with self._lock:
+            if not self._store.check([f"{welcome}/{self.rank}"]):
+                return  # a rank has failed before rank 0 had all the first values
+            message = self._store.get(f"{welcome}/{self.rank}")
+        try:
+            self.seal.enter(welcome, message)
+        except NotOursError as error:
+            raise UntrustedMessageError(self._complaint(f"{welcome}/{self.rank}", 0, error)) from None
+        self._meet()
+
+    # --- what the ranks tell each other later ---
+
+    def publish(self, name: str, value: str) -> None:
+        with self._lock:
+            key = f"told/{name}/{self.rank}"
+            self._store.set(key, self.seal.close(key, value))
+
+    def collect(self, name: str, timeout_s: float) -> list[str]:
+        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
+        with self._lock:
+            try:
+                self._store.wait(keys, timedelta(seconds=timeout_s))
+            except Exception as error:
+                raise TimeoutError(
+                    f"rank {self.rank} waited {timeout_s:g} s for every rank's {name!r} ({error})"
+                ) from error
+            return self._open_all(keys, self._store.multi_get(keys))
+
+    def _open_all(self, keys: Sequence[str], messages: Sequence[bytes]) -> list[str]:
+        return [
+            self._open_start(key, message, rank) for rank, (key, message) in enumerate(zip(keys, messages, strict=True))
+        ]
+
+    def _join(self, keys: Sequence[str], messages: Sequence[bytes]) -> tuple[list[str], list[str]]:
+        """Rank 0: the nonces and the texts of the first values of all ranks."""
+        try:
+            return self.seal.join(keys, messages)
+        except NotOursError as error:
+            for rank, (key, message) in enumerate(zip(keys, messages, strict=True)):
+                self._open_start(key, message, rank)  # names the rank
+            raise UntrustedMessageError(self._complaint(keys[0], 0, error)) from None
+
+    def _complaint(self, key: str, author: int | None, error: NotOursError) -> str:
+        """What may be the cause."""
+        whose = "" if author is None else f" of rank {author}"
+        return (
+            f"rank {self.rank}: {key!r}{whose} in the store of the process group was not written by this job: {error}. "
+            "Either the ranks have different keys (give all of them the same MINDX_JOB_KEY or MINDX_JOB_KEY_FILE), or "
+            "somebody else writes to the store: its port must not be reachable for others"
+        )
+
+    def _meet(self) -> None:
+        on_met, self._on_met = self._on_met, None
+        if on_met is not None:
+            on_met()
+
+    def try_collect(self, name: str) -> list[str] | None:
+        keys = [f"told/{name}/{r}" for r in range(self.world_size)]
+
+        def ask() -> list[str] | None:
+            with self._lock:
+                return self._open_all(keys, self._store.multi_get(keys)) if self._store.check(keys) else None
+
+        # In the middle of a training: a store that is slow now may be asked again when it matters.
+        return self._bounded(ask, _ANSWER_S, give_up=False)
+
+    def close(self) -> None:
+        self._closed.set()
+        try:
+            self._bounded(lambda: self._store.set(f"bell/{self.rank}", "1"), _ANSWER_S)
+        except Exception as error:
+            logger.debug("rank %d could not ring its own bell: %s", self.rank, error)
+        if self._on_met is not None:
+            # The ranks have not met: one that comes later needs the key to hear why.
+            atexit.register(self._meet)
+        for caller in self._callers:
+            caller.close(0.0 if caller.busy else 2.0)
+        if self._listener is not None:
+            self._listener.join(timeout=2.0)
+
+    def _bounded(self, work: Callable[[], _T], timeout_s: float, *, give_up: bool = True) -> _T:
+        """Run a store call in one of our ready threads, and wait `timeout_s` seconds at most.
+
+        Store calls other than `wait` have no time-out: with the store's host frozen or cut off they would hold the
+        watcher past the deadline. A store that has not answered once is not asked again. Raises TimeoutError or the
+        call's error.
+        """
+        if self._lost:
+            raise TimeoutError("the store did not answer before")
+        with self._choosing:
+            caller = next((c for c in self._callers if not c.busy), None)
+            if caller is None:  # both wait for a slow answer (`try_collect` does not give the store up)
+                self._callers.append(caller := ReadyThread("mindx-store"))
+            job = caller.submit(work)
+        try:
+            return job.wait(timeout_s)
+        except TimeoutError:
+            if job.done.is_set():
+                raise  # the call's own
+            self._lost = give_up
+            raise TimeoutError(f"the store did not answer in {timeout_s:g} s") from None
+
+    def _offer(self, name: str, offer: Offer) -> bool:
+        """Publish an offer. Returns whether it was the last one missing."""
+        self._offered[name] = offer
+        key = f"{name}/offer/{self.rank}"
+        self._store.set(key, self.seal.close(key, str(offer)))
+        return self._store.add(f"{name}/count", 1) == self.world_size
+
+    def _open_offer(self, key: str, message: bytes, author: int) -> Offer:
+        """Raises ValueError."""
+        return parse_offer(self.seal.open(key, message, author=author, limit=MAX_CELL))
+
+    def _proposal(self, name: str, round_: StopRound) -> Decision | None:
+        """The decision that follows from all offers; None: not all of them were written by their ranks."""
+        keys = [f"{name}/offer/{r}" for r in range(self.world_size)]
+        mine = self._offered[name]
+        offers = []
+        try:
+            values = self._store.multi_get(keys)
+        except Exception as error:
+            if not _is_timeout(error):
+                raise
+            self._warn_of_stranger(f"{name}/count", NotOursError("it is not the number of offers"))
+            return None
+        for rank, (key, value) in enumerate(zip(keys, values, strict=True)):
+            try:
+                # This rank's own offer is not read back.
+                offers.append(mine if rank == self.rank else self._open_offer(key, value, rank))
+            except ValueError as error:
+                self._warn_of_stranger(key, error)
+                return None
+        try:
+            return check_decision(round_.propose(offers), mine, trusted=self.is_sealed)
+        except ValueError as error:
+            return Decision(None, f"what the ranks have offered is not possible: {error}")
+
+    def _cell(self, name: str, proposal: Decision) -> tuple[str, str, str]:
+        key = f"{name}/decision"
+        return key, "", self.seal.close(key, proposal.encode())
+
+    def _look(self, name: str, message: bytes) -> Decision | None:
+        """The decision in the cell; None: what it holds cannot be a decision of this job."""
+        key = f"{name}/decision"
+        try:
+            decision = parse_decision(self.seal.open(key, message, limit=MAX_CELL))
+            mine = self._offered.get(name)
+            return decision if mine is None else check_decision(decision, mine, trusted=self.is_sealed)
+        except ValueError as error:
+            self._warn_of_stranger(key, error)
+            return None
+
+    def _settle(self, name: str, proposal: Decision) -> Decision:
+        """Try to put `proposal` into the decision cell. Returns the valid decision that it holds afterwards."""
+        key, expected, message = self._cell(name, proposal)
+        found = b""
+        for _ in range(_TRIES):
+            found = self._store.compare_set(key, found or expected, message)
+            decision = self._look(name, found)
+            if decision is not None:
+                return decision
+        return Decision(None, f"a stranger writes to {key!r} in the store of the process group")
+
+    def _warn_of_stranger(self, key: str, error: ValueError) -> None:
+        """Once a key: a stranger may write it again and again."""
+        if key not in self._warned:
+            self._warned.add(key)
+            logger.warning(
+                "%r in the store of the process group holds a value that no rank of this job has written (%s); it is "
+                "not obeyed. Another program writes to the store: close its port to other users and machines",
+                key,
+                error,
+            )
