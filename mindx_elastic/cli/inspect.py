@@ -51,8 +51,9 @@ def inspect_command(
     """List the checkpoints under a directory, newest run, attempt and step first; of one file show the content.
 
     Reads only headers (and never trusts file names) unless --verify is given; without it the column "verified?"
-    shows "-". A step is complete when every rank's file exists. Files that cannot be used are listed below the
-    table with the reason.
+    shows "-". A step is complete when a start of as many ranks goes on from it exactly: every rank's file exists, or
+    at least its small state beside a replica's file. Files that cannot be used are listed below the table with the
+    reason.
 
     \b
     [bold]Exit code[/bold]

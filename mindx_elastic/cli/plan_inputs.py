@@ -289,7 +289,7 @@ def plan_and_check(
     owners = reader_trust(found.directory).of(found.directory)
 
     def check(plan: ResumePlan | Refusal) -> Iterator[tuple[None, FileFact, str]]:
-        facts = [] if isinstance(plan, Refusal) else [fact for fact in plan.used_files() if fact.path not in seen]
+        facts = [] if isinstance(plan, Refusal) else [fact for fact in _files_used(plan) if fact.path not in seen]
         entries = [found.entries[fact.path] for fact in facts]
         for fact, entry, problems in zip(facts, entries, check_entries(entries, owners), strict=True):
             seen.add(fact.path)
@@ -303,6 +303,14 @@ def plan_and_check(
         return found.inventory.plan(world, faults, step=step, recorded=found.recorded)
 
     return until_sound(found.inventory, plan, check), checked
+
+
+def _files_used(plan: ResumePlan) -> list[FileFact]:
+    """All files that a start reads, as it verifies them: those of the ranks, then those of parts."""
+    found = {share.file.path: share.file for share in plan.ranks}
+    parts = plan.used_paths()
+    found |= {fact.path: fact for facts in plan.files.values() for fact in facts if fact.path in parts}
+    return list(found.values())
 
 
 def _changed(entry: CatalogEntry, owners: Owners) -> str:

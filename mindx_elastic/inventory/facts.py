@@ -19,7 +19,6 @@ from mindx_elastic.plan.facts import FileFact, Rejected, single_rank_strategy
 
 __all__ = [
     "Strategies",
-    "base_of",
     "facts_of",
     "strategy_of",
 ]
@@ -98,13 +97,13 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         nbytes=entry.size,
         epoch=info.epoch,
         step_in_epoch=info.step_in_epoch,
-        base=base_of(info),
+        base=_base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
     )
 
 
-def base_of(info: CheckpointInfo) -> tuple[int, int] | None:
+def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
     """Attempt and step that the file's attempt went on from, as its header says (`Saver.began_from`)."""
     attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
     return None if attempt is None or step is None else (attempt, step)

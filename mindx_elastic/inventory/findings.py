@@ -313,7 +313,8 @@ def scan(
     found = Findings(
         attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
     )
-    found.other = found.anything = any(quarantined(directory) for directory in listing.directories)
+    # What is in quarantine is asked by one process of those that see the same.
+    found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
     on_disk = _read_files(listing, share, trust, found)
     in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path))]
     for entry in (*on_disk, *in_memory):

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from mindx_elastic.core.moment import Moment, moment_name
-from mindx_elastic.core.rank_lists import RankGaps
+from mindx_elastic.core.rank_lists import RankGaps, rank_list
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.inventory.facts import facts_of
 from mindx_elastic.inventory.findings import Findings, Place, Share
@@ -114,16 +114,11 @@ class Step:
             return None
         useless = sorted({e.info.rank for e in self.entries if e.info and not e.info.resumable} - self.ranks)
         absent = RankGaps(self.world_size, {*self.ranks, *useless})
-        parts = [f"{_ranks(absent)} of {self.world_size} missing"] if absent else []
-        parts += [f"{_ranks(useless)} saved a state that cannot be resumed from"] if useless else []
+        parts = [f"{rank_list(absent)} of {self.world_size} missing"] if absent else []
+        parts += [f"{rank_list(useless)} saved a state that cannot be resumed from"] if useless else []
         if parts and len({fact.world_size for fact in self.facts}) < 2:
             return "; ".join(parts)
         return self.candidate.problem or self.candidate.inexact[0]
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 class Inventory:

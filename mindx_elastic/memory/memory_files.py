@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,9 @@ from mindx_elastic.core.owners import Owners, find_owners
 from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.memory.boundaries import read_ring
 from mindx_elastic.memory.folders import rank_folders
-from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.packed import unpack_state
 
-__all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_entries", "snapshot_files"]
+__all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_files"]
 
 RING_COPY = "boundaries.mindx"
 """Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
@@ -41,13 +40,6 @@ class OwnState:
 def snapshot_files(arenas: Path) -> list[Path]:
     """The files that may hold snapshots, of all ranks of this machine."""
     return [path for folder in rank_folders(arenas).values() for path in sorted(folder.glob("slot_*.safetensors"))]
-
-
-def snapshot_entries(arenas: Path, runs: Collection[str] | None = None) -> list[CatalogEntry]:
-    """The sound snapshots of all ranks of this machine; `runs`: only of these."""
-    entries = (read_entry(path) for path in snapshot_files(arenas))
-    sound = (entry for entry in entries if entry is not None and entry.info is not None)
-    return [entry for entry in sound if runs is None or (entry.info is not None and entry.info.run_id in runs)]
 
 
 def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> list[Path]:

@@ -196,13 +196,6 @@ class ResumePlan:
                     used |= set() if first is None else {first.path}
         return used
 
-    def used_files(self) -> list[FileFact]:
-        """All files that some rank reads, to be verified before: those of the ranks, then those of parts."""
-        found = {share.file.path: share.file for share in self.ranks}
-        parts = self.used_paths()
-        found |= {fact.path: fact for facts in self.files.values() for fact in facts if fact.path in parts}
-        return list(found.values())
-
 
 @dataclass(frozen=True)
 class Refusal:

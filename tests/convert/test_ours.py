@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,15 @@ def test_the_newest_step_whose_tensors_are_all_there(tmp_path: Path) -> None:
         (root / f"rank_{rank}" / "c.safetensors").unlink()
     _, result = run(root)
     assert (result.step, result.notes) == (17, ["step 17 is not complete: rank 0 of 4 missing"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_files_of_named_users_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(write_rank(tmp_path / "ckpt", 0, 1, {"model": {"w": WEIGHT}}), 4242, -1)
+    with pytest.raises(CheckpointError, match="belongs to user 4242"):
+        run(tmp_path / "ckpt")
+    monkeypatch.setenv("MINDX_TRUSTED_USERS", "4242")
+    assert torch.equal(run(tmp_path / "ckpt")[0]["w"], WEIGHT)
 
 
 def test_damaged_tensors_come_from_another_rank(tmp_path: Path) -> None:

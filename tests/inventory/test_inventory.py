@@ -105,6 +105,17 @@ def test_memory_counts_for_runs_that_any_rank_knows(tmp_path: Path) -> None:
     assert planned(inventory.plan(World(2))).step == 5 and inventory.next_attempt("run-a") == 1
 
 
+def test_snapshots_of_known_runs_only(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, 3)
+    machine.know("run-a")
+    machine.snapshot(4)
+    machine.snapshot(5, ranks=[0, 1], run_id="other")
+    machine.snapshot(6, ranks=[2], sealed=False)  # half a snapshot
+    found = look_alone(machine.directory, machine.job)
+    assert {(fact.rank, fact.moment[2]) for fact in found.facts} == {(0, 4), (1, 4), (2, 4)}
+    assert found.next_attempt("other") == 1 and not found.rejected
+
+
 def test_ranks_of_one_machine_share_its_snapshots(tmp_path: Path) -> None:
     machine = Machine(tmp_path, 2)
     machine.know("run-a")
@@ -285,6 +296,16 @@ def test_a_judgement_is_what_a_plan_does(tmp_path: Path) -> None:
     inventory.forget(None, fact, "a bit has flipped")
     newest = inventory.newest_complete()
     assert newest is not None and newest.moment[2] == 3
+
+
+def test_the_newest_complete_step_is_of_the_run_that_a_start_tries_first(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", run_id="a", step=10, created=2e9)
+    write(tmp_path / "b.safetensors", run_id="b", step=50, created=1e9)
+    write(tmp_path / "c.safetensors", run_id="b", step=60, created=3e9, resumable=False)
+    inventory = look_alone(tmp_path)
+    newest = inventory.newest_complete()
+    assert newest is not None and planned(inventory.plan(World(1))).moment == newest.moment == ("a", 0, 10)
+    assert [step.moment[2] for step in inventory.steps] == [60, 50, 10], "listed by the newest file of any kind"
 
 
 # --- for retention ---
