@@ -246,7 +246,7 @@ class FrozenStore:
 
 @pytest.fixture
 def frozen(monkeypatch: pytest.MonkeyPatch) -> Iterator[StoreExchange]:
-    monkeypatch.setattr("mindx_elastic.agreement.exchange._ANSWER_S", 0.1)
+    monkeypatch.setattr("mindx_elastic.agreement.store_exchange._ANSWER_S", 0.1)
     store: Store = FrozenStore()
     assert isinstance(store, FrozenStore)
     exchange = StoreExchange(lambda: store, rank=0, world_size=2)
