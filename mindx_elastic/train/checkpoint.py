@@ -31,7 +31,7 @@ __all__ = [
 
 
 class SavingCallback(Callback):
-    """A callback with policies that another rank can take over (see `train.adoption`)."""
+    """A callback with policies that another rank can take over (see `train.policies`)."""
 
     directory: Path
 

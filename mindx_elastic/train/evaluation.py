@@ -15,10 +15,10 @@ from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.train.adoption import adopt
 from mindx_elastic.train.batch import batch_size, move_batch
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.parallel import all_sum
+from mindx_elastic.train.policies import adopt
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.step import detach
 from mindx_elastic.train.unguarded import GuardPort, Unguarded

@@ -22,7 +22,6 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.data import from_loader
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.train.adoption import START_TIMEOUT_S, Policies, adopt, gather_policies
 from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
 from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
 from mindx_elastic.train.checkpoint import PeriodicSave
@@ -32,6 +31,7 @@ from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, TrainLoop
 from mindx_elastic.train.metrics import Metrics, MetricSet
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
 from mindx_elastic.train.parallel import choose_device, join_process_group, place, without_ddp, wrap_network
+from mindx_elastic.train.policies import START_TIMEOUT_S, Policies, adopt, gather_policies
 from mindx_elastic.train.step import CustomStep, TrainOneStep, forward
 from mindx_elastic.train.unguarded import GuardPort, Unguarded
 
