@@ -23,7 +23,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import changes, check_numbers, whole_number
-from mindx_elastic.data.replay import ReplayLoader
+from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
 from mindx_elastic.data.seeding import SeededDataset, as_collated
 from mindx_elastic.data.workers import make_torch_loader
@@ -313,8 +313,7 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
 def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
     if not (
-        type(loader).__iter__ is DataLoader.__iter__
-        and type(loader)._get_iterator is DataLoader._get_iterator
+        iterates_as_stock(loader)
         and type(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
         and hasattr(loader.dataset, "__len__")
