@@ -22,10 +22,10 @@ from torch.utils.data import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import changes, check_numbers, whole_number
+from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
-from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
-from mindx_elastic.data.seeding import SeededDataset, as_collated
+from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -106,7 +106,7 @@ class ResumableLoader(DataLoader[Any]):
             shuffle=bool(shuffle),
             seed=self.seed,
             drop_last=bool(drop_last),
-            ranks=partial(current_ranks, rank, world_size),  # not a method: a cycle would keep workers alive
+            ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
             seeded=per_sample_seed,
         )
         super().__init__(
@@ -177,7 +177,7 @@ class ResumableLoader(DataLoader[Any]):
         """
         settings = self._current_settings()
         world_size = settings.pop("world_size")
-        changes(_KIND, state, settings)
+        check_unchanged(_KIND, state, settings)
         check_numbers(state)
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +13,8 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = [
     "Cursor",
     "PositionedLoader",
-    "changes",
     "check_numbers",
+    "check_unchanged",
     "epoch_reader",
     "num_batches",
     "whole_number",
@@ -114,19 +115,15 @@ class Cursor:
 
 
 def whole_number(name: str, value: object, *, low: int | None = None) -> int:
-    """`value` as an int; UsageError when it is not a whole number or is below `low`."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{name}={value!r} is not a whole number") from None
-    if low is not None and number < low:
-        raise UsageError(f"{name}={number} is below {low}")
-    return number
+    """`value` as an int. Raises UsageError when it is not a whole number or is below `low`."""
+    with suppress(TypeError):
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        if number is not None and (low is None or number >= low):
+            return number
+    raise UsageError(f"{name}={value!r}; give a whole number" + ("" if low is None else f" of at least {low}"))
 
 
-def changes(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise MismatchError when `state` comes from another kind of loader or from other settings than `expected`."""
     if state.get("kind") != kind:
         raise MismatchError(

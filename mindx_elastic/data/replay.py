@@ -15,15 +15,15 @@ from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
-from mindx_elastic.data.position import changes, check_numbers, whole_number
-from mindx_elastic.data.sampler import current_ranks
-from mindx_elastic.data.seeding import (
+from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import (
     SeededDataset,
     as_collated,
     capture_streams,
     preserved_streams,
     restore_streams,
 )
+from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -145,7 +145,7 @@ class ReplayLoader:
         Raises MismatchError, and changes nothing, when seed, world size or (iterable data sets) num_workers have
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
-        changes(_KIND, state, self._current_settings())
+        check_unchanged(_KIND, state, self._current_settings())
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
@@ -169,11 +169,11 @@ class ReplayLoader:
 
     def _current_settings(self) -> dict[str, Any]:
         workers = None if self._skipper is not None else getattr(self.loader, "num_workers", None)
-        world_size = current_ranks(None, None)[1]
+        world_size = rank_and_world_size(None, None)[1]
         return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
 
     def _hash(self, purpose: int) -> int:
-        return mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], purpose)
+        return mix(self.seed, self._engine.cursor.epoch, rank_and_world_size(None, None)[0], purpose)
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
@@ -253,7 +253,7 @@ class ReplayLoader:
         for name, part in self._parts().items():
             _restore_part(part, start["parts"].get(name, {}))
         # Only now: a sampler may have another length in each epoch.
-        changes(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
+        check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
         restore_streams(start["streams"])
 
     def _length(self) -> int | None:

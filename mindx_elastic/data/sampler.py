@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from mindx_elastic.data.permutation import Permutation, mix, mix_array
 from mindx_elastic.data.position import Cursor
 
-__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "current_ranks"]
+__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size"]
 
 Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
 
@@ -27,7 +27,7 @@ _BLOCK = 4096  # positions worked out at once: large enough for numpy, small eno
 _ORDER, _SAMPLE = 1, 2  # keep the order's and the augmentation's hashes apart
 
 
-def current_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world size): as given, else from torch.distributed when it is initialised, else (0, 1)."""
     if rank is not None and world_size is not None:
         return rank, world_size

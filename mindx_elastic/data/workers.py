@@ -29,7 +29,7 @@ from torch.utils.data._utils import signal_handling
 
 from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
 from mindx_elastic.config import Settings
-from mindx_elastic.data.seeding import SeededDataset
+from mindx_elastic.data.random_streams import SeededDataset
 
 __all__ = ["WorkerSet", "WorkerStart", "make_torch_loader", "open_iterator"]
 
