@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,22 +15,18 @@ from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.train.batch import batch_size, move_batch
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.parallel import all_sum
 from mindx_elastic.train.policies import adopt
 from mindx_elastic.train.request_exit import OnRequestExit
-from mindx_elastic.train.step import detach
+from mindx_elastic.train.step import ModelParts, batch_size, detach, move_batch
 from mindx_elastic.train.unguarded import GuardPort, Unguarded
-
-if TYPE_CHECKING:
-    from mindx_elastic.train.model import Model
 
 __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 
 
 def evaluate(
-    model: Model, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
+    model: ModelParts, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
 ) -> dict[str, Any]:
     """The metrics over `loader`. Training thread. The network's mode and all random streams are as before afterwards.
 
@@ -66,7 +62,7 @@ def evaluate(
 
 
 def open_eval_guard(
-    model: Model, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
+    model: ModelParts, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
 ) -> GuardPort:
     """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,11 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import GracefulExit
-from mindx_elastic.train.batch import move_batch
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.parallel import all_sum
-from mindx_elastic.train.step import OptimizerWatch, TrainOneStep
+from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, move_batch
 from mindx_elastic.train.unguarded import GuardPort
-
-if TYPE_CHECKING:
-    from mindx_elastic.train.model import Model
 
 __all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "TrainLoop", "windows"]
 
@@ -42,7 +38,7 @@ class EpochLoss:
     whose hooks were cut off, by an exception or by the deadline, is from before the first of them.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelParts) -> None:
         self._metrics = model.metrics
         self._device = model.device
         self._total = torch.zeros((), dtype=torch.float64)
@@ -128,7 +124,7 @@ class TrainLoop:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelParts,
         guard: GuardPort,
         callbacks: CallbackList,
         loader: Any,

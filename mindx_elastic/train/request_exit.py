@@ -19,9 +19,9 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
-from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name
+from mindx_elastic.train.step import move_batch, network_arguments
 
 __all__ = ["OnRequestExit", "export_network"]
 
