@@ -18,8 +18,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.train.callbacks import Callback
-from mindx_elastic.train.checkpoint import ExceptionCheckpoint, ModelCheckpoint, SavingCallback
-from mindx_elastic.train.config import CheckpointConfig
+from mindx_elastic.train.checkpoint import CheckpointConfig, ExceptionCheckpoint, ModelCheckpoint, SavingCallback
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.tft import TFTRegister
 
