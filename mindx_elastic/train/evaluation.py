@@ -13,14 +13,15 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
+from mindx_elastic.train.loop import GuardPort, Unguarded
 from mindx_elastic.train.parallel import all_sum
 from mindx_elastic.train.policies import adopt
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.step import ModelParts, batch_size, detach, move_batch
-from mindx_elastic.train.unguarded import GuardPort, Unguarded
 
 __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 
@@ -35,7 +36,7 @@ def evaluate(
     params = CallbackParams(
         mode="eval", model=model, network=model.bare_network, eval_network=model.eval_network, loss_fn=model.loss_fn,
         optimizer=model.optimizer, list_callback=callbacks, device_number=world_size, rank=rank, valid_dataset=loader,
-        batch_num=_length(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
+        batch_num=num_batches(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
         net_outputs=None, metrics={},
     )  # fmt: skip
     context = RunContext(params)
@@ -105,10 +106,3 @@ def _kept_modes(network: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-def _length(loader: Any) -> int:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return 0

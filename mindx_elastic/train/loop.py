@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,14 +19,19 @@ from torch import Tensor
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
-from mindx_elastic.errors import GracefulExit
+from mindx_elastic.core.position import Position
+from mindx_elastic.data.position import num_batches
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.policy import PeriodicPolicy
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.parallel import all_sum
 from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, move_batch
-from mindx_elastic.train.unguarded import GuardPort
 
-__all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "TrainLoop", "windows"]
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+__all__ = ["CALLBACKS", "PROGRESS", "EpochLoss", "GuardPort", "TrainLoop", "Unguarded", "windows"]
 
 CALLBACKS, PROGRESS = "callbacks", "train"  # their names in the checkpoint's tree
 _STOP_REASON = "RunContext.request_stop()"
@@ -132,13 +139,7 @@ class TrainLoop:
         periodic: Sequence[Any],
         exchange: Exchange | None,
     ) -> None:
-        self.model, self.guard, self.callbacks, self.loader, self.losses = (
-            model,
-            guard,
-            callbacks,
-            loader,
-            losses,
-        )
+        self.model, self.guard, self.callbacks, self.loader, self.losses = model, guard, callbacks, loader, losses
         self.periodic = periodic
         self._exchange = exchange
         self._asked_all = False
@@ -305,34 +306,103 @@ class TrainLoop:
         self.callbacks.call(hook, self.context)
 
     def _windows_per_epoch(self) -> int:
-        try:
-            batches = len(self.loader)
-        except (TypeError, NotImplementedError):
-            return 0
+        batches = num_batches(self.loader)
         return -(-batches // self.model.grad_accum) if self.model.step.window else batches
 
     def _fill_params(self, epochs: int) -> None:
         model, guard = self.model, self.guard
         position = guard.position
         self.params.update(
-            mode="train",
-            model=model,
-            network=model.bare_network,
-            train_network=model.network,
-            optimizer=model.optimizer,
-            loss_fn=model.loss_fn,
-            lr_scheduler=model.lr_scheduler,
-            train_dataset=self.loader,
-            train_dataset_element=None,
-            epoch_num=epochs,
-            cur_epoch_num=max(1, position.epoch),
-            cur_step_num=position.step,
-            cur_step_in_epoch=position.step_in_epoch,
-            batch_num=self._windows_per_epoch(),
-            net_outputs=None,
-            list_callback=self.callbacks,
-            device_number=guard.world_size,
-            rank=guard.rank,
-            resumed_from_step=guard.resumed_from_step,
-            dataset_sink_mode=False,
+            mode="train", model=model, network=model.bare_network, train_network=model.network,
+            optimizer=model.optimizer, loss_fn=model.loss_fn, lr_scheduler=model.lr_scheduler,
+            train_dataset=self.loader, train_dataset_element=None, epoch_num=epochs,
+            cur_epoch_num=max(1, position.epoch), cur_step_num=position.step,
+            cur_step_in_epoch=position.step_in_epoch, batch_num=self._windows_per_epoch(), net_outputs=None,
+            list_callback=self.callbacks, device_number=guard.world_size, rank=guard.rank,
+            resumed_from_step=guard.resumed_from_step, dataset_sink_mode=False,
+        )  # fmt: skip
+
+
+# --- the guard, as the loop sees it ---
+
+
+class GuardPort(Protocol):
+    """The part of `mindx_elastic.Guard` that a training loop uses. Training thread only."""
+
+    resumed_from_step: int | None
+    resumed_path: Path | None
+
+    def __enter__(self) -> Any: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> Any: ...
+
+    @property
+    def position(self) -> Position: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    def epochs(self, num_epochs: int) -> Iterator[int]: ...
+    def boundary(self) -> None: ...
+    def finish_step(self, *, retake: bool = False) -> None: ...
+    def poll(self) -> None: ...
+    def outside_step(self) -> Any: ...
+    def request_stop(self, reason: str, exit_code: int = 0) -> None: ...
+    def dismiss_stop(self) -> None: ...
+    def save_periodic(self, policy: PeriodicPolicy) -> bool: ...
+
+
+class Unguarded:
+    """A `GuardPort` for a training without a checkpoint callback: it counts, and touches neither disk nor signals."""
+
+    resumed_from_step: int | None = None
+    resumed_path: Path | None = None
+
+    def __init__(self, loader: Any, *, rank: int, world_size: int) -> None:
+        self.loader, self.rank, self.world_size = loader, rank, world_size
+        self._step = self._epoch = self._step_in_epoch = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    @property
+    def position(self) -> Position:
+        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        for epoch in range(1, num_epochs + 1):
+            self._epoch, self._step_in_epoch = epoch, 0
+            self.loader.set_epoch(epoch)
+            yield epoch
+
+    def boundary(self) -> None:
+        self._step += 1
+        self._step_in_epoch += 1
+
+    def finish_step(self, *, retake: bool = False) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def dismiss_stop(self) -> None:
+        pass
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        yield
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        raise UsageError(
+            f"{reason}: not every rank has asked for the stop at this step, and without a checkpoint callback the "
+            "ranks cannot agree on one; call request_stop() on every rank, or add ExceptionCheckpoint"
         )
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        return False

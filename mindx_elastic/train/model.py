@@ -25,13 +25,12 @@ from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_l
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
-from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, TrainLoop
+from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.metrics import Metrics
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
 from mindx_elastic.train.policies import START_TIMEOUT_S, Policies, adopt, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
-from mindx_elastic.train.unguarded import GuardPort, Unguarded
 
 __all__ = ["Model"]
 

@@ -12,10 +12,9 @@ from torch import nn
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext, as_callback_list
-from mindx_elastic.train.loop import EpochLoss, TrainLoop, windows
+from mindx_elastic.train.loop import EpochLoss, TrainLoop, Unguarded, windows
 from mindx_elastic.train.parallel import choose_device, is_parallel, without_ddp, wrap_network
 from mindx_elastic.train.step import batch_size, move_batch, network_arguments, split_batch
-from mindx_elastic.train.unguarded import Unguarded
 from tests.train.small_job import make_model, make_network
 
 
