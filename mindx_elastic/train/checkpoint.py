@@ -35,8 +35,8 @@ __all__ = [
     "ModelCheckpoint",
     "PeriodicSave",
     "SavingCallback",
+    "checked_file_name",
     "directory_path",
-    "file_name",
 ]
 
 _ENC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
@@ -178,7 +178,7 @@ class _CheckpointCallback(SavingCallback):
     def __init__(self, prefix: str, directory: str | os.PathLike[str] | None, config: CheckpointConfig | None) -> None:
         if config is not None and not isinstance(config, CheckpointConfig):
             raise UsageError(f"config={config!r} is a {type(config).__name__}; give a CheckpointConfig or None")
-        self.prefix = file_name("prefix", prefix)
+        self.prefix = checked_file_name("prefix", prefix)
         self.directory = directory_path(directory)
         self.config = CheckpointConfig() if config is None else config
 
@@ -294,7 +294,7 @@ class PeriodicSave:
         return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
 
 
-def file_name(argument: str, value: object) -> str:
+def checked_file_name(argument: str, value: object) -> str:
     """A non-empty string that is one plain component of a path. Raises UsageError."""
     if not isinstance(value, str):
         raise UsageError(f"{argument}={value!r} is a {type(value).__name__}; give a string")

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
@@ -21,7 +20,7 @@ from mindx_elastic.train.loop import GuardPort, Unguarded
 from mindx_elastic.train.parallel import all_sum
 from mindx_elastic.train.policies import adopt
 from mindx_elastic.train.request_exit import OnRequestExit
-from mindx_elastic.train.step import ModelParts, batch_size, detach, move_batch
+from mindx_elastic.train.step import ModelParts, batch_size, detach, evaluation_mode, move_batch
 
 __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 
@@ -41,7 +40,7 @@ def evaluate(
     )  # fmt: skip
     context = RunContext(params)
     metrics = model.metrics
-    with guard.outside_step(), _kept_modes(model.bare_network), kept_rng(), torch.no_grad():
+    with guard.outside_step(), evaluation_mode(model.bare_network), kept_rng(), torch.no_grad():
         callbacks.call("on_eval_begin", context)
         callbacks.call("on_eval_epoch_begin", context)
         metrics.clear()
@@ -95,14 +94,3 @@ def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
     yield
     if in_use:
         loader.load_state_dict(state)
-
-
-@contextmanager
-def _kept_modes(network: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode

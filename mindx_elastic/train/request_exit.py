@@ -20,8 +20,8 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
-from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name
-from mindx_elastic.train.step import move_batch, network_arguments
+from mindx_elastic.train.checkpoint import SavingCallback, checked_file_name, directory_path
+from mindx_elastic.train.step import evaluation_mode, move_batch, network_arguments
 
 __all__ = ["OnRequestExit", "export_network"]
 
@@ -64,7 +64,7 @@ class OnRequestExit(SavingCallback):
         if config_file is not None and not isinstance(config_file, (str, os.PathLike)):
             raise UsageError(f"config_file={config_file!r}; give the path of the JSON flag file, or None")
         self.save_ckpt, self.save_mindir = save_ckpt, save_mindir
-        self.file_name = _checked_name(file_name)
+        self.file_name = checked_file_name("file_name", file_name)
         self.directory = directory_path(directory)
         self.config_file = None if config_file is None else Path(config_file)
         self.sig = _signal_number(sig)
@@ -152,12 +152,10 @@ def export_network(network: nn.Module, batch: Any, target: Path, *, takes_target
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     args, kwargs = network_arguments(move_batch(batch, device), takes_targets=takes_targets)
-    modes = {child: child.training for child in module.modules()}
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp.pt2")
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), evaluation_mode(module):
             warnings.simplefilter("ignore")
-            module.eval()
             program = torch.export.export(module, args, kwargs, strict=False)
             torch.export.save(program, temporary)
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
@@ -168,14 +166,8 @@ def export_network(network: nn.Module, batch: Any, target: Path, *, takes_target
         os.replace(temporary, target)
         fsync_dir(target.parent)
     finally:
-        for child, mode in modes.items():
-            child.training = mode
         temporary.unlink(missing_ok=True)
     logger.info("the network is exported to %s", target)
-
-
-def _checked_name(value: object) -> str:
-    return file_name("file_name", value)
 
 
 def _signal_number(value: object) -> int:

@@ -7,8 +7,8 @@ scheduler, the callbacks and the stop stay with the loop, so a custom step keeps
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,7 @@ __all__ = [
     "batch_size",
     "check_loss",
     "detach",
+    "evaluation_mode",
     "forward",
     "loss_of_output",
     "move_batch",
@@ -309,6 +310,18 @@ def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, A
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
+
+
+@contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Put `network` into evaluation mode inside the block; afterwards each module has the mode that it had before."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
 
 
 def check_loss(loss: object) -> None:
