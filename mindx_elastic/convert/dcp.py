@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.convert.inert_pickle import Made, Name, Table, read_inert
-from mindx_elastic.convert.mapped import Scratch, open_regular
+from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
 from mindx_elastic.convert.torch_file import load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
@@ -56,7 +56,7 @@ def read_dcp(path: Path, scratch: Scratch) -> dict[str, Any]:
     """The nested state, with a `Later` for every leaf. Raises CorruptCheckpointError, ForeignCheckpointError."""
     file = path / METADATA
     try:
-        with open(open_regular(file), "rb") as stream:
+        with open(open_source(file), "rb") as stream:
             data = stream.read(_MAX_METADATA_BYTES + 1)
         if len(data) > _MAX_METADATA_BYTES:
             raise ValueError(f"more than {_MAX_METADATA_BYTES:,} bytes")
@@ -157,7 +157,7 @@ class _Reader:
 
     def _load(self, name: str, place: _Place) -> Any:
         path = self.path / place.file
-        with open(open_regular(path), "rb") as file:
+        with open(open_source(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if place.offset + place.length > size:
                 problem = f"{path}: {name} should end at byte {place.offset + place.length}, the file has {size}"

@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from mindx_elastic.convert.assemble import assemble
-from mindx_elastic.convert.mapped import MappedFile, Scratch, open_regular
+from mindx_elastic.convert.mapped import MappedFile, Scratch, open_source
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -102,7 +102,7 @@ class _Entry:
 def is_mindspore_ckpt(path: Path) -> bool:
     """Whether a file is what ``mindspore.save_checkpoint`` writes by default: a protobuf list of named values."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open(open_source(path), "rb") as file:
             start = file.read(16)
     except CheckpointError:
         return False

@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from mindx_elastic.convert.mapped import open_regular
+from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
 __all__ = ["is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
@@ -34,7 +34,7 @@ def read_torch_file(path: StrPath) -> Any:
     where it is damaged.
     """
     path = Path(path)
-    with open(open_regular(path), "rb") as file:
+    with open(open_source(path), "rb") as file:
         zipped = file.read(len(_ZIP)) == _ZIP
         if zipped:
             _check_zip(file, path)
