@@ -99,14 +99,7 @@ class CheckpointConfig:
             _check_number(name, getattr(self, name), whole=True)
         for name in ("save_checkpoint_seconds", "keep_checkpoint_per_n_minutes"):
             _check_number(name, getattr(self, name), whole=False)
-        for name in (
-            "integrated_save",
-            "exception_save",
-            "final_save",
-            "crc_check",
-            "remove_redundancy",
-            "map_param_inc",
-        ):
+        for name in (field.name for field in fields(self) if field.type == "bool"):
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise UsageError(f"{name}={value!r} is a {type(value).__name__}; give True or False")

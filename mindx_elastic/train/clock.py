@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agreement.connect import connect_store, current_seal
 from mindx_elastic.agreement.sealed import Seal
@@ -24,21 +24,12 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 
-__all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
+__all__ = ["SaveClock", "next_check", "open_clock"]
 
 _TIMEOUT = timedelta(minutes=10)
 _KEEP = 1000
 _MOST_STEPS = 100_000  # between two looks at the clock
 _clocks = itertools.count()
-
-
-class ClockStore(Protocol):
-    """The part of `torch.distributed.Store` that we use."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
@@ -67,7 +58,7 @@ class SaveClock:
         """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
         self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
         self.seconds, self._rank, self._now = seconds, rank, now
-        self._store: ClockStore | None = store
+        self._store = store
         self._last_save = self._last_check = now()
         self._last_step: int | None = None
         self._check_at = 0

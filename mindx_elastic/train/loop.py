@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.guard import Guard
 from mindx_elastic.guard.policy import PeriodicPolicy
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave
@@ -323,38 +324,11 @@ class TrainLoop:
         )  # fmt: skip
 
 
-# --- the guard, as the loop sees it ---
-
-
-class GuardPort(Protocol):
-    """The part of `mindx_elastic.Guard` that a training loop uses. Training thread only."""
-
-    resumed_from_step: int | None
-    resumed_path: Path | None
-
-    def __enter__(self) -> Any: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> Any: ...
-
-    @property
-    def position(self) -> Position: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
-    def epochs(self, num_epochs: int) -> Iterator[int]: ...
-    def boundary(self) -> None: ...
-    def finish_step(self, *, retake: bool = False) -> None: ...
-    def poll(self) -> None: ...
-    def outside_step(self) -> Any: ...
-    def request_stop(self, reason: str, exit_code: int = 0) -> None: ...
-    def dismiss_stop(self) -> None: ...
-    def save_periodic(self, policy: PeriodicPolicy) -> bool: ...
+# --- training without a checkpoint ---
 
 
 class Unguarded:
-    """A `GuardPort` for a training without a checkpoint callback: it counts, and touches neither disk nor signals."""
+    """Takes the guard's place where no callback asks for a checkpoint: counts, and touches neither disk nor signals."""
 
     resumed_from_step: int | None = None
     resumed_path: Path | None = None
@@ -406,3 +380,7 @@ class Unguarded:
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
         return False
+
+
+GuardPort: TypeAlias = "Guard | Unguarded"
+"""What `Model` trains and evaluates with."""

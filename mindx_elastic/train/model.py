@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from mindx_elastic.agreement.connect import current_ranks, open_exchange
@@ -16,7 +15,6 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.components import Stateful
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.position import Position
 from mindx_elastic.data import from_loader
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
@@ -26,7 +24,6 @@ from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
 from mindx_elastic.train.loop import CALLBACKS, PROGRESS, EpochLoss, GuardPort, TrainLoop, Unguarded
-from mindx_elastic.train.metrics import Metrics
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
 from mindx_elastic.train.parallel import join_process_group, place, wrap_network
 from mindx_elastic.train.policies import START_TIMEOUT_S, Policies, adopt, gather_policies
@@ -65,39 +62,8 @@ class Model(ModelParts):
     Use it from the main thread. Raises UsageError for arguments that cannot work, before anything is started.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        loss_fn: Callable[..., Any] | None = None,
-        optimizer: Any = None,
-        metrics: Metrics = None,
-        lr_scheduler: Any = None,
-        grad_scaler: Any = None,
-        device: str | torch.device | None = None,
-        *,
-        grad_accum: int = 1,
-        amp: bool | torch.dtype = False,
-        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None = None,
-        max_grad_norm: float | None = None,
-        lr_scheduler_interval: str = "step",
-    ) -> None:
-        not_ours = set(vars(self))  # a subclass may set attributes before it calls us
-        super().__init__(
-            network, loss_fn, optimizer, metrics, lr_scheduler, grad_scaler, device, grad_accum=grad_accum, amp=amp,
-            train_step=train_step, max_grad_norm=max_grad_norm, lr_scheduler_interval=lr_scheduler_interval,
-        )  # fmt: skip
-        self._guard: GuardPort | None = None
-        self._training_loader: Any = None
-        self._last_position = Position()
-        self._ready = False
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that the last `train` went on from; None on a fresh start."""
-        self._own_names = frozenset(vars(self)) - not_ours | {"_own_names"}
-
-    @property
-    def position(self) -> Position:
-        """The last boundary: of the training under way, else of the last one."""
-        return self._last_position if self._guard is None else self._guard.position
+    _training_loader: Any = None
+    _ready = False
 
     # --- training ----------------------------------------------------------------------------------------------------
 

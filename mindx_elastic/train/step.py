@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.train.metrics import Metrics, MetricSet
@@ -49,22 +50,29 @@ class ModelParts:
     `Model`, which describes the arguments, adds `train` and `eval`.
     """
 
+    resumed_from_step: int | None = None
+    """Step of the checkpoint that the last `train` went on from; None on a fresh start."""
+
+    _guard: Any = None
+    _last_position = Position()
+
     def __init__(
         self,
         network: nn.Module,
-        loss_fn: Callable[..., Any] | None,
-        optimizer: Any,
-        metrics: Metrics,
-        lr_scheduler: Any,
-        grad_scaler: Any,
-        device: str | torch.device | None,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Any = None,
+        metrics: Metrics = None,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        device: str | torch.device | None = None,
         *,
-        grad_accum: int,
-        amp: bool | torch.dtype,
-        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None,
-        max_grad_norm: float | None,
-        lr_scheduler_interval: str,
+        grad_accum: int = 1,
+        amp: bool | torch.dtype = False,
+        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None = None,
+        max_grad_norm: float | None = None,
+        lr_scheduler_interval: str = "step",
     ) -> None:
+        not_ours = set(vars(self))  # a subclass may set attributes before it calls us
         if not isinstance(network, nn.Module):
             raise UsageError(f"network is a {type(network).__name__}; give a torch.nn.Module")
         if loss_fn is not None and not callable(loss_fn):
@@ -89,6 +97,13 @@ class ModelParts:
         self._own_step: Any = train_step if not isinstance(train_step, type) else None
         self.step = self._make_step(train_step)
         self._check_schedulers()
+        self._own_names = frozenset(vars(self)) - not_ours | {"_own_names"}
+
+    @property
+    def position(self) -> Position:
+        """The last boundary: of the training under way, else of the last one."""
+        position: Position = self._last_position if self._guard is None else self._guard.position
+        return position
 
     @property
     def bare_network(self) -> nn.Module:
