@@ -1,8 +1,8 @@
 """Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
 
-``.metadata`` says of each tensor its size, and of each of its chunks where it lies in the whole and in which file;
-every chunk, and every value that is no tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
-`inert_pickle`, the rest with ``weights_only=True``: nothing of such a directory is ever run. Written with torch's own
+``.metadata`` gives the size of each tensor, and of each of its chunks the offset in the tensor and the file; every
+chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
+`inert_pickle`, the rest with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own
 writer.
 """
 
@@ -38,7 +38,7 @@ _Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one chunk, or one value, lies."""
+    """The file and the bytes of one chunk, or of one value."""
 
     file: str
     offset: int
@@ -100,7 +100,7 @@ class _Reader:
             if type(name) is not str or type(file) is not str:
                 raise ValueError("storage data without a name")
             if file in ("", ".", "..") or "/" in file or "\0" in file:
-                raise ValueError(f"{name!s:.80} lies in {file!s:.80}, which is outside of the directory")
+                raise ValueError(f"{name!s:.80} is in {file!s:.80}, which is outside of the directory")
             if info.get("transform_descriptors"):
                 raise ForeignCheckpointError(
                     f"{self.path}: {name!s:.80} is packed or encrypted; save without extensions"
@@ -142,7 +142,7 @@ class _Reader:
                 problem = f"{self.path}: {name}: {found} instead of {dtype} {list(chunk.sizes)}"
                 raise CorruptCheckpointError(problem, path=self.path, tensor=name)
             if part.layout is not torch.strided or part.is_quantized:
-                raise ForeignCheckpointError(f"{self.path}: {name} is no plain dense tensor", path=self.path)
+                raise ForeignCheckpointError(f"{self.path}: {name} is not a plain dense tensor", path=self.path)
             part = part.detach()
             if whole is None:
                 whole = self.scratch.empty(shape, dtype)
@@ -168,7 +168,7 @@ class _Reader:
 
 
 def _check_chunks(name: str, shape: _Size, chunks: list[_Chunk], dtype: torch.dtype) -> None:
-    """That they fill the tensor, each place once, and that their files are large enough to hold them."""
+    """Raise ValueError unless the chunks fill the tensor, without overlap, and fit into their files."""
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     for chunk in filled:
         if math.prod(chunk.sizes) * dtype.itemsize > chunk.place.length:
@@ -272,5 +272,5 @@ def write_dcp(temp: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint import FileSystemWriter, save
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process is meant
+        warnings.simplefilter("ignore")  # torch warns that there is one process; that is intended
         save(dict(state), storage_writer=FileSystemWriter(temp), no_dist=True)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever format it comes from: named components, one of which is the model."""
+"""The state in a checkpoint of any format: named components, one of which is the model."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "pl
 
 MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
-"""How training programs commonly call the weights among other things."""
+"""Names that training programs commonly give the weights."""
 _MAX_DEPTH = 100
 _MAX_ITEMS = 10_000_000
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 class Later:
-    """Stands for a value that is read when it is known to be wanted."""
+    """A value that is read only when it is needed."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
@@ -80,7 +80,7 @@ def resolved(value: Any, depth: int = 0) -> Any:
 def plain_values(value: Any, where: str = "state", depth: int = 0) -> Any:
     """`value` of types that ``torch.load(weights_only=True)`` reads: arrays become tensors, their scalars numbers.
 
-    Raises UnsupportedStateError for what has no such form.
+    Raises UnsupportedStateError for a value that has no such form.
     """
     if depth > _MAX_DEPTH:
         raise UnsupportedStateError(where, f"nested deeper than {_MAX_DEPTH} levels, or it contains itself")
@@ -122,7 +122,7 @@ _KNOWN = (
 
 
 def flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Every tensor of `model` by its dotted name, and the names of what is no tensor.
+    """Every tensor of `model` by its dotted name, and the names of other values.
 
     Raises UsageError where two tensors would have one name.
     """

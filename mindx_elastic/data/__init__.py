@@ -1,4 +1,4 @@
-"""Loaders whose position is part of the checkpoint: order, batches and augmentation go on where they stopped."""
+"""Loaders whose position is part of the checkpoint: order, batches and augmentation continue where they stopped."""
 
 from mindx_elastic.data.loader import ResumableLoader as ResumableLoader
 from mindx_elastic.data.loader import from_loader as from_loader

@@ -93,7 +93,7 @@ class Iteration(Iterator[Any]):
 
 
 class Engine:
-    """The machinery that a loader holds: its cursor, its live iteration, its persistent workers."""
+    """What both loaders share: the cursor, the iteration under way, the persistent workers."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()

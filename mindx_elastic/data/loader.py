@@ -44,8 +44,7 @@ _REPLACED = {
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, index).
 
-    A position is a handful of numbers; resuming at any batch costs the same, and changing `num_workers`
-    changes nothing.
+    A position is a few numbers. Resuming costs the same at every batch, and `num_workers` may change.
 
     Args:
         dataset: map-style: ``len(dataset)`` and ``dataset[i]`` for i in 0..len-1.
@@ -57,18 +56,16 @@ class ResumableLoader(DataLoader[Any]):
             period.
         drop_last: drop the samples that do not fill a whole step over all ranks. Otherwise every sample comes
             exactly once an epoch, and every rank gets the same number of batches (see `EpochPlan`).
-        rank, world_size: this process's place; None: read from torch.distributed when an iteration begins.
+        rank, world_size: of this process; None: read from torch.distributed when an iteration begins.
         per_sample_seed: seed Python's, numpy's and torch's CPU streams for each sample, so that random
             augmentation resumes exactly. False: the data set draws from the running streams, which is exact
             with ``num_workers=0`` only.
 
-    Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at
-    the start of the following epoch, *also after a break*, unless `set_epoch` names another. Until then the
-    position stays where the break left it; ``load_state_dict(state_dict())`` makes the next iteration go on
-    there.
+    Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at the start of
+    the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
+    break left it; ``load_state_dict(state_dict())`` makes the next iteration go on there.
 
-    All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that
-    cannot work.
+    All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
 
     on_iterator_ready: Callable[[], None] | None
@@ -116,8 +113,7 @@ class ResumableLoader(DataLoader[Any]):
             worker_init_fn=worker_init_fn,
             **dataloader_kwargs,
         )
-        # DataLoader forgets these two when it is given a batch sampler, and forbids setting them; people
-        # read them.
+        # DataLoader drops these two when it is given a batch sampler, and forbids setting them; people read them.
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
 
     @classmethod
@@ -136,7 +132,7 @@ class ResumableLoader(DataLoader[Any]):
         return len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is `epoch`: from the loaded position when that lies in it, otherwise from its start."""
+        """The next iteration is `epoch`: from the loaded position if that is in this epoch, else from the start."""
         self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -157,7 +153,7 @@ class ResumableLoader(DataLoader[Any]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: plain numbers and strings, a new dict each time. About 1 us, meant to be called every step."""
+        """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
         if self._settings is None:
             self._settings = self._current_settings()
         cursor = self._engine.cursor
@@ -259,7 +255,7 @@ def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, oth
     if rank is not None and world_size is not None:
         size = whole_number("world_size", world_size, low=1)
         if whole_number("rank", rank, low=0) >= size:
-            raise UsageError(f"rank={rank} does not lie below world_size={size}")
+            raise UsageError(f"rank={rank} is not below world_size={size}")
 
 
 def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:

@@ -25,9 +25,8 @@ __all__ = [
 class PositionedLoader(Protocol):
     """A loader that can say where it is and go on from there. Called from the training thread only.
 
-    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the
-    first batch has not been fetched (also when no batch is left). Random number streams are restored there,
-    not earlier.
+    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the first batch
+    has not been fetched (also when no batch is left). Random number streams are restored there, not earlier.
     """
 
     on_iterator_ready: Callable[[], None] | None

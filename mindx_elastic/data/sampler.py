@@ -38,13 +38,11 @@ def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The steps of an epoch from `start` on (samples already consumed), for `world_size` ranks. Pure
-    arithmetic.
+    """The steps of an epoch from `start` on (samples already consumed), for `world_size` ranks. Pure arithmetic.
 
-    All ranks get the same number of batches and none is empty. Without `drop_last` every sample comes
-    exactly once: the remainder is split evenly over the ranks; if it has fewer samples than there are
-    ranks, the last two steps are evened out. Where even that fails (`batch_size` 1, or fewer samples than
-    ranks) `padding` samples are repeated.
+    All ranks get the same number of batches and none is empty. Without `drop_last` every sample comes exactly once: the
+    remainder is split evenly over the ranks; if it has fewer samples than there are ranks, the last two steps are
+    evened out. Where even that fails (`batch_size` 1, or fewer samples than ranks) `padding` samples are repeated.
     """
 
     num_samples: int
@@ -102,10 +100,9 @@ class EpochPlan:
 class ResumableBatchSampler(Sampler[list[Key]]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
 
-    A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The
-    seed is a hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it.
-    `whole_rounds` leaves out what does not divide by the world size, as
-    ``DistributedSampler(drop_last=True)`` does.
+    A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The seed is a
+    hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it. `whole_rounds` leaves out
+    what does not divide by the world size, as ``DistributedSampler(drop_last=True)`` does.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""Loader worker processes: started so that a signal to the whole job cannot kill them, ended so that none
-can hang us.
+"""Loader worker processes: started so that a signal to the whole job cannot kill them, ended so that none can hang us.
 
-The only file that touches torch's private loader state. Why torch's own ways do not do:
+The only file that touches torch's private loader state. Why torch's own ways are not enough:
 - torch ends workers with SIGTERM as the last resort, and so does the interpreter's exit; a shielded worker
   defers SIGTERM for the grace period, so a stuck one would hold the process up. We end with SIGKILL, after
   torch has let go of the pids (its SIGCHLD handler would turn the kill into an exception in the training
@@ -101,7 +100,7 @@ def make_torch_loader(
 def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
     """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start.
 
-    The second result is None where there are no workers, or none that can be got at.
+    The second result is None where there are no workers, or where they cannot be reached.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
     try:
@@ -140,7 +139,7 @@ class WorkerSet:
     """The worker processes behind one torch iterator, and what is needed to end them.
 
     Kept in `_open_sets` and not with the iterator alone: when an iterator is freed as part of a reference cycle (an
-    exception from a worker makes one), the queues would be closed before anyone could tell the workers to end. It
+    exception from a worker makes one), the queues would be closed before the workers could be told to end. It
     holds nothing of the user's, so it keeps nothing else alive.
     """
 

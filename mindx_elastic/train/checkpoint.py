@@ -70,16 +70,16 @@ class CheckpointConfig:
     enc_key: bytes | None = None
     """Must be None: encryption is not offered."""
     enc_mode: str = "AES-GCM"
-    """Accepted; without a key it means nothing."""
+    """Accepted; it has no effect without a key."""
     exception_save: bool = False
     """Also save the last boundary when an exception ends the training."""
     final_save: bool = True
     """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
-    saves the end as a periodic file whatever stands here."""
+    saves the end as a periodic file either way."""
     crc_check: bool = False
     """Accepted; every tensor carries a digest either way."""
     remove_redundancy: bool = False
-    """Accepted; every rank still writes a full copy, which is said once."""
+    """Accepted; every rank still writes a full copy, and a warning says so once."""
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
 
@@ -156,7 +156,7 @@ class CheckpointConfig:
 
 
 class SavingCallback(Callback):
-    """A callback with policies that another rank can take over (see `train.policies`)."""
+    """A callback whose policies another rank can take over (see `train.policies`)."""
 
     directory: Path
 
@@ -258,7 +258,7 @@ class ModelCheckpoint(_CheckpointCallback):
 
 
 class PeriodicSave:
-    """The periodic policy of a `ModelCheckpoint`. By steps a pure function of the position, by seconds see `clock`."""
+    """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, by seconds see `clock`."""
 
     def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
         self.prefix, self.directory, self.config = prefix, directory, config

@@ -1,12 +1,12 @@
-"""When to save by the clock, so that all ranks save the same step and nobody pays a round trip a step.
+"""Saves by the clock: all ranks save the same step, without a round trip to the store at every step.
 
-Ranks have different clocks and must not disagree by one step. Rejected: every rank its own clock (no step would be
-complete); a collective or a store read every step; rank 0 naming a step in the future (a rank
-that hears of it too late has already passed it).
+Rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment when
+the save is due, by the speed measured so far. The first check is the first boundary of this process, so all ranks know
+every check step, and the others read one key of the store there: about ten short reads for each save.
 
-Instead rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment
-when the save is due, by the speed measured so far. The first check is the first boundary of this process, so all
-ranks know every check step, and the others read one key of the store there: some ten short reads for each save.
+Rejected, because the ranks' clocks differ and they must not disagree by one step: a clock on every rank (no step would
+be complete); a collective or a store read every step; rank 0 naming a step in the future (a rank that reads it too late
+has already passed that step).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _clocks = itertools.count()
 
 
 def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
-    """The step at which to look at the clock again: half-way to the save, at least one step on. Pure."""
+    """The step at which to look at the clock again: half-way to the save, at least one step later. Pure."""
     if step_s <= 0:
         return step + 1
     return step + max(1, min(_MOST_STEPS, int(remaining_s / 2 / step_s)))
@@ -110,7 +110,7 @@ class SaveClock:
             if said != step:
                 raise ValueError(f"rank 0 looked at the clock at step {said}, rank {self._rank} at step {step}")
             if due > 1 or not step < check_at <= step + _MOST_STEPS:
-                raise ValueError(f"{printable(text)!r} is nothing that rank 0 would say")
+                raise ValueError(f"{printable(text)!r} is not a message of rank 0")
             self._check_at = check_at
         except Exception as error:
             self._give_up(error)

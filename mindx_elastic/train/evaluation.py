@@ -28,9 +28,10 @@ __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 def evaluate(
     model: ModelParts, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """The metrics over `loader`. Training thread. The network's mode and all random streams are as before afterwards.
+    """Compute the metrics over `loader`. Training thread.
 
-    Without a guard too: what is evaluated between two steps must not change the training.
+    Restores the network's mode and all random streams afterwards: an evaluation between two steps must not change the
+    training.
     """
     params = CallbackParams(
         mode="eval", model=model, network=model.bare_network, eval_network=model.eval_network, loss_fn=model.loss_fn,
@@ -64,7 +65,7 @@ def evaluate(
 def open_eval_guard(
     model: ModelParts, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
 ) -> GuardPort:
-    """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing.
+    """A guard for an evaluation outside a training when its callbacks include an OnRequestExit, else `Unguarded`.
 
     Main thread, all ranks together: one that was given to some ranks only (``if rank == 0:``) counts for all.
     """

@@ -42,8 +42,8 @@ _HOOKS_TIMEOUT_S = 600.0  # the other ranks' on_train_begin hooks may take long
 class EpochLoss:
     """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint.
 
-    It also says whether the ``on_train_step_end`` hooks of the boundary are still to be run: a checkpoint of a boundary
-    whose hooks were cut off, by an exception or by the deadline, is from before the first of them.
+    It also records whether the ``on_train_step_end`` hooks of the boundary have yet to run. When an exception or the
+    deadline cuts them off, the checkpoint holds the state from before the first of them.
     """
 
     def __init__(self, model: ModelParts) -> None:
@@ -128,7 +128,7 @@ def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 class TrainLoop:
-    """One call of `Model.train`. `guard` is entered; everything is in place."""
+    """One call of `Model.train`. `guard` is entered, and the state is loaded."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""`Model`: a small training loop in the manner of MindSpore and Keras that stands on the guard."""
+"""`Model`: training and evaluation in the manner of MindSpore and Keras, on top of `Guard`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["Model"]
 
 
 class Model(ModelParts):
-    """A network with what it takes to train and evaluate it.
+    """Trains and evaluates a network, and resumes where the last run stopped.
 
     ::
 
@@ -88,13 +88,13 @@ class Model(ModelParts):
           a path.
         * `grace_s`: seconds from an alarm until the process must be gone; None: ``MINDX_GRACE_S`` or 30.
         * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
-        * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left
-          out, unless ``MINDX_TRUSTED_USERS`` names them.
+        * `allow_shared_directory`: accept a directory that every user may write to; files of others are left out,
+          unless ``MINDX_TRUSTED_USERS`` names their owners.
         * `progress`: False: no bar and no progress lines.
-        * `dataset_sink_mode`: accepted for MindSpore's sake; it means nothing here.
+        * `dataset_sink_mode`: accepted for MindSpore's sake; it has no effect.
 
         Raises GracefulExit (a SystemExit) once the job was told to stop and its state is durable, UsageError and the
-        errors of `Guard` before training starts, and whatever the program's own code raises.
+        errors of `Guard` before training starts, and what the program's own code raises.
         """
         epochs = whole_number("epochs", epochs, low=1)
         if self._guard is not None:

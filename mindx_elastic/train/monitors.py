@@ -1,4 +1,4 @@
-"""What a person sees of a training: MindSpore's monitors, and the display that `Model.train` brings by itself."""
+"""Progress on the screen: MindSpore's monitors, and the display that `Model.train` adds."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class ProgressDisplay(Callback):
             self._say(run_context.original_args(), time.monotonic())
 
     def close(self) -> None:
-        """Give the terminal back; whatever way the training ends."""
+        """Give the terminal back, however the training ends."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

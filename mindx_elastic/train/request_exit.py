@@ -122,7 +122,7 @@ class OnRequestExit(SavingCallback):
     def _export(self, deadline: float) -> None:
         """Training thread, the checkpoint is durable.
 
-        If time runs out in here the watcher ends the process: no harm.
+        If time runs out here the watcher ends the process; the checkpoint is safe.
         """
         params = self._params
         if params is None or params.get("rank", RankInfo.from_env().rank) != 0:
@@ -138,7 +138,7 @@ class OnRequestExit(SavingCallback):
             return
         try:
             export_network(params.network, batch, target, takes_targets=params.get("loss_fn") is None)
-        except Exception as error:  # whatever torch.export may raise: the checkpoint is what counts
+        except Exception as error:  # torch.export may raise anything; the checkpoint is written already
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             logger.warning("the network could not be exported to %s: %s: %s", target, type(error).__name__, first_line)
 
@@ -146,7 +146,7 @@ class OnRequestExit(SavingCallback):
 def export_network(network: nn.Module, batch: Any, target: Path, *, takes_targets: bool = False) -> None:
     """Write `network`, in evaluation mode and for inputs shaped like those of `batch`, to `target` (a ``.pt2`` file).
 
-    `target` appears whole or not at all. Raises whatever `torch.export` raises for networks that it cannot trace.
+    `target` appears whole or not at all. Raises what `torch.export` raises for networks that it cannot trace.
     """
     module = unwrap_module(network)
     parameter = next(module.parameters(), None)
@@ -174,7 +174,7 @@ def _signal_number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"sig={value!r} is a {type(value).__name__}; give a signal number such as signal.SIGTERM")
     if value not in signal.valid_signals() or value in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"sig={value!r} is no signal that a process can catch; give one such as signal.SIGTERM")
+        raise UsageError(f"sig={value!r} is not a signal that a process can catch; give one such as signal.SIGTERM")
     return int(value)
 
 

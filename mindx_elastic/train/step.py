@@ -275,7 +275,7 @@ class CustomStep:
 
 
 class OptimizerWatch:
-    """Notes whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
+    """Knows whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -350,7 +350,7 @@ def check_loss(loss: object) -> None:
 
 
 def detach(outputs: Any) -> Any:
-    """Cut the graph off, so that what callbacks keep does not hold the activations."""
+    """Drop the graph, so that what callbacks keep does not hold the activations."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
     if isinstance(outputs, (tuple, list)):
