@@ -1,4 +1,4 @@
-"""A plan, or why there is none, on a screen: for a person on call.
+"""A plan, or why there is none, on a screen: for somebody who has been woken up by it.
 
 The verdict comes first, then what it costs, then who reads what; ranks that do the same share a line, so that 16,384 of
 them fit on a screen. Everything in full is in ``--json``.

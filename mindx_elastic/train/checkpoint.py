@@ -73,15 +73,15 @@ class CheckpointConfig:
     """Accepted; it has no effect without a key."""
     exception_save: bool = False
     """Also save the last boundary when an exception ends the training."""
-    final_save: bool = True
-    """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
-    saves the end as a periodic file either way."""
     crc_check: bool = False
     """Accepted; every tensor carries a digest either way."""
     remove_redundancy: bool = False
     """Accepted; every rank still writes a full copy, and a warning says so once."""
     map_param_inc: bool = False
     """Accepted; it concerns MindSpore's hash tables."""
+    final_save: bool = True
+    """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
+    saves the end as a periodic file either way."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         names = [field.name for field in fields(cls)]

@@ -33,6 +33,13 @@ def test_defaults_are_those_of_mindspore() -> None:
     assert CheckpointConfig(7, 0, 3) == CheckpointConfig(save_checkpoint_steps=7, keep_checkpoint_max=3)
 
 
+def test_positions_mean_what_they_mean_in_version_0_1() -> None:
+    """Options that came later stand behind ``map_param_inc``."""
+    config = CheckpointConfig(1, 0, 5, 0, True, False, None, None, None, "AES-GCM", False, True, True, True)
+    assert config == CheckpointConfig(crc_check=True, remove_redundancy=True, map_param_inc=True)
+    assert config.final_save
+
+
 def test_seconds_count_when_steps_are_left_alone() -> None:
     config = CheckpointConfig(save_checkpoint_seconds=30)
     assert (config.steps, config.seconds) == (0, 30.0)
