@@ -353,6 +353,8 @@ def detach(outputs: Any) -> Any:
     """Drop the graph, so that what callbacks keep does not hold the activations."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(detach(value) for value in outputs))
     if isinstance(outputs, (tuple, list)):
         return type(outputs)(detach(value) for value in outputs)
     if isinstance(outputs, dict):
