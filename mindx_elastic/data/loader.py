@@ -95,7 +95,7 @@ class ResumableLoader(DataLoader[Any]):
         self.per_sample_seed = per_sample_seed
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
-        self._told_padding = False
+        self._warned_of_padding = False
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -141,7 +141,7 @@ class ResumableLoader(DataLoader[Any]):
         try:
             self._settings = self._current_settings()
             plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
-            self._tell_padding(plan)
+            self._warn_of_padding(plan)
             opened = self._engine.open(self._build, persistent=self.persistent_workers)
         except BaseException:
             cursor.abandon()
@@ -230,9 +230,9 @@ class ResumableLoader(DataLoader[Any]):
             persistent=self.persistent_workers,
         )
 
-    def _tell_padding(self, plan: EpochPlan) -> None:
-        if plan.padding and not self._told_padding:
-            self._told_padding = True
+    def _warn_of_padding(self, plan: EpochPlan) -> None:
+        if plan.padding and not self._warned_of_padding:
+            self._warned_of_padding = True
             logger.warning(
                 "%d samples do not divide evenly over %d ranks with batch size %d: the last step of each epoch repeats "
                 "%d of them. drop_last=True drops the remainder instead",

@@ -1,4 +1,4 @@
-"""Where a loader is in its data: the bookkeeping that both loaders share, and the protocol that they offer."""
+"""The position of a loader in its data, and the protocol of loaders that have one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = [
 
 @runtime_checkable
 class PositionedLoader(Protocol):
-    """A loader that can say where it is and go on from there. Called from the training thread only.
+    """A loader that knows its position and can continue from one. Called from the training thread only.
 
     `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the first batch
     has not been fetched (also when no batch is left). Random number streams are restored there, not earlier.
@@ -48,8 +48,8 @@ class PositionedLoader(Protocol):
 class Cursor:
     """The position of the newest iteration, or of the next one while none has begun.
 
-    `pending` says that the next iteration starts at this very position; otherwise it starts at the next
-    epoch. `live` says that an iteration is under way (its iterator is neither exhausted nor dropped).
+    `pending`: the next iteration starts at this position; otherwise it starts at the next epoch. `live`: an iteration
+    is under way (its iterator is neither exhausted nor dropped).
     """
 
     epoch: int = 1

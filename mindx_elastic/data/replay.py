@@ -74,7 +74,7 @@ class ReplayLoader:
         self.seed = whole_number("seed", seed)
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
-        # A subclass with its own __iter__ decides by itself what a batch is; it can only be consumed.
+        # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
@@ -233,8 +233,7 @@ class ReplayLoader:
             "sampler": getattr(self.loader, "sampler", None),
             "batch_sampler": batch_sampler,
             "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-            # A map-style data set is loaded from at its own pace, ahead of the position, so noting it would
-            # not help.
+            # The state of a map-style data set runs ahead of the position, because batches are prefetched.
             "dataset": getattr(self.loader, "dataset", None) if self._skipper is None else None,
         }
         return {name: part for name, part in parts.items() if part is not None}

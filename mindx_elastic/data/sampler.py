@@ -144,8 +144,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         return self.plan().num_batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        # Not itself a generator: torch may ask for the first batch long after `iter`, when the cursor has
-        # moved.
+        # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.
         cursor = self.cursor
         plan = self.plan(cursor.samples, finished=cursor.finished)
         return self._batches(plan, self.ranks()[0], cursor.epoch)

@@ -128,8 +128,7 @@ def _start_resource_tracker(loader: Any) -> None:
 
 @contextmanager
 def _without_fork_warning() -> Iterator[None]:
-    # Python 3.12 warns when a process with threads forks, and torch alone starts threads. The workers do
-    # not use them.
+    # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not use them.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
         yield
@@ -165,9 +164,8 @@ class WorkerSet:
             return
         self._ended = True
         _open_sets.discard(self)
-        first = (
-            iterator is not None and not iterator._shutdown
-        )  # before torch itself, which ends them after the last batch
+        # Whether torch itself, which ends the workers after the last batch, has not done so yet.
+        first = iterator is not None and not iterator._shutdown
         if first:
             iterator._shutdown = True  # torch's own way, run when the iterator is freed, now finds nothing to do
         if self._owner != os.getpid():

@@ -71,9 +71,9 @@ class SaveClock:
             return False
         if self._rank == 0:
             due, self._check_at = self._decide(step)
-            self._tell(step, due)
+            self._publish(step, due)
             return due
-        return self._hear(step)
+        return self._read(step)
 
     def _decide(self, step: int) -> tuple[bool, int]:
         now = self._now()
@@ -88,7 +88,7 @@ class SaveClock:
             return due, step + 1  # alone, a look at the clock costs nothing
         return due, next_check(step, remaining_s=remaining_s, step_s=step_s)
 
-    def _tell(self, step: int, due: bool) -> None:
+    def _publish(self, step: int, due: bool) -> None:
         if self._store is None:
             return
         try:
@@ -100,7 +100,7 @@ class SaveClock:
             self._give_up(error)
         self._checks += 1
 
-    def _hear(self, step: int) -> bool:
+    def _read(self, step: int) -> bool:
         assert self._store is not None
         try:
             self._store.wait([str(self._checks)], _TIMEOUT)

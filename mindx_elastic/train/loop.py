@@ -59,7 +59,7 @@ class EpochLoss:
 
     # After an exception behind the update the state may be the coming boundary, if it is known what still has to change
     # (see `capture.update_window`). So each value here changes on one side of the update only: the hooks are pending
-    # from the step's begin, `outputs` stays when they have run, and a new epoch's sum shows with its first loss.
+    # from the begin of the step, `outputs` stays when they have run, and a new epoch's sum starts with its first loss.
 
     def begin_step(self) -> None:
         """A boundary from now on is one whose hooks are still to be run."""
@@ -112,7 +112,7 @@ class EpochLoss:
         self._begins_anew = False
         self._metrics.load_state_dict(state["metrics"])
         outputs = state.get("outputs")
-        self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not say
+        self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not have it
         self.outputs = outputs.to(self._device) if isinstance(outputs, Tensor) else outputs
 
 
@@ -211,7 +211,7 @@ class TrainLoop:
 
     @contextmanager
     def _noted_before_the_update(self) -> Iterator[None]:
-        """The default step tells its loss before it updates: then an exception in what follows does not cost it."""
+        """Let the default step report its loss before it updates: an exception after that does not lose it."""
         step = self.model.step
         if not isinstance(step, TrainOneStep):
             yield

@@ -161,7 +161,7 @@ class MetricSet:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics: dict[str, SumMetric | ObjectMetric] = {name: _build(spec) for name, spec in _named(metrics)}
-        self._told = False
+        self._warned = False
 
     def clear(self) -> None:
         for metric in self.metrics.values():
@@ -181,8 +181,8 @@ class MetricSet:
                 total = all_sum(torch.stack([metric.sums.to(device) for metric in summed]))
                 for metric, sums in zip(summed, total, strict=True):
                     metric.sums = sums.clone()
-            if len(summed) < len(self.metrics) and not self._told:
-                self._told = True
+            if len(summed) < len(self.metrics) and not self._warned:
+                self._warned = True
                 logger.warning("metrics that are objects of your own count this rank's samples only")
         return {name: metric.eval() for name, metric in self.metrics.items()}
 

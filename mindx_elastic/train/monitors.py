@@ -14,7 +14,7 @@ from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
 
 __all__ = ["LossMonitor", "ProgressDisplay", "TimeMonitor", "loss_value"]
 
-_LOOK_S = 0.25  # reading the loss waits for the device, so the display does it this often and not every step
+_LOOK_S = 0.25  # between two looks at the loss, which wait for the device
 _LINE_S = 10.0
 
 

@@ -206,7 +206,7 @@ class TrainOneStep:
     """Takes all batches of an accumulation window at once."""
 
     on_loss: Callable[[Tensor | None], None] | None = None
-    """Set by the loop: is told the window's loss right before the update."""
+    """Set by the loop: called with the window's loss right before the update."""
 
     def __init__(self, model: ModelParts) -> None:
         self.model = model
@@ -275,7 +275,7 @@ class CustomStep:
 
 
 class OptimizerWatch:
-    """Knows whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
+    """Records whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
