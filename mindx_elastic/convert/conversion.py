@@ -20,15 +20,7 @@ from typing import TYPE_CHECKING, Any
 from mindx_elastic.convert import dcp, mindspore_file, ours, torch_file
 from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name
 from mindx_elastic.convert.mapped import Scratch
-from mindx_elastic.convert.state import (
-    MODEL,
-    components_of,
-    flat_tensors,
-    num_tensors,
-    plain_values,
-    resolved,
-    select,
-)
+from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
 from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
 from mindx_elastic.persist.storage import TEMP_SUFFIX, fsync_dir, publish
@@ -130,8 +122,8 @@ def _read_ours(request: Request, scratch: Scratch) -> _Content:
 
 
 def _foreign(request: Request, content: Any) -> _Content:
-    chosen = select(components_of(content, str(request.source), request.component), request.everything)
-    return _Content(chosen, None, [])
+    found = components_of(content, str(request.source), request.component)
+    return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [])
 
 
 def _read_dcp(request: Request, scratch: Scratch) -> _Content:

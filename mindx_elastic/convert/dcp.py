@@ -12,7 +12,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,9 @@ class _Reader:
         if not isinstance(dtype, Name) or dtype.module != "torch":
             raise ValueError(f"{name!s:.80} without a type")
         kind = parse_dtype(dtype.name)
-        chunks = [self._chunk(name, chunk, shape, places) for chunk in _list(fields.get("chunks"))]
+        if type(fields.get("chunks")) is not list:
+            raise ValueError(f"{name!s:.80} without chunks")
+        chunks = [self._chunk(name, chunk, shape, places) for chunk in fields["chunks"]]
         _check_chunks(name, shape, chunks, kind)
         return Later(lambda: self._whole(name, shape, kind, chunks))
 
@@ -244,12 +246,6 @@ def _table(value: Any) -> Table:
     if not isinstance(value, Table):
         raise ValueError("a table is missing")
     return value
-
-
-def _list(value: Any) -> Iterator[Any]:
-    if type(value) is not list:
-        raise ValueError("a list is missing")
-    return iter(value)
 
 
 def _number(value: Any) -> int:

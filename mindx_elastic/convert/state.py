@@ -11,7 +11,7 @@ import torch
 
 from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, UsageError
 
-__all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved", "select"]
+__all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved"]
 
 MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
@@ -38,7 +38,7 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
         raise UsageError(f"{where} holds a {type(content).__name__}; convert takes a state dict, or a dict of several")
     if component is not None:
         if not isinstance(content.get(component), Mapping):
-            raise UsageError(f"{where}: {_no_component(component, content)}")
+            raise UsageError(f"{where}: no component {component!r}; there are {_listed(content) or 'none'}")
         names: list[str] = [component]
     else:
         names = [name for name in _MODEL_NAMES if isinstance(content.get(name), Mapping)]
@@ -53,15 +53,6 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
 def _listed(content: Mapping[Any, Any]) -> str:
     names = [str(name)[:60] for name in content]
     return ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")
-
-
-def _no_component(component: str, content: Mapping[Any, Any]) -> str:
-    return f"no component {component!r}; there are {_listed(content) or 'none'}"
-
-
-def select(components: dict[str, Any], everything: bool) -> dict[str, Any]:
-    """All components, or the model alone."""
-    return components if everything else {MODEL: components[MODEL]}
 
 
 def resolved(value: Any, depth: int = 0) -> Any:

@@ -18,14 +18,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from mindx_elastic.data.permutation import mix
 
-__all__ = [
-    "SeededDataset",
-    "as_collated",
-    "capture_streams",
-    "preserved_streams",
-    "restore_streams",
-    "seed_streams",
-]
+__all__ = ["SeededDataset", "as_collated", "capture_streams", "preserved_streams", "restore_streams", "seed_streams"]
 
 _COLLATE = 3
 
