@@ -30,14 +30,14 @@ START_TIMEOUT_S = 1800.0
 
 @dataclass
 class Policies:
-    """Everything that the callbacks ask of the guard."""
+    """The policies of all callbacks: what they want of the guard."""
 
     exits: list[ExitPolicy] = field(default_factory=list)
     periodic: list[PeriodicPolicy] = field(default_factory=list)
 
     @property
     def directory(self) -> Path | None:
-        """Folder of the run (events): that of the first policy. None: nobody asks for anything."""
+        """Folder of the run (events): that of the first policy. None: no callback has a policy."""
         found = [p.directory for p in self.exits] + [p.directory for p in self.periodic]
         return found[0] if found else None
 
