@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
@@ -106,7 +106,10 @@ def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
     try:
         _start_resource_tracker(loader)
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
-        with _without_fork_warning():
+        with warnings.catch_warnings():
+            # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not
+            # use them.
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             iterator: Iterator[Any] = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -124,14 +127,6 @@ def _start_resource_tracker(loader: Any) -> None:
         context = getattr(loader, "multiprocessing_context", None) or torch.multiprocessing
         if context.get_start_method() != "fork":
             resource_tracker.ensure_running()
-
-
-@contextmanager
-def _without_fork_warning() -> Iterator[None]:
-    # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not use them.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        yield
 
 
 class WorkerSet:

@@ -33,11 +33,9 @@ __all__ = [
     "OptimizerWatch",
     "TrainOneStep",
     "batch_size",
-    "check_loss",
     "detach",
     "evaluation_mode",
     "forward",
-    "loss_of_output",
     "move_batch",
     "network_arguments",
     "split_batch",
@@ -219,7 +217,7 @@ class TrainOneStep:
         for index, batch in enumerate(batches):
             with self._no_sync(last=index == len(batches) - 1):
                 loss = self.compute_loss(batch)
-                check_loss(loss)
+                _check_loss(loss)
                 if len(batches) > 1:
                     loss = loss / len(batches)
                 self.backward(loss)
@@ -300,7 +298,7 @@ class OptimizerWatch:
         self.stepped = True
 
 
-def loss_of_output(output: Any) -> Tensor:
+def _loss_of_output(output: Any) -> Tensor:
     """The loss that a network returned by itself: a tensor, ``.loss``, ``["loss"]``, or the first item of a tuple."""
     if isinstance(output, Tensor):
         return output
@@ -321,7 +319,7 @@ def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, A
         if model.loss_fn is None:
             args, kwargs = network_arguments(batch, takes_targets=True)
             outputs = network(*args, **kwargs)
-            return loss_of_output(outputs), outputs, None
+            return _loss_of_output(outputs), outputs, None
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
@@ -339,7 +337,7 @@ def evaluation_mode(network: nn.Module) -> Iterator[None]:
             module.training = mode
 
 
-def check_loss(loss: object) -> None:
+def _check_loss(loss: object) -> None:
     """Raise UsageError unless `loss` is a scalar tensor."""
     if not isinstance(loss, Tensor):
         raise UsageError(f"the loss is a {type(loss).__name__}; loss_fn must return a scalar tensor")
