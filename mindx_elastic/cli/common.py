@@ -45,7 +45,7 @@ JSON_SCHEMA = 1
 
 PathArgument = Annotated[
     Path,
-    # readable=False: not that it should be, but `is_folder` says what is wrong in one line, and the same for all cases
+    # readable=False: `is_folder` checks that, with one message of one line for all cases
     typer.Argument(
         metavar="PATH",
         help="A checkpoint directory, a rank folder, or one file.",
@@ -91,8 +91,7 @@ def _nearest(path: Path) -> str:
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console on today's stdout or stderr, unlimited in width where nobody looks at it through a
-    terminal."""
+    """A console on today's stdout or stderr, of unlimited width where it is not a terminal."""
     stream = sys.stderr if stderr else sys.stdout
     wide = not stream.isatty() and not os.environ.get("COLUMNS", "").isdigit()
     return Console(file=stream, width=_PIPE_WIDTH if wide else None, highlight=False, markup=False, emoji=False)

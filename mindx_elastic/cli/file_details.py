@@ -77,7 +77,7 @@ def _parts(header: Header) -> list[dict[str, Any]]:
 def _contents(tree: Any) -> tuple[list[str], int]:
     """Names of the tensors that a tree refers to, tied ones once, and how many values it holds itself.
 
-    The tags are those of `mindx_elastic.persist.values`. A stack instead of recursion: the file decides how deep it is.
+    The tags are those of `mindx_elastic.persist.flatten`. A stack, not recursion: the file decides the depth.
     """
     names: dict[str, None] = {}
     num_values = 0
@@ -116,7 +116,7 @@ def print_file(console: Console, details: dict[str, Any]) -> None:
 def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
     try:
         created = f"{datetime.fromtimestamp(details['created']).astimezone():%Y-%m-%d %H:%M:%S %z}"
-    except (OverflowError, ValueError, OSError):  # a header may say anything
+    except (OverflowError, ValueError, OSError):  # a header may hold any number
         created = "at a time that no calendar has"
     age = human_age(time.time() - details["created"])
     reason = details["kind"] if details["reason"] == details["kind"] else f"{details['kind']}: {details['reason']}"

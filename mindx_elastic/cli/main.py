@@ -79,7 +79,7 @@ def main() -> None:
     from mindx_elastic.errors import MindxError
 
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a reason or a file name that the locale cannot show is no crash
+        if isinstance(stream, io.TextIOWrapper):  # for text that the locale cannot show
             stream.reconfigure(errors="backslashreplace")
     try:
         app()

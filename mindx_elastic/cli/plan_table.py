@@ -26,7 +26,6 @@ from mindx_elastic.plan.facts import RankPlan, Refusal, Rejected, ResumePlan
 __all__ = ["explain", "print_explanation", "print_nothing", "print_plan", "print_refusal", "rank_ranges"]
 
 _MAX_ROWS = 12
-_MAX_RUNS = 8
 _KEY_WIDTH = 9
 _COLUMNS = ("ranks", "read", "each", "from")
 _RANK_FOLDER = re.compile(r"rank_\d+")
@@ -115,7 +114,7 @@ def _when(created: float, now: float) -> str:
     age = age if age == "in future" else f"{age} ago"
     try:
         return f"{datetime.fromtimestamp(created, tz=timezone.utc):%Y-%m-%d %H:%M:%S} UTC, {age}"
-    except (OverflowError, ValueError, OSError):  # a header may say anything
+    except (OverflowError, ValueError, OSError):  # a header may hold any number
         return f"at a time that no calendar has ({created:g})"
 
 
@@ -299,7 +298,7 @@ def _class_lines(each: dict[str, Any]) -> list[str]:
         lines[-1] += ", and a file of every rank that holds one"
     for part in reduced[:_MAX_ROWS]:
         lost = [rank for rank in part["held_by"] if rank not in part["read_from"]]
-        source = f"read from {_of_ranks(part['read_from'])}" if part["read_from"] else "nobody needs it"
+        source = f"read from {_of_ranks(part['read_from'])}" if part["read_from"] else "not needed by any rank"
         lines.append(f"    part {part['part'] + 1}: no usable file of {_of_ranks(lost)}, {source}")
     if len(reduced) > _MAX_ROWS:
         lines.append(f"    and {len(reduced) - _MAX_ROWS} parts more with fewer copies (--json lists them)")

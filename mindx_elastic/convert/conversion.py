@@ -1,28 +1,29 @@
-"""One checkpoint from one format into another: read what is wanted, then write it under a name of its own."""
+"""Converts one checkpoint from one format into another.
+
+The destination is written under another name in the same folder, then renamed: it appears whole or not at all, and
+without ``--force`` nothing is replaced.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mindx_elastic.convert import dcp, mindspore_file, ours, torch_file
-from mindx_elastic.convert.destination import check_destination, new_file, new_folder
 from mindx_elastic.convert.kinds import KINDS, find_kind, kind_of_name
 from mindx_elastic.convert.mapped import Scratch
-from mindx_elastic.convert.state import (
-    MODEL,
-    components_of,
-    flat_tensors,
-    num_tensors,
-    plain_values,
-    resolved,
-    select,
-)
-from mindx_elastic.errors import UsageError
+from mindx_elastic.convert.state import MODEL, components_of, flat_tensors, num_tensors, plain_values, resolved
+from mindx_elastic.errors import SaveError, UsageError
 from mindx_elastic.persist.catalog import rank_of_folder
+from mindx_elastic.persist.storage import TEMP_SUFFIX, fsync_dir, publish
 
 if TYPE_CHECKING:
     from mindx_elastic.core.strategy import Strategy
@@ -33,7 +34,7 @@ __all__ = ["Request", "Result", "convert"]
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is asked for. Raises UsageError for parts that do not go together."""
+    """The arguments of one conversion. Raises UsageError for wrong ones."""
 
     source: Path
     destination: Path
@@ -42,11 +43,12 @@ class Request:
     destination_kind: str | None = None
     """None: by the destination's name."""
     component: str | None = None
-    """Of several things in the source the one that is the model."""
+    """Name of the model where the source holds several components."""
     everything: bool = False
     """Keep the optimizer and the rest."""
     step: int | None = None
-    """Which step of ours, or of several in MindSpore's rank folders; to ours also the number that the file gets."""
+    """The step to read, of this package's files or of MindSpore's rank folders; to mindx from other formats, the step
+    number that the file gets."""
     epoch: int | None = None
     strategy: Path | None = None
     """How ``rank_*/`` files of MindSpore are laid out."""
@@ -63,7 +65,7 @@ class Request:
 
 @dataclass
 class Result:
-    """What was done."""
+    """What a conversion did."""
 
     source_kind: str
     destination_kind: str
@@ -74,7 +76,7 @@ class Result:
     epoch: int
     component: str
     notes: list[str] = field(default_factory=list)
-    """For people: what was left out or is doubtful."""
+    """Lines to print: what was left out or is doubtful."""
 
 
 @dataclass
@@ -86,7 +88,10 @@ class _Content:
 
 
 def convert(request: Request) -> Result:
-    """Do it. Raises UsageError, UnsupportedStateError, or a CheckpointError; the destination is untouched then."""
+    """Convert a checkpoint.
+
+    Raises UsageError, UnsupportedStateError or a CheckpointError; the destination is untouched then.
+    """
     kind = request.source_kind or find_kind(request.source)
     target = request.destination_kind or kind_of_name(request.destination)
     if target == "mindspore" and request.everything:
@@ -99,7 +104,7 @@ def convert(request: Request) -> Result:
         raise UsageError("--step is for checkpoints of this package, as source or destination, and rank folders")
     if request.strategy is not None and kind != "mindspore":
         raise UsageError(f"--strategy is for rank folders of MindSpore; {request.source} is {kind}")
-    check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
+    _check_destination(request.destination, source=request.source, folder=target == "dcp", force=request.force)
     content = _READERS[kind](request, Scratch(request.destination.absolute().parent))
     step, epoch = _step_and_epoch(request, content.info)
     result = Result(kind, target, 0, 0, step, epoch, request.component or MODEL, content.notes)
@@ -117,8 +122,8 @@ def _read_ours(request: Request, scratch: Scratch) -> _Content:
 
 
 def _foreign(request: Request, content: Any) -> _Content:
-    chosen = select(components_of(content, str(request.source), request.component), request.everything)
-    return _Content(chosen, None, [])
+    found = components_of(content, str(request.source), request.component)
+    return _Content(found if request.everything else {MODEL: found[MODEL]}, None, [])
 
 
 def _read_dcp(request: Request, scratch: Scratch) -> _Content:
@@ -144,7 +149,7 @@ def _read_mindspore(request: Request, scratch: Scratch) -> _Content:
         tensors, notes = mindspore_file.read_shards(path, _load_strategy(request.strategy), scratch, request.step)
         return _Content({MODEL: tensors}, None, notes)
     if request.strategy is not None:
-        raise UsageError(f"{path} has no rank_*/ folders that --strategy could speak of")
+        raise UsageError(f"{path} has no rank_*/ folders for --strategy to describe")
     return _Content({MODEL: mindspore_file.read_plain(path)}, None, [])
 
 
@@ -180,21 +185,21 @@ def _write(request: Request, target: str, content: _Content, result: Result) -> 
         if others:
             result.notes.append(f"left out, no tensors: {', '.join(others[:8])}{' ...' if len(others) > 8 else ''}")
         result.num_tensors, result.nbytes = num_tensors(tensors)
-        with new_file(path, force=request.force) as temp:
+        with _new_file(path, force=request.force) as temp:
             result.notes += mindspore_file.write_plain(temp, tensors)
         return
     if target == "mindx":
-        with new_file(path, force=request.force) as temp:
+        with _new_file(path, force=request.force) as temp:
             ours.write_ours(temp, state, _info(request, content, result))
         return
     plain = plain_values(state if request.everything else state[MODEL], "state" if request.everything else MODEL)
     if target == "torch":
-        with new_file(path, force=request.force) as temp:
+        with _new_file(path, force=request.force) as temp:
             torch_file.write_torch_file(temp, plain)
         return
     if not isinstance(plain, Mapping):
-        raise UsageError(f"{request.source}: the model is no dictionary; DCP stores nothing else")
-    with new_folder(path) as temp:
+        raise UsageError(f"{request.source}: the model is not a dictionary; DCP stores nothing else")
+    with _new_folder(path) as temp:
         dcp.write_dcp(temp, plain)
 
 
@@ -206,3 +211,95 @@ def _info(request: Request, content: _Content, result: Result) -> CheckpointInfo
         same = {name: getattr(content.info, name) for name in ("step_in_epoch", "batch_num")}
         info = dataclasses.replace(info, **same)
     return info
+
+
+# --- the destination ---
+
+
+def _check_destination(path: Path, *, source: Path, folder: bool, force: bool) -> None:
+    """Raises UsageError where `path` may not be written."""
+    if not path.name or path.name in (".", ".."):
+        raise UsageError(f"{path}: give the name of the file or folder to make")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path.parent} is no folder; make it first")
+    with contextlib.suppress(OSError):
+        if path.exists() and os.path.samefile(path, source):
+            raise UsageError(f"{path} is the source")
+    if not os.path.lexists(path):
+        return
+    is_folder = path.is_dir() and not path.is_symlink()
+    if folder and not is_folder:
+        raise UsageError(f"{path} is a file; a DCP checkpoint is a folder")
+    if not folder and is_folder:
+        raise UsageError(f"{path} is a folder; give the name of a file")
+    if folder and os.listdir(path) and not (path / dcp.METADATA).is_file():
+        raise UsageError(f"{path} is a folder with other things than a DCP checkpoint; it is never replaced")
+    if not force and not (folder and not os.listdir(path)):
+        raise UsageError(f"{path} exists; give --force to replace it")
+
+
+def _temp(path: Path) -> Path:
+    return path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}{TEMP_SUFFIX}")
+
+
+@contextmanager
+def _new_file(path: Path, *, force: bool) -> Iterator[Path]:
+    """A name to write to; it becomes `path` when the block ends well, and is deleted when not. Raises SaveError."""
+    temp = _temp(path)
+    try:
+        yield temp
+        fd = os.open(temp, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if force:
+            publish(temp, path)
+        else:
+            _publish_new(temp, path)
+        fsync_dir(path.parent)
+    except (OSError, RuntimeError) as error:
+        raise _save_error(path, error) from error
+    finally:
+        temp.unlink(missing_ok=True)
+
+
+def _publish_new(temp: Path, path: Path) -> None:
+    """Another process may have made `path` since the check."""
+    try:
+        os.link(temp, path, follow_symlinks=False)
+    except FileExistsError:
+        raise UsageError(f"{path} has appeared meanwhile; nothing was overwritten") from None
+    except OSError:  # no hard links there
+        publish(temp, path)
+
+
+@contextmanager
+def _new_folder(path: Path) -> Iterator[Path]:
+    """As `_new_file`; a folder that was there is replaced at the end and deleted."""
+    temp, old = _temp(path), _temp(path)
+    try:
+        os.mkdir(temp)
+        yield temp
+        fsync_dir(temp)
+        if path.exists():
+            os.rename(path, old)
+        try:
+            os.rename(temp, path)
+        except OSError:
+            if old.exists():
+                os.rename(old, path)
+            raise
+        fsync_dir(path.parent)
+    except (OSError, RuntimeError) as error:
+        raise _save_error(path, error) from error
+    finally:
+        for left in (temp, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _save_error(path: Path, error: Exception) -> Exception:
+    if isinstance(error, SaveError | UsageError):
+        return error
+    text = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return SaveError(f"{path}: cannot be written: {text}; what was there before is untouched", path=path)

@@ -1,8 +1,8 @@
 """Directories of ``torch.distributed.checkpoint``, written by any number of ranks.
 
-``.metadata`` says of each tensor its size, and of each of its chunks where it lies in the whole and in which file;
-every chunk, and every value that is no tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
-`inert_pickle`, the rest with ``weights_only=True``: nothing of such a directory is ever run. Written with torch's own
+``.metadata`` gives the size of each tensor, and of each of its chunks the offset in the tensor and the file; every
+chunk, and every value other than a tensor, is a ``torch.save`` of its own. The metadata is a pickle and is read by
+`inert_pickle`, the rest with ``weights_only=True``: no code of such a directory is ever run. Written with torch's own
 writer.
 """
 
@@ -12,7 +12,7 @@ import io
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from mindx_elastic.convert.inert_pickle import Made, Name, Table, read_inert
-from mindx_elastic.convert.mapped import Scratch, open_regular
+from mindx_elastic.convert.mapped import Scratch, open_source
 from mindx_elastic.convert.state import Later
 from mindx_elastic.convert.torch_file import load_weights
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError
@@ -38,7 +38,7 @@ _Size = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Place:
-    """Where one chunk, or one value, lies."""
+    """The file and the bytes of one chunk, or of one value."""
 
     file: str
     offset: int
@@ -56,7 +56,7 @@ def read_dcp(path: Path, scratch: Scratch) -> dict[str, Any]:
     """The nested state, with a `Later` for every leaf. Raises CorruptCheckpointError, ForeignCheckpointError."""
     file = path / METADATA
     try:
-        with open(open_regular(file), "rb") as stream:
+        with open(open_source(file), "rb") as stream:
             data = stream.read(_MAX_METADATA_BYTES + 1)
         if len(data) > _MAX_METADATA_BYTES:
             raise ValueError(f"more than {_MAX_METADATA_BYTES:,} bytes")
@@ -100,7 +100,7 @@ class _Reader:
             if type(name) is not str or type(file) is not str:
                 raise ValueError("storage data without a name")
             if file in ("", ".", "..") or "/" in file or "\0" in file:
-                raise ValueError(f"{name!s:.80} lies in {file!s:.80}, which is outside of the directory")
+                raise ValueError(f"{name!s:.80} is in {file!s:.80}, which is outside of the directory")
             if info.get("transform_descriptors"):
                 raise ForeignCheckpointError(
                     f"{self.path}: {name!s:.80} is packed or encrypted; save without extensions"
@@ -118,7 +118,9 @@ class _Reader:
         if not isinstance(dtype, Name) or dtype.module != "torch":
             raise ValueError(f"{name!s:.80} without a type")
         kind = parse_dtype(dtype.name)
-        chunks = [self._chunk(name, chunk, shape, places) for chunk in _list(fields.get("chunks"))]
+        if type(fields.get("chunks")) is not list:
+            raise ValueError(f"{name!s:.80} without chunks")
+        chunks = [self._chunk(name, chunk, shape, places) for chunk in fields["chunks"]]
         _check_chunks(name, shape, chunks, kind)
         return Later(lambda: self._whole(name, shape, kind, chunks))
 
@@ -142,7 +144,7 @@ class _Reader:
                 problem = f"{self.path}: {name}: {found} instead of {dtype} {list(chunk.sizes)}"
                 raise CorruptCheckpointError(problem, path=self.path, tensor=name)
             if part.layout is not torch.strided or part.is_quantized:
-                raise ForeignCheckpointError(f"{self.path}: {name} is no plain dense tensor", path=self.path)
+                raise ForeignCheckpointError(f"{self.path}: {name} is not a plain dense tensor", path=self.path)
             part = part.detach()
             if whole is None:
                 whole = self.scratch.empty(shape, dtype)
@@ -157,7 +159,7 @@ class _Reader:
 
     def _load(self, name: str, place: _Place) -> Any:
         path = self.path / place.file
-        with open(open_regular(path), "rb") as file:
+        with open(open_source(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
             if place.offset + place.length > size:
                 problem = f"{path}: {name} should end at byte {place.offset + place.length}, the file has {size}"
@@ -168,7 +170,7 @@ class _Reader:
 
 
 def _check_chunks(name: str, shape: _Size, chunks: list[_Chunk], dtype: torch.dtype) -> None:
-    """That they fill the tensor, each place once, and that their files are large enough to hold them."""
+    """Raise ValueError unless the chunks fill the tensor, without overlap, and fit into their files."""
     filled = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     for chunk in filled:
         if math.prod(chunk.sizes) * dtype.itemsize > chunk.place.length:
@@ -246,12 +248,6 @@ def _table(value: Any) -> Table:
     return value
 
 
-def _list(value: Any) -> Iterator[Any]:
-    if type(value) is not list:
-        raise ValueError("a list is missing")
-    return iter(value)
-
-
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r:.80} where a number of bytes should be")
@@ -272,5 +268,5 @@ def write_dcp(temp: Path, state: Mapping[str, Any]) -> None:
     from torch.distributed.checkpoint import FileSystemWriter, save
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process is meant
+        warnings.simplefilter("ignore")  # torch warns that there is one process; that is intended
         save(dict(state), storage_writer=FileSystemWriter(temp), no_dist=True)

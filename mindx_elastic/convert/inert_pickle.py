@@ -1,4 +1,4 @@
-"""What a pickle says, without doing any of it.
+"""Reads a pickle as data, without running any of it.
 
 ``.metadata`` of a DCP checkpoint is a pickle. An unpickler, also one that admits only some classes, looks names up and
 calls what it finds. Here a name stays a name and a call stays a note of the call: nothing is imported, nothing is
@@ -29,7 +29,7 @@ _IGNORED = {"PROTO", "FRAME"}
 
 @dataclass(frozen=True)
 class Name:
-    """A class or a function that the pickle speaks of: ``torch.Size`` is Name("torch", "Size")."""
+    """A class or a function that the pickle names: ``torch.Size`` is Name("torch", "Size")."""
 
     module: str
     name: str
@@ -45,9 +45,9 @@ class Table:
     pairs: list[tuple[Any, Any]] = field(default_factory=list)
 
     def by_text(self) -> dict[str, Any]:
-        """As a real one. Raises ValueError where a key is no text."""
+        """As a dict. Raises ValueError where a key is not a string."""
         if not all(type(key) is str for key, _ in self.pairs):
-            raise ValueError("a key that is no text")
+            raise ValueError("a key that is not a string")
         return dict(self.pairs)
 
 
@@ -61,7 +61,7 @@ class Made:
     """What its ``__setstate__`` would have been given."""
 
     def fields(self) -> dict[str, Any]:
-        """Attributes by name. Raises ValueError where the state is not such."""
+        """The attributes by name. Raises ValueError where the state is not a dictionary."""
         if not isinstance(self.state, Table):
             raise ValueError(f"{self.called} without fields")
         return self.state.by_text()
@@ -70,7 +70,7 @@ class Made:
 def read_inert(data: bytes) -> Any:
     """The value that `data` describes, made of Python's plain values, lists, tuples, `Table`, `Made` and `Name`.
 
-    Raises ValueError for what is no pickle, and for operations that DCP's metadata has no use for.
+    Raises ValueError for a malformed pickle, and for operations that DCP's metadata does not use.
     """
     reader = _Reader()
     try:
@@ -131,7 +131,7 @@ class _Reader:
         elif name in ("REDUCE", "NEWOBJ"):
             called, arguments = self._take(2)
             if not isinstance(called, Name) or type(arguments) is not tuple:
-                raise ValueError("malformed pickle: a call of what is no name")
+                raise ValueError("malformed pickle: a call of something that is not a name")
             self.stack.append(Made(called, arguments))
         elif name == "BUILD":
             (state,) = self._take(1)
@@ -158,5 +158,5 @@ class _Reader:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("malformed pickle: a name that is no text")
+        raise ValueError("malformed pickle: a name that is not a string")
     return value

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from mindx_elastic.convert.dcp import METADATA
-from mindx_elastic.convert.mapped import open_regular
+from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.convert.mindspore_file import is_mindspore_ckpt
 from mindx_elastic.convert.torch_file import is_torch_file
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, NoUsableCheckpointError, UsageError
@@ -24,7 +24,7 @@ def find_kind(path: Path) -> str:
     """One of `KINDS`. Raises NoUsableCheckpointError where there is nothing of any kind."""
     if path.is_dir():
         return _kind_of_folder(path)
-    with open(open_regular(path), "rb") as file:
+    with open(open_source(path), "rb") as file:
         start = file.read(_SNIFF_BYTES)
     if is_torch_file(start):
         return "torch"

@@ -1,8 +1,8 @@
-"""Tensors that lie in files, so that a checkpoint may be larger than the memory of the machine that converts it.
+"""Tensors in mapped files, so that a checkpoint may be larger than the memory of the machine that converts it.
 
 A tensor of a safetensors file is a mapping of the file: its bytes are read when they are written elsewhere, and the
-kernel drops them when memory is short. A tensor that is put together from parts goes to a scratch file without a name
-beside the destination, for the same reason.
+kernel drops them when memory is short. A tensor that is assembled from parts goes to an unnamed scratch file beside
+the destination, for the same reason.
 
 Each tensor gets a storage of exactly its own bytes. One storage for the whole file would be simpler, and `torch.save`
 of a single tensor would then write all of it.
@@ -10,9 +10,9 @@ of a single tensor would then write all of it.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
-import stat
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,36 +20,35 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mindx_elastic.core.posix import open_regular
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, SaveError, StrPath
 from mindx_elastic.persist.direct_io import preallocate
 from mindx_elastic.persist.storage import check_free_space
 
-__all__ = ["MappedFile", "Scratch", "open_regular"]
+__all__ = ["MappedFile", "Scratch", "open_source"]
 
-_IN_MEMORY_BYTES = 1 << 20  # parts of small tensors are put together in memory: a mapping has its price
+_IN_MEMORY_BYTES = 1 << 20  # smaller tensors are assembled in memory: a mapping costs more
 
 
-def open_regular(path: StrPath) -> int:
-    """A descriptor for reading. A link that the user has named is followed; what is no file is refused.
+def open_source(path: StrPath) -> int:
+    """Open a file that the user has named for reading and return its descriptor. Follows a link.
 
-    Raises CheckpointError, also for a file that cannot be opened.
+    Raises CheckpointError when it cannot be opened, CorruptCheckpointError for a pipe, a device or a folder.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_regular(path, follow_link=True)
     except OSError as error:
+        if error.errno == errno.EINVAL:
+            raise CorruptCheckpointError(f"{path}: is not a regular file", path=path) from None
         raise CheckpointError(f"{path}: cannot be opened: {error.strerror}", path=path) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise CorruptCheckpointError(f"{path}: is not a regular file", path=path)
-    return fd
 
 
 class MappedFile:
-    """A file in the address space. What is written to its tensors stays in memory and never reaches the file."""
+    """A file mapped into memory. Writes to its tensors stay in memory and never reach the file."""
 
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
-        fd = open_regular(path)
+        fd = open_source(path)
         try:
             self.size = os.fstat(fd).st_size
             self._map = mmap.mmap(fd, self.size, access=mmap.ACCESS_COPY) if self.size else None
@@ -69,13 +68,13 @@ class MappedFile:
 
 
 class Scratch:
-    """Room for tensors that are put together, in files of `folder` that have no name and go away by themselves."""
+    """Makes room for assembled tensors, in unnamed files of `folder` that the kernel removes with the last user."""
 
     def __init__(self, folder: StrPath) -> None:
         self.folder = Path(folder)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised. Raises SaveError where the disk is full."""
+        """An uninitialised tensor. Raises SaveError where the disk is full."""
         nbytes = dtype.itemsize
         for size in shape:
             nbytes *= size
@@ -84,7 +83,7 @@ class Scratch:
         try:
             fd, name = tempfile.mkstemp(".mindx-tmp", ".convert.", self.folder)
             try:
-                # A write to a mapped page without a place on the disk would kill the process.
+                # A write to a mapped page that has no block on the disk would kill the process (SIGBUS).
                 if not preallocate(fd, nbytes):
                     check_free_space(self.folder, nbytes)
                     os.ftruncate(fd, nbytes)
@@ -93,6 +92,6 @@ class Scratch:
                 os.close(fd)
                 os.unlink(name)
         except (OSError, RuntimeError) as error:
-            message = f"{self.folder}: no room for a tensor of {nbytes:,} bytes that is put together there: {error}"
+            message = f"{self.folder}: no room to assemble a tensor of {nbytes:,} bytes there: {error}"
             raise SaveError(message, path=self.folder) from error
         return torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape))  # type: ignore[call-overload, no-any-return]

@@ -1,8 +1,8 @@
-"""Plain safetensors files: name -> tensor, as MindSpore writes them (and most others).
+"""Plain safetensors files, name -> tensor, as MindSpore and most other programs write them.
 
-Read: one file; a folder of files that hold different tensors; or ``rank_{r}/*.safetensors``, which a strategy says how
-to put together. A rank folder usually holds the files of several steps, ``{prefix}-{epoch}_{step}.safetensors``: one
-step is chosen for all ranks. Written: one file with whole tensors, a tensor at a time. Names are kept.
+Reads one file; a folder of files that hold different tensors; or ``rank_{r}/*.safetensors``, which it assembles by a
+strategy. A rank folder usually holds the files of several steps, ``{prefix}-{epoch}_{step}.safetensors``: one
+step is chosen for all ranks. Writes one file with whole tensors, one tensor at a time. Names are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 
 from mindx_elastic.convert.assemble import assemble
-from mindx_elastic.convert.mapped import MappedFile, Scratch, open_regular
+from mindx_elastic.convert.mapped import MappedFile, Scratch, open_source
 from mindx_elastic.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -102,7 +102,7 @@ class _Entry:
 def is_mindspore_ckpt(path: Path) -> bool:
     """Whether a file is what ``mindspore.save_checkpoint`` writes by default: a protobuf list of named values."""
     try:
-        with open(open_regular(path), "rb") as file:
+        with open(open_source(path), "rb") as file:
             start = file.read(16)
     except CheckpointError:
         return False
@@ -195,7 +195,7 @@ def _no_safetensors(path: Path, *folders: Path) -> UsageError:
 
 
 def _choose(folders: Mapping[int, list[Path]], step: int | None) -> tuple[dict[int, Path], list[str]]:
-    """One file of each rank, of one moment; and a note where there was a choice. Raises UsageError."""
+    """One file of each rank, all of one step, and a note where there was a choice. Raises UsageError."""
     if all(len(names) == 1 for names in folders.values()):
         return {rank: names[0] for rank, names in folders.items()}, []
     moments: dict[int, dict[tuple[int, int], Path]] = {}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever format it comes from: named components, one of which is the model."""
+"""The state in a checkpoint of any format: named components, one of which is the model."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import ForeignCheckpointError, UnsupportedStateError, UsageError
 
-__all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved", "select"]
+__all__ = ["MODEL", "Later", "components_of", "flat_tensors", "num_tensors", "plain_values", "resolved"]
 
 MODEL = "model"
 _MODEL_NAMES = (MODEL, "state_dict", "model_state_dict")
-"""How training programs commonly call the weights among other things."""
+"""Names that training programs commonly give the weights."""
 _MAX_DEPTH = 100
 _MAX_ITEMS = 10_000_000
 _MAX_REPEATED_BYTES = 1 << 30
 
 
 class Later:
-    """Stands for a value that is read when it is known to be wanted."""
+    """A value that is read only when it is needed."""
 
     def __init__(self, read: Callable[[], Any]) -> None:
         self.read = read
@@ -39,7 +39,7 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
         raise UsageError(f"{where} holds a {type(content).__name__}; convert takes a state dict, or a dict of several")
     if component is not None:
         if not isinstance(content.get(component), Mapping):
-            raise UsageError(f"{where}: {_no_component(component, content)}")
+            raise UsageError(f"{where}: no component {component!r}; there are {_listed(content) or 'none'}")
         names: list[str] = [component]
     else:
         names = [name for name in _MODEL_NAMES if isinstance(content.get(name), Mapping)]
@@ -53,15 +53,6 @@ def components_of(content: Any, where: str, component: str | None) -> dict[str, 
 
 def _listed(content: Mapping[Any, Any]) -> str:
     return listed([str(name)[:60] for name in content], 12)
-
-
-def _no_component(component: str, content: Mapping[Any, Any]) -> str:
-    return f"no component {component!r}; there are {_listed(content) or 'none'}"
-
-
-def select(components: dict[str, Any], everything: bool) -> dict[str, Any]:
-    """All components, or the model alone."""
-    return components if everything else {MODEL: components[MODEL]}
 
 
 def resolved(value: Any, depth: int = 0) -> Any:
@@ -80,7 +71,7 @@ def resolved(value: Any, depth: int = 0) -> Any:
 def plain_values(value: Any, where: str = "state", depth: int = 0) -> Any:
     """`value` of types that ``torch.load(weights_only=True)`` reads: arrays become tensors, their scalars numbers.
 
-    Raises UnsupportedStateError for what has no such form.
+    Raises UnsupportedStateError for a value that has no such form.
     """
     if depth > _MAX_DEPTH:
         raise UnsupportedStateError(where, f"nested deeper than {_MAX_DEPTH} levels, or it contains itself")
@@ -122,7 +113,7 @@ _KNOWN = (
 
 
 def flat_tensors(model: Mapping[Any, Any]) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Every tensor of `model` by its dotted name, and the names of what is no tensor.
+    """Every tensor of `model` by its dotted name, and the names of other values.
 
     Raises UsageError where two tensors would have one name.
     """

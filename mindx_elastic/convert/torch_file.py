@@ -12,7 +12,7 @@ from typing import IO, Any
 
 import torch
 
-from mindx_elastic.convert.mapped import open_regular
+from mindx_elastic.convert.mapped import open_source
 from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, ForeignCheckpointError, StrPath
 
 __all__ = ["is_torch_file", "load_weights", "read_torch_file", "write_torch_file"]
@@ -28,13 +28,13 @@ def is_torch_file(start: bytes) -> bool:
 
 
 def read_torch_file(path: StrPath) -> Any:
-    """The content; tensors are mapped, not read, but in the form of torch 1.5 and older.
+    """The content. Tensors are mapped, not read, except in files of torch 1.5 and older.
 
     Raises ForeignCheckpointError where the file holds anything but tensors and plain values, CorruptCheckpointError
     where it is damaged.
     """
     path = Path(path)
-    with open(open_regular(path), "rb") as file:
+    with open(open_source(path), "rb") as file:
         zipped = file.read(len(_ZIP)) == _ZIP
         if zipped:
             _check_zip(file, path)
@@ -42,25 +42,25 @@ def read_torch_file(path: StrPath) -> Any:
 
 
 def _check_zip(file: IO[bytes], path: Path) -> None:
-    """Nothing is packed: torch never does, and a small file could otherwise fill the memory."""
+    """Refuse packed members: torch writes none, and a small file could fill the memory."""
     try:
         with zipfile.ZipFile(file) as archive:
             members = archive.infolist()
     except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
         raise CorruptCheckpointError(f"{path}: damaged or cut off: {error}", path=path) from error
     if any(m.compress_type != zipfile.ZIP_STORED or m.file_size != m.compress_size for m in members):
-        raise ForeignCheckpointError(f"{path}: a zip file with packed members is none of torch.save", path=path)
+        raise ForeignCheckpointError(f"{path}: packed members, which torch.save does not write", path=path)
 
 
 def load_weights(source: str | IO[bytes], what: str, path: Path, *, mmap: bool = False) -> Any:
     """``torch.load`` as it may be called here. `what` names the source in errors."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # on old forms; whatever matters is an error
+            warnings.simplefilter("ignore")  # about old forms; what matters is an error
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mmap)
     except CheckpointError:
         raise
-    except Exception as error:  # it raises whatever the bytes drive it to, its own UnpicklingError first of all
+    except Exception as error:  # malformed bytes can raise anything, mostly UnpicklingError
         text = str(error).strip()
         if "nsupported global" in text or "nsupported class" in text or "unsupported GLOBAL" in text:
             name = _refused_name(text)

@@ -1,7 +1,7 @@
-"""Loaders whose position is part of the checkpoint: order, batches and augmentation go on where they stopped."""
+"""Loaders whose position is part of the checkpoint: order, batches and augmentation continue where they stopped."""
 
-from mindx_elastic.data.convert import from_loader as from_loader
 from mindx_elastic.data.loader import ResumableLoader as ResumableLoader
+from mindx_elastic.data.loader import from_loader as from_loader
 from mindx_elastic.data.position import PositionedLoader as PositionedLoader
 from mindx_elastic.data.replay import ReplayLoader as ReplayLoader
 

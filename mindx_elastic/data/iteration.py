@@ -33,7 +33,7 @@ class Iteration(Iterator[Any]):
         batches: Iterator[Any],
         *,
         progress: Progress,
-        announce: Callable[[], None],
+        announce: Callable[[], None] | None,
         workers: WorkerSet | None,
         shared: bool,
     ) -> None:
@@ -41,7 +41,7 @@ class Iteration(Iterator[Any]):
         self._token = cursor.token
         self._batches: Iterator[Any] | None = batches
         self._progress = progress
-        self._announce: Callable[[], None] | None = announce
+        self._announce = announce
         self._workers = workers
         self._shared = shared
         self._count = 0
@@ -93,7 +93,7 @@ class Iteration(Iterator[Any]):
 
 
 class Engine:
-    """The machinery that a loader holds: its cursor, its live iteration, its persistent workers."""
+    """What both loaders share: the cursor, the iteration under way, the persistent workers."""
 
     def __init__(self) -> None:
         self.cursor = Cursor()
@@ -122,7 +122,7 @@ class Engine:
         opened: tuple[Iterator[Any], WorkerSet | None],
         *,
         progress: Progress,
-        announce: Callable[[], None],
+        announce: Callable[[], None] | None,
     ) -> Iteration:
         batches, workers = opened
         shared = batches is self._torch_iterator

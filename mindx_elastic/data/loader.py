@@ -1,28 +1,35 @@
-"""The loader for map-style data sets: exact and O(1) to resume, whatever the number of workers or ranks."""
+"""The loader for map-style data sets, and how any other loader becomes one that resumes.
+
+Resuming is exact and costs the same at every batch, with any number of workers and ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import changes, check_numbers, whole_number
-from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
-from mindx_elastic.data.seeding import SeededDataset, as_collated
+from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import SeededDataset, as_collated
+from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
+from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
-if TYPE_CHECKING:
-    from mindx_elastic.data.replay import ReplayLoader
-
-__all__ = ["ResumableLoader"]
-
+__all__ = ["ResumableLoader", "from_loader"]
 
 _KIND = "resumable"
 _WORKERS = 4  # keeps the workers' base seeds apart from the other hashes of (seed, epoch)
@@ -37,8 +44,7 @@ _REPLACED = {
 class ResumableLoader(DataLoader[Any]):
     """A DataLoader whose order, batches and augmentation are functions of (seed, epoch, index).
 
-    A position is a handful of numbers; resuming at any batch costs the same, and changing `num_workers`
-    changes nothing.
+    A position is a few numbers. Resuming costs the same at every batch, and `num_workers` may change.
 
     Args:
         dataset: map-style: ``len(dataset)`` and ``dataset[i]`` for i in 0..len-1.
@@ -50,18 +56,16 @@ class ResumableLoader(DataLoader[Any]):
             period.
         drop_last: drop the samples that do not fill a whole step over all ranks. Otherwise every sample comes
             exactly once an epoch, and every rank gets the same number of batches (see `EpochPlan`).
-        rank, world_size: this process's place; None: read from torch.distributed when an iteration begins.
+        rank, world_size: of this process; None: read from torch.distributed when an iteration begins.
         per_sample_seed: seed Python's, numpy's and torch's CPU streams for each sample, so that random
             augmentation resumes exactly. False: the data set draws from the running streams, which is exact
             with ``num_workers=0`` only.
 
-    Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at
-    the start of the following epoch, *also after a break*, unless `set_epoch` names another. Until then the
-    position stays where the break left it; ``load_state_dict(state_dict())`` makes the next iteration go on
-    there.
+    Each ``iter()`` is an epoch: the first starts at the loaded position (or at epoch 1), the next ones at the start of
+    the following epoch, *also after a break*, unless `set_epoch` names another. Until then the position stays where the
+    break left it; ``load_state_dict(state_dict())`` makes the next iteration go on there.
 
-    All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that
-    cannot work.
+    All methods belong to the training thread, except `shutdown`. Raises UsageError for arguments that cannot work.
     """
 
     on_iterator_ready: Callable[[], None] | None
@@ -91,7 +95,7 @@ class ResumableLoader(DataLoader[Any]):
         self.per_sample_seed = per_sample_seed
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
-        self._told_padding = False
+        self._warned_of_padding = False
         sampler = ResumableBatchSampler(
             dataset,
             self._engine.cursor,
@@ -99,7 +103,7 @@ class ResumableLoader(DataLoader[Any]):
             shuffle=bool(shuffle),
             seed=self.seed,
             drop_last=bool(drop_last),
-            ranks=partial(current_ranks, rank, world_size),  # not a method: a cycle would keep workers alive
+            ranks=partial(rank_and_world_size, rank, world_size),  # not a method: a cycle would keep workers alive
             seeded=per_sample_seed,
         )
         super().__init__(
@@ -109,15 +113,12 @@ class ResumableLoader(DataLoader[Any]):
             worker_init_fn=worker_init_fn,
             **dataloader_kwargs,
         )
-        # DataLoader forgets these two when it is given a batch sampler, and forbids setting them; people
-        # read them.
+        # DataLoader drops these two when it is given a batch sampler, and forbids setting them; people read them.
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
 
     @classmethod
     def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
         """See `mindx_elastic.data.from_loader`."""
-        from mindx_elastic.data.convert import from_loader
-
         return from_loader(loader, seed)
 
     @property
@@ -131,7 +132,7 @@ class ResumableLoader(DataLoader[Any]):
         return len(self)
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is `epoch`: from the loaded position when that lies in it, otherwise from its start."""
+        """The next iteration is `epoch`: from the loaded position if that is in this epoch, else from the start."""
         self._engine.cursor.set_epoch(whole_number("epoch", epoch, low=0))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
@@ -140,7 +141,7 @@ class ResumableLoader(DataLoader[Any]):
         try:
             self._settings = self._current_settings()
             plan = self._sampler.plan(cursor.samples, finished=cursor.finished)
-            self._tell_padding(plan)
+            self._warn_of_padding(plan)
             opened = self._engine.open(self._build, persistent=self.persistent_workers)
         except BaseException:
             cursor.abandon()
@@ -152,7 +153,7 @@ class ResumableLoader(DataLoader[Any]):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The position: plain numbers and strings, a new dict each time. About 1 us, meant to be called every step."""
+        """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
         if self._settings is None:
             self._settings = self._current_settings()
         cursor = self._engine.cursor
@@ -172,7 +173,7 @@ class ResumableLoader(DataLoader[Any]):
         """
         settings = self._current_settings()
         world_size = settings.pop("world_size")
-        changes(_KIND, state, settings)
+        check_unchanged(_KIND, state, settings)
         check_numbers(state)
         if state["samples"] > settings["num_samples"]:
             raise MismatchError(f"the checkpoint's data position is damaged: samples={state['samples']}")
@@ -229,9 +230,9 @@ class ResumableLoader(DataLoader[Any]):
             persistent=self.persistent_workers,
         )
 
-    def _tell_padding(self, plan: EpochPlan) -> None:
-        if plan.padding and not self._told_padding:
-            self._told_padding = True
+    def _warn_of_padding(self, plan: EpochPlan) -> None:
+        if plan.padding and not self._warned_of_padding:
+            self._warned_of_padding = True
             logger.warning(
                 "%d samples do not divide evenly over %d ranks with batch size %d: the last step of each epoch repeats "
                 "%d of them. drop_last=True drops the remainder instead",
@@ -254,4 +255,89 @@ def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, oth
     if rank is not None and world_size is not None:
         size = whole_number("world_size", world_size, low=1)
         if whole_number("rank", rank, low=0) >= size:
-            raise UsageError(f"rank={rank} does not lie below world_size={size}")
+            raise UsageError(f"rank={rank} is not below world_size={size}")
+
+
+def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+    """A resumable loader with the settings of `loader`, which is left as it is.
+
+    A DataLoader over a map-style data set with torch's own SequentialSampler, RandomSampler (without
+    replacement, over the whole data set) or DistributedSampler becomes a `ResumableLoader`: same batch
+    size, collate_fn, workers and so on. Its shuffled order differs from torch's, and a loader without
+    DistributedSampler is divided over the ranks. Anything else that can be iterated again becomes a
+    `ReplayLoader`. A loader that already resumes comes back unchanged.
+
+    Args:
+        loader: a DataLoader, or any iterable of batches.
+        seed: whole number, the same on every rank. The seed that the user gave to a DistributedSampler,
+            or the initial seed of a generator that they passed, is mixed in, so that theirs still counts.
+
+    Raises UsageError for an iterator, which can be gone through only once.
+    """
+    if isinstance(loader, (ResumableLoader, ReplayLoader)):
+        return loader
+    order = _stock_order(loader) if isinstance(loader, DataLoader) else None
+    if order is None:
+        return ReplayLoader(loader, seed=seed)
+    whole_rounds = order.pop("whole_rounds")
+    own_seed = order.pop("own_seed")
+    workers: dict[str, Any] = {}
+    if loader.num_workers:
+        workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": loader.persistent_workers,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    batches: Any = loader.batch_sampler  # has the numbers also where the user passed it to DataLoader ready-made
+    converted = ResumableLoader(
+        loader.dataset,
+        batches.batch_size,
+        seed=seed if own_seed is None else mix(seed, own_seed),
+        num_workers=loader.num_workers,
+        drop_last=batches.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        **workers,
+        **order,
+    )
+    converted._sampler.whole_rounds = whole_rounds
+    return converted
+
+
+def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
+    """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
+    if not (
+        iterates_as_stock(loader)
+        and type(loader.batch_sampler) is BatchSampler
+        and not isinstance(loader.dataset, IterableDataset)
+        and hasattr(loader.dataset, "__len__")
+    ):
+        return None
+    batches: Any = loader.batch_sampler
+    sampler: Any = batches.sampler
+    kind = type(sampler)
+    order: dict[str, Any] = {"shuffle": False, "whole_rounds": False, "own_seed": None}
+    if kind is DistributedSampler:
+        source = sampler.dataset
+        order |= {
+            "shuffle": sampler.shuffle,
+            "rank": sampler.rank,
+            "world_size": sampler.num_replicas,
+            "whole_rounds": sampler.drop_last,
+            "own_seed": sampler.seed or None,
+        }
+    elif kind is RandomSampler:
+        source = sampler.data_source
+        generator = sampler.generator
+        order["shuffle"] = True
+        if isinstance(generator, torch.Generator):
+            order["own_seed"] = generator.initial_seed()
+        if sampler.replacement or sampler.num_samples != len(source):
+            return None
+    elif kind is SequentialSampler:
+        source = sampler.data_source
+    else:
+        return None
+    return order if source is loader.dataset or len(source) == len(loader.dataset) else None

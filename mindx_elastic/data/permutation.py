@@ -1,4 +1,4 @@
-"""A shuffle that can be entered anywhere: position -> index in O(1), with no table of the data set's size.
+"""A shuffle with random access: position -> index in O(1), without a table of the data set's size.
 
 `torch.randperm` needs the whole epoch's permutation in memory, and a resumed run must draw it again before
 it can skip. A *pseudo random permutation* is a cipher over ``0..n-1``: encrypting position p gives the
@@ -53,7 +53,7 @@ def mix_array(prefix: int, words: U64Array) -> U64Array:
 class Permutation:
     """A fixed pseudo random order of ``0..size-1``, chosen by `key` (64 bits).
 
-    Immutable, so any thread may call it. `size` 0 is allowed and has nothing to ask for.
+    Immutable, so any thread may call it. `size` may be 0.
     """
 
     def __init__(self, size: int, key: int) -> None:

@@ -1,9 +1,10 @@
-"""Where a loader is in its data: the bookkeeping that both loaders share, and the protocol that they offer."""
+"""The position of a loader in its data, and the protocol of loaders that have one."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,8 +13,8 @@ from mindx_elastic.errors import MismatchError, UsageError
 __all__ = [
     "Cursor",
     "PositionedLoader",
-    "changes",
     "check_numbers",
+    "check_unchanged",
     "epoch_reader",
     "num_batches",
     "whole_number",
@@ -22,11 +23,10 @@ __all__ = [
 
 @runtime_checkable
 class PositionedLoader(Protocol):
-    """A loader that can say where it is and go on from there. Called from the training thread only.
+    """A loader that knows its position and can continue from one. Called from the training thread only.
 
-    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the
-    first batch has not been fetched (also when no batch is left). Random number streams are restored there,
-    not earlier.
+    `on_iterator_ready` is called once an iteration: the worker iterator exists, skipping is done, and the first batch
+    has not been fetched (also when no batch is left). Random number streams are restored there, not earlier.
     """
 
     on_iterator_ready: Callable[[], None] | None
@@ -48,8 +48,8 @@ class PositionedLoader(Protocol):
 class Cursor:
     """The position of the newest iteration, or of the next one while none has begun.
 
-    `pending` says that the next iteration starts at this very position; otherwise it starts at the next
-    epoch. `live` says that an iteration is under way (its iterator is neither exhausted nor dropped).
+    `pending`: the next iteration starts at this position; otherwise it starts at the next epoch. `live`: an iteration
+    is under way (its iterator is neither exhausted nor dropped).
     """
 
     epoch: int = 1
@@ -114,19 +114,15 @@ class Cursor:
 
 
 def whole_number(name: str, value: object, *, low: int | None = None) -> int:
-    """`value` as an int; UsageError when it is not a whole number or is below `low`."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise UsageError(f"{name}={value!r} is not a whole number") from None
-    if low is not None and number < low:
-        raise UsageError(f"{name}={number} is below {low}")
-    return number
+    """`value` as an int. Raises UsageError when it is not a whole number or is below `low`."""
+    with suppress(TypeError):
+        number = None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+        if number is not None and (low is None or number >= low):
+            return number
+    raise UsageError(f"{name}={value!r}; give a whole number" + ("" if low is None else f" of at least {low}"))
 
 
-def changes(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def check_unchanged(kind: str, state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise MismatchError when `state` comes from another kind of loader or from other settings than `expected`."""
     if state.get("kind") != kind:
         raise MismatchError(

@@ -2,31 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.data.iteration import Engine
-from mindx_elastic.data.order_state import capture_part, restore_part
-from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import changes, check_numbers, whole_number
-from mindx_elastic.data.sampler import current_ranks
-from mindx_elastic.data.seeding import (
+from mindx_elastic.data.permutation import mix, mix_array
+from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.random_streams import (
     SeededDataset,
     as_collated,
     capture_streams,
     preserved_streams,
     restore_streams,
 )
-from mindx_elastic.data.skipping import SkippingSampler, too_short
+from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
-from mindx_elastic.errors import UsageError
+from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ReplayLoader"]
+__all__ = ["ReplayLoader", "iterates_as_stock"]
 
 _KIND = "replay"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
@@ -73,11 +74,11 @@ class ReplayLoader:
         self.seed = whole_number("seed", seed)
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
-        # A subclass with its own __iter__ decides by itself what a batch is; it can only be consumed.
-        self._stock = loader if isinstance(loader, DataLoader) and _iterates_as_stock(loader) else None
-        self._skipper: SkippingSampler | None = None
+        # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
+        self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
+        self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
-            self._skipper = SkippingSampler(self._stock, seeded=per_sample_seed)
+            self._skipper = _SkippingSampler(self._stock, seeded=per_sample_seed)
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader" or name.startswith("__"):  # not set yet (copy, failed __init__), or a protocol's probe
@@ -103,7 +104,7 @@ class ReplayLoader:
     def __iter__(self) -> Iterator[Any]:
         cursor = self._engine.cursor
         cursor.begin()
-        announce: Callable[[], None] = _nothing
+        announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
             if cursor.start is None:
@@ -119,7 +120,7 @@ class ReplayLoader:
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(opened, progress=_no_samples, announce=announce)
+        return self._engine.iterate(opened, progress=lambda count: (0, False), announce=announce)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what is needed to begin its epoch again.
@@ -144,7 +145,7 @@ class ReplayLoader:
         Raises MismatchError, and changes nothing, when seed, world size or (iterable data sets) num_workers have
         changed, or when another kind of loader wrote the state. A changed length is found when the iteration begins.
         """
-        changes(_KIND, state, self._current_settings())
+        check_unchanged(_KIND, state, self._current_settings())
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
@@ -168,11 +169,11 @@ class ReplayLoader:
 
     def _current_settings(self) -> dict[str, Any]:
         workers = None if self._skipper is not None else getattr(self.loader, "num_workers", None)
-        world_size = current_ranks(None, None)[1]
+        world_size = rank_and_world_size(None, None)[1]
         return {"kind": _KIND, "seed": self.seed, "num_workers": workers, "world_size": world_size}
 
     def _hash(self, purpose: int) -> int:
-        return mix(self.seed, self._engine.cursor.epoch, current_ranks(None, None)[0], purpose)
+        return mix(self.seed, self._engine.cursor.epoch, rank_and_world_size(None, None)[0], purpose)
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
@@ -186,7 +187,7 @@ class ReplayLoader:
             opened = self._engine.open(self._build, persistent=False)
         for done in range(skip):
             if next(opened[0], _END) is _END:
-                raise too_short(done, skip)
+                raise _too_short(done, skip)
         return opened
 
     def _open_foreign(self) -> tuple[Iterator[Any], WorkerSet | None]:
@@ -232,8 +233,7 @@ class ReplayLoader:
             "sampler": getattr(self.loader, "sampler", None),
             "batch_sampler": batch_sampler,
             "batch_sampler.sampler": getattr(batch_sampler, "sampler", None),
-            # A map-style data set is loaded from at its own pace, ahead of the position, so noting it would
-            # not help.
+            # The state of a map-style data set runs ahead of the position, because batches are prefetched.
             "dataset": getattr(self.loader, "dataset", None) if self._skipper is None else None,
         }
         return {name: part for name, part in parts.items() if part is not None}
@@ -244,15 +244,15 @@ class ReplayLoader:
             "streams": capture_streams(),
             # Not the loader's own state_dict(): some loaders start workers to answer.
             "parts": {
-                name: capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()
+                name: _capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()
             },
         }
 
     def _restore(self, start: Mapping[str, Any]) -> None:
         for name, part in self._parts().items():
-            restore_part(part, start["parts"].get(name, {}))
+            _restore_part(part, start["parts"].get(name, {}))
         # Only now: a sampler may have another length in each epoch.
-        changes(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
+        check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
         restore_streams(start["streams"])
 
     def _length(self) -> int | None:
@@ -265,14 +265,134 @@ class ReplayLoader:
 _END = object()
 
 
-def _nothing() -> None:
-    pass
-
-
-def _no_samples(count: int) -> tuple[int, bool]:
-    return 0, False
-
-
-def _iterates_as_stock(loader: DataLoader[Any]) -> bool:
+def iterates_as_stock(loader: DataLoader[Any]) -> bool:
+    """Whether the batches of `loader` are those of its samplers: a subclass with its own ``__iter__`` may differ."""
     kind = type(loader)
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+# --- skipping what was consumed, without loading it ---
+
+
+def _too_short(found: int, wanted: int) -> MismatchError:
+    return MismatchError(
+        f"the epoch has only {found} batches now, and {wanted} were consumed before the checkpoint: "
+        "the data or the sampler has changed. Use those of that run, or start afresh"
+    )
+
+
+class _SkippingSampler(Sampler[Any]):
+    """The (batch) sampler of `loader`, begun `skip` items in, with seeds added to its indices when `seeded`.
+
+    The seed of a sample is a hash of `prefix` and its place in the epoch, not of its index: an index need
+    not be a number, and a sampler with replacement may draw one twice.
+    """
+
+    def __init__(self, loader: DataLoader[Any], *, seeded: bool) -> None:
+        self.inner: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self.batched = loader.batch_sampler is not None
+        self.seeded = seeded
+        self._skip = 0
+        self._prefix = 0
+        self._walk: _Walk | None = None
+
+    def begin_at(self, skip: int, prefix: int) -> None:
+        """Where the next ``iter`` begins."""
+        self._skip, self._prefix = skip, prefix
+
+    def skip_now(self) -> None:
+        """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
+        if self._walk is not None:
+            self._walk.skip_now()
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._walk = _Walk(iter(self.inner), self)
+        return self._walk
+
+
+class _Walk(Iterator[Any]):
+    """One pass. Skips at the first item and not before: with workers torch makes two passes and uses the second one,
+    and the first must not draw from the sampler's generator."""
+
+    def __init__(self, items: Iterator[Any], sampler: _SkippingSampler) -> None:
+        self._items = items
+        self._skip = sampler._skip
+        self._prefix = sampler._prefix
+        self._batched = sampler.batched
+        self._seeded = sampler.seeded
+        self._place = 0  # samples so far
+
+    def skip_now(self) -> None:
+        wanted, self._skip = self._skip, 0
+        for done in range(wanted):
+            try:
+                item = next(self._items)
+            except StopIteration:
+                raise _too_short(done, wanted) from None
+            self._place += len(item) if self._batched else 1
+
+    def __next__(self) -> Any:
+        if self._skip:
+            self.skip_now()
+        item = next(self._items)
+        count = len(item) if self._batched else 1
+        first, self._place = self._place, self._place + count
+        if not self._seeded:
+            return item
+        seeds = mix_array(self._prefix, np.arange(first, first + count, dtype=np.uint64)).tolist()
+        return list(zip(seeds, item, strict=True)) if self._batched else (seeds[0], item)
+
+
+# --- state of a sampler, a loader or an iterable data set that decides its order ---
+
+
+def _capture_part(part: Any, *, own_state: bool = True) -> dict[str, Any]:
+    """The random generators among the attributes of `part`, its ``epoch`` and (`own_state`) its ``state_dict()``."""
+    attributes = getattr(part, "__dict__", {})
+    found: dict[str, Any] = {"rngs": {name: _rng_state(rng) for name, rng in attributes.items() if _is_rng(rng)}}
+    if isinstance(attributes.get("epoch"), int):
+        found["epoch"] = attributes["epoch"]
+    if own_state and _keeps_state(part):
+        found["state"] = copy.deepcopy(part.state_dict())
+    return found
+
+
+def _restore_part(part: Any, found: Mapping[str, Any]) -> None:
+    """Put back what `_capture_part` found; what is no longer there is left out."""
+    if "state" in found and _keeps_state(part):
+        part.load_state_dict(copy.deepcopy(found["state"]))
+    attributes = getattr(part, "__dict__", {})
+    if "epoch" in found and isinstance(attributes.get("epoch"), int):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(found["epoch"])
+        else:
+            part.epoch = found["epoch"]
+    for name, state in found.get("rngs", {}).items():
+        if _is_rng(attributes.get(name)):
+            _set_rng_state(attributes[name], state)
+
+
+def _keeps_state(part: Any) -> bool:
+    return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
+
+
+def _is_rng(value: Any) -> bool:
+    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
+
+
+def _rng_state(rng: Any) -> Any:
+    if isinstance(rng, np.random.Generator):
+        return rng.bit_generator.state
+    return rng.getstate() if isinstance(rng, random.Random) else rng.get_state()
+
+
+def _set_rng_state(rng: Any, state: Any) -> None:
+    if isinstance(rng, np.random.Generator):
+        rng.bit_generator.state = state
+    elif isinstance(rng, random.Random):
+        rng.setstate(state)
+    else:
+        rng.set_state(state)

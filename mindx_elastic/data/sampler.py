@@ -19,7 +19,7 @@ from torch.utils.data import Sampler
 from mindx_elastic.data.permutation import Permutation, mix, mix_array
 from mindx_elastic.data.position import Cursor
 
-__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "current_ranks"]
+__all__ = ["EpochPlan", "Key", "ResumableBatchSampler", "rank_and_world_size"]
 
 Key: TypeAlias = Any  # (seed of the sample, index) when augmentation is seeded, else the bare index
 
@@ -27,7 +27,7 @@ _BLOCK = 4096  # positions worked out at once: large enough for numpy, small eno
 _ORDER, _SAMPLE = 1, 2  # keep the order's and the augmentation's hashes apart
 
 
-def current_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
+def rank_and_world_size(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """(rank, world size): as given, else from torch.distributed when it is initialised, else (0, 1)."""
     if rank is not None and world_size is not None:
         return rank, world_size
@@ -38,13 +38,11 @@ def current_ranks(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """The steps of an epoch from `start` on (samples already consumed), for `world_size` ranks. Pure
-    arithmetic.
+    """The steps of an epoch from `start` on (samples already consumed), for `world_size` ranks. Pure arithmetic.
 
-    All ranks get the same number of batches and none is empty. Without `drop_last` every sample comes
-    exactly once: the remainder is split evenly over the ranks; if it has fewer samples than there are
-    ranks, the last two steps are evened out. Where even that fails (`batch_size` 1, or fewer samples than
-    ranks) `padding` samples are repeated.
+    All ranks get the same number of batches and none is empty. Without `drop_last` every sample comes exactly once: the
+    remainder is split evenly over the ranks; if it has fewer samples than there are ranks, the last two steps are
+    evened out. Where even that fails (`batch_size` 1, or fewer samples than ranks) `padding` samples are repeated.
     """
 
     num_samples: int
@@ -102,10 +100,9 @@ class EpochPlan:
 class ResumableBatchSampler(Sampler[list[Key]]):
     """Yields this rank's batches from the cursor's position on; each `iter` reads the position anew.
 
-    A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The
-    seed is a hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it.
-    `whole_rounds` leaves out what does not divide by the world size, as
-    ``DistributedSampler(drop_last=True)`` does.
+    A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The seed is a
+    hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it. `whole_rounds` leaves out
+    what does not divide by the world size, as ``DistributedSampler(drop_last=True)`` does.
     """
 
     def __init__(
@@ -147,8 +144,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         return self.plan().num_batches
 
     def __iter__(self) -> Iterator[list[Key]]:
-        # Not itself a generator: torch may ask for the first batch long after `iter`, when the cursor has
-        # moved.
+        # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.
         cursor = self.cursor
         plan = self.plan(cursor.samples, finished=cursor.finished)
         return self._batches(plan, self.ranks()[0], cursor.epoch)

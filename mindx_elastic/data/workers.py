@@ -1,7 +1,6 @@
-"""Loader worker processes: started so that a signal to the whole job cannot kill them, ended so that none
-can hang us.
+"""Loader worker processes: started so that a signal to the whole job cannot kill them, ended so that none can hang us.
 
-The only file that touches torch's private loader state. Why torch's own ways do not do:
+The only file that touches torch's private loader state. Why torch's own ways are not enough:
 - torch ends workers with SIGTERM as the last resort, and so does the interpreter's exit; a shielded worker
   defers SIGTERM for the grace period, so a stuck one would hold the process up. We end with SIGKILL, after
   torch has let go of the pids (its SIGCHLD handler would turn the kill into an exception in the training
@@ -18,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
 from typing import Any
@@ -29,7 +28,7 @@ from torch.utils.data._utils import signal_handling
 
 from mindx_elastic.alarm.shield import SHIELDED_SIGNALS, WorkerShield
 from mindx_elastic.config import Settings
-from mindx_elastic.data.seeding import SeededDataset
+from mindx_elastic.data.random_streams import SeededDataset
 
 __all__ = ["WorkerSet", "WorkerStart", "make_torch_loader", "open_iterator"]
 
@@ -101,13 +100,16 @@ def make_torch_loader(
 def open_iterator(loader: Any) -> tuple[Iterator[Any], WorkerSet | None]:
     """``iter(loader)`` with the job's signals blocked in the calling thread while worker processes start.
 
-    The second result is None where there are no workers, or none that can be got at.
+    The second result is None where there are no workers, or where they cannot be reached.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
     try:
         _start_resource_tracker(loader)
         signal.pthread_sigmask(signal.SIG_BLOCK, SHIELDED_SIGNALS)
-        with _without_fork_warning():
+        with warnings.catch_warnings():
+            # Python 3.12 warns when a process with threads forks, and torch itself starts threads. The workers do not
+            # use them.
+            warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
             iterator: Iterator[Any] = iter(loader)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -127,20 +129,11 @@ def _start_resource_tracker(loader: Any) -> None:
             resource_tracker.ensure_running()
 
 
-@contextmanager
-def _without_fork_warning() -> Iterator[None]:
-    # Python 3.12 warns when a process with threads forks, and torch alone starts threads. The workers do
-    # not use them.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
-        yield
-
-
 class WorkerSet:
     """The worker processes behind one torch iterator, and what is needed to end them.
 
     Kept in `_open_sets` and not with the iterator alone: when an iterator is freed as part of a reference cycle (an
-    exception from a worker makes one), the queues would be closed before anyone could tell the workers to end. It
+    exception from a worker makes one), the queues would be closed before the workers could be told to end. It
     holds nothing of the user's, so it keeps nothing else alive.
     """
 
@@ -166,9 +159,8 @@ class WorkerSet:
             return
         self._ended = True
         _open_sets.discard(self)
-        first = (
-            iterator is not None and not iterator._shutdown
-        )  # before torch itself, which ends them after the last batch
+        # Whether torch itself, which ends the workers after the last batch, has not done so yet.
+        first = iterator is not None and not iterator._shutdown
         if first:
             iterator._shutdown = True  # torch's own way, run when the iterator is freed, now finds nothing to do
         if self._owner != os.getpid():

@@ -3,9 +3,9 @@
 from mindx_elastic.train.callbacks import Callback as Callback
 from mindx_elastic.train.callbacks import CallbackParams as CallbackParams
 from mindx_elastic.train.callbacks import RunContext as RunContext
+from mindx_elastic.train.checkpoint import CheckpointConfig as CheckpointConfig
 from mindx_elastic.train.checkpoint import ExceptionCheckpoint as ExceptionCheckpoint
 from mindx_elastic.train.checkpoint import ModelCheckpoint as ModelCheckpoint
-from mindx_elastic.train.config import CheckpointConfig as CheckpointConfig
 from mindx_elastic.train.metrics import Metric as Metric
 from mindx_elastic.train.model import Model as Model
 from mindx_elastic.train.monitors import LossMonitor as LossMonitor

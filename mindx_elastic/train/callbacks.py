@@ -1,4 +1,4 @@
-"""What user code may do at each point of a training or an evaluation, under MindSpore's names."""
+"""The hooks of user code in a training or an evaluation, under MindSpore's names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ class CallbackParams(dict[str, Any]):
 
     In training: cur_epoch_num (from 1), cur_step_num (optimizer updates since the very first start, from 1),
     cur_step_in_epoch (from 1), batch_num (updates in an epoch; 0: unknown), epoch_num (epochs to do), net_outputs (the
-    loss, a detached tensor on its device: reading its value waits for the device), network (as given),
-    train_network (as called, perhaps inside DDP), optimizer, loss_fn, lr_scheduler, train_dataset,
-    train_dataset_element (the last batch), mode ("train" or "eval"), list_callback, device_number (ranks), rank,
-    resumed_from_step, model.
+    loss, a detached tensor on its device: reading its value waits for the device), network (as given), train_network
+    (as called, perhaps inside DDP), optimizer, loss_fn, lr_scheduler, train_dataset, train_dataset_element (the last
+    batch), mode ("train" or "eval"), list_callback, device_number (ranks), rank, resumed_from_step, model.
 
     In an evaluation: the same without epochs, and `metrics` (a dict of results) from on_eval_epoch_end on.
     """
@@ -118,11 +117,11 @@ class Callback:
         """Take back what `state_dict` gave."""
 
     def exit_policies(self) -> Sequence[ExitPolicy]:
-        """When this callback wants a checkpoint of a dying job."""
+        """The checkpoints that this callback wants when the job stops or fails."""
         return ()
 
     def periodic_policies(self) -> Sequence[PeriodicPolicy]:
-        """When this callback wants a checkpoint of a living job."""
+        """The checkpoints that this callback wants while the job runs."""
         return ()
 
 
@@ -149,7 +148,8 @@ class CallbackList(Callback):
         return {key: state for key, state in states.items() if state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """A callback that is new keeps its start values, the state of one that is gone is dropped; both are said."""
+        """Load each callback's state. A new callback keeps its start values, a missing one's state is dropped, with a
+        warning."""
         self._loaded = state
         present = {key for key, callback in self._keyed() if callback.state_dict()}
         gone, new = sorted(set(state) - {key for key, _ in self._keyed()}), sorted(present - set(state))

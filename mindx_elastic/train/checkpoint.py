@@ -1,14 +1,22 @@
-"""The callbacks that save: `ExceptionCheckpoint` when the job must die, `ModelCheckpoint` while it lives.
+"""The callbacks that save, and their `CheckpointConfig` with MindSpore's arguments and defaults.
 
-Each only states a wish (a policy); the guard hears, captures and writes.
+`ExceptionCheckpoint` saves when the job is told to stop or fails, `ModelCheckpoint` while it runs. Each only gives
+the guard a policy; the guard hears the alarm, captures the state and writes the file.
 """
 
 from __future__ import annotations
 
+import difflib
+import json
+import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -17,7 +25,9 @@ from mindx_elastic.guard.guard import DEFAULT_SIGNALS
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_name, final_name
 from mindx_elastic.train.callbacks import Callback, RunContext
 from mindx_elastic.train.clock import SaveClock
-from mindx_elastic.train.config import CheckpointConfig
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "CheckpointConfig",
@@ -25,13 +35,128 @@ __all__ = [
     "ModelCheckpoint",
     "PeriodicSave",
     "SavingCallback",
+    "checked_file_name",
     "directory_path",
-    "file_name",
 ]
+
+_ENC_MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
+_APPEND_NAMES = ("epoch_num", "step_num")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When to save, how many files to keep, what else to write into them. Raises UsageError for what cannot work.
+
+    As in MindSpore, `save_checkpoint_steps` goes before `save_checkpoint_seconds` and `keep_checkpoint_max` before
+    `keep_checkpoint_per_n_minutes`. One difference: seconds count when they are given and the steps are left at 1.
+    """
+
+    save_checkpoint_steps: int | None = 1
+    """Save every so many optimizer updates; 0 or None: not by steps."""
+    save_checkpoint_seconds: float | None = 0
+    """Save when so many seconds have passed since the last save; the ranks follow rank 0's clock."""
+    keep_checkpoint_max: int | None = 5
+    """Newest periodic files to keep; 0 or None: see the next one, or the newest only."""
+    keep_checkpoint_per_n_minutes: float | None = 0
+    """Keep one file for every so many minutes."""
+    integrated_save: bool = True
+    """Accepted; every rank writes its own whole file either way."""
+    async_save: bool | str = False
+    """True: the training thread copies the state to host memory and goes on, a thread writes it."""
+    saved_network: nn.Module | None = None
+    """None or the network that is trained; no other can be resumed from."""
+    append_info: Sequence[object] | None = None
+    """JSON-able dicts (and MindSpore's "epoch_num", "step_num") for the file's header."""
+    enc_key: bytes | None = None
+    """Must be None: encryption is not offered."""
+    enc_mode: str = "AES-GCM"
+    """Accepted; it has no effect without a key."""
+    exception_save: bool = False
+    """Also save the last boundary when an exception ends the training."""
+    crc_check: bool = False
+    """Accepted; every tensor carries a digest either way."""
+    remove_redundancy: bool = False
+    """Accepted; every rank still writes a full copy, and a warning says so once."""
+    map_param_inc: bool = False
+    """Accepted; it concerns MindSpore's hash tables."""
+    final_save: bool = True
+    """Keep the last boundary of a training that ends by itself, where no periodic file has it; `ModelCheckpoint` alone
+    saves the end as a periodic file either way."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        names = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
+                raise UsageError(f"CheckpointConfig has no argument {name!r}; {hint}")
+        if len(args) > len(names):
+            raise UsageError(f"CheckpointConfig takes at most {len(names)} arguments, {len(args)} were given")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("save_checkpoint_steps", "keep_checkpoint_max"):
+            _check_number(name, getattr(self, name), whole=True)
+        for name in ("save_checkpoint_seconds", "keep_checkpoint_per_n_minutes"):
+            _check_number(name, getattr(self, name), whole=False)
+        for name in (field.name for field in fields(self) if field.type == "bool"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise UsageError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+        if not isinstance(self.async_save, bool) and self.async_save not in ("thread", "process"):
+            raise UsageError(f'async_save={self.async_save!r}; give True, False, or MindSpore\'s "thread" or "process"')
+        if self.enc_key is not None:
+            raise UsageError("enc_key: encryption is not offered; leave it out and use an encrypted disk or directory")
+        if self.enc_mode not in _ENC_MODES:
+            raise UsageError(f"enc_mode={self.enc_mode!r}; leave it out, encryption is not offered")
+        if self.saved_network is not None and not isinstance(self.saved_network, nn.Module):
+            raise UsageError(f"saved_network is a {type(self.saved_network).__name__}; give the network or None")
+        _check_append_info(self.append_info)
+        if not (self.steps or self.seconds or self.keep_checkpoint_max or self.keep_checkpoint_per_n_minutes):
+            raise UsageError(
+                "save_checkpoint_steps, save_checkpoint_seconds, keep_checkpoint_max and "
+                "keep_checkpoint_per_n_minutes cannot all be 0 or None; give at least one"
+            )
+        if self.save_checkpoint_seconds and (self.save_checkpoint_steps or 0) > 1:
+            logger.warning(
+                "save_checkpoint_seconds=%s is not used, because save_checkpoint_steps=%s is given too",
+                self.save_checkpoint_seconds,
+                self.save_checkpoint_steps,
+            )
+
+    @property
+    def steps(self) -> int:
+        """Updates between two periodic saves; 0: not by steps."""
+        return 0 if self.seconds else self.save_checkpoint_steps or 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds between two periodic saves; 0: not by time."""
+        return float(self.save_checkpoint_seconds or 0) if (self.save_checkpoint_steps or 0) <= 1 else 0.0
+
+    @property
+    def keep_max(self) -> int | None:
+        """Files to keep; None: by minutes."""
+        return self.keep_checkpoint_max or (None if self.keep_checkpoint_per_n_minutes else 1)
+
+    @property
+    def keep_per_n_minutes(self) -> float | None:
+        """Minutes for each of which one file is kept; None: by number."""
+        return None if self.keep_checkpoint_max else self.keep_checkpoint_per_n_minutes or None
+
+    @property
+    def header_info(self) -> tuple[object, ...]:
+        """`append_info` as it goes into the header; epoch and step stand there anyway."""
+        return tuple(item for item in self.append_info or () if not isinstance(item, str))
+
+    def to_json(self) -> dict[str, Any]:
+        """Keyword arguments that make an equal config on another rank."""
+        values = {name: value for name, value in vars(self).items() if name != "saved_network"}
+        return json.loads(json.dumps(values))  # type: ignore[no-any-return]
 
 
 class SavingCallback(Callback):
-    """A callback with policies that another rank can take over (see `train.adoption`)."""
+    """A callback whose policies another rank can take over (see `train.policies`)."""
 
     directory: Path
 
@@ -40,7 +165,43 @@ class SavingCallback(Callback):
         raise NotImplementedError
 
 
-class ExceptionCheckpoint(SavingCallback):
+class _CheckpointCallback(SavingCallback):
+    """What `ExceptionCheckpoint` and `ModelCheckpoint` have in common: a prefix, a folder and a config."""
+
+    def __init__(self, prefix: str, directory: str | os.PathLike[str] | None, config: CheckpointConfig | None) -> None:
+        if config is not None and not isinstance(config, CheckpointConfig):
+            raise UsageError(f"config={config!r} is a {type(config).__name__}; give a CheckpointConfig or None")
+        self.prefix = checked_file_name("prefix", prefix)
+        self.directory = directory_path(directory)
+        self.config = CheckpointConfig() if config is None else config
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        params, wanted = run_context.original_args(), self.config.saved_network
+        if wanted is not None and wanted not in (params.network, params.train_network):
+            raise UsageError(
+                "saved_network is not the network that is trained, so its checkpoint could not be resumed; leave it "
+                "out, and save other networks with torch.save or Guard(stateful=...)"
+            )
+
+    def spec(self) -> dict[str, Any]:
+        return {
+            "prefix": self.prefix, "directory": os.path.abspath(self.directory), "config": self.config.to_json()
+        }  # fmt: skip
+
+    def _breakpoint(self, alarms: frozenset[str]) -> ExitPolicy:
+        return ExitPolicy(
+            kind="breakpoint",
+            alarms=alarms,
+            name=breakpoint_name(self.prefix),
+            directory=self.directory,
+            signals=DEFAULT_SIGNALS if "signal" in alarms else (),
+            append_info=self.config.header_info,
+            final_name=final_name(self.prefix) if self.config.final_save else None,
+            prefix=self.prefix,
+        )
+
+
+class ExceptionCheckpoint(_CheckpointCallback):
     """Saves the last boundary when the job is told to stop or fails, so that the same command goes on from there.
 
     Answers SIGTERM, SIGINT, SIGUSR1, an exception, a fault report, another rank's stop and `Guard.request_stop`.
@@ -60,24 +221,13 @@ class ExceptionCheckpoint(SavingCallback):
         directory: str | os.PathLike[str] | None = None,
         config: CheckpointConfig | None = None,
     ) -> None:
-        self.prefix = file_name("prefix", prefix)
-        self.directory = directory_path(directory)
-        self.config = _config(config)
+        super().__init__(prefix, directory, config)
 
     def exit_policies(self) -> Sequence[ExitPolicy]:
-        alarms = frozenset({"signal", "exception", "fault", "peer", "request"})
-        return [_breakpoint(self.prefix, self.directory, self.config, alarms)]
-
-    def on_train_begin(self, run_context: RunContext) -> None:
-        _check_saved_network(self.config, run_context)
-
-    def spec(self) -> dict[str, Any]:
-        return {
-            "prefix": self.prefix, "directory": os.path.abspath(self.directory), "config": self.config.to_json()
-        }  # fmt: skip
+        return [self._breakpoint(frozenset({"signal", "exception", "fault", "peer", "request"}))]
 
 
-class ModelCheckpoint(SavingCallback):
+class ModelCheckpoint(_CheckpointCallback):
     """Saves periodically, and once more at the end of the training.
 
     * `prefix`: the file is ``{prefix}-{epoch}_{step_in_epoch}.safetensors``.
@@ -93,9 +243,7 @@ class ModelCheckpoint(SavingCallback):
         directory: str | os.PathLike[str] | None = None,
         config: CheckpointConfig | None = None,
     ) -> None:
-        self.prefix = file_name("prefix", prefix)
-        self.directory = directory_path(directory)
-        self.config = _config(config)
+        super().__init__(prefix, directory, config)
         self.policy = PeriodicSave(self.prefix, self.directory, self.config)
         if self.config.remove_redundancy:
             logger.warning("remove_redundancy=True: every rank still writes a full copy, which costs space, not safety")
@@ -103,22 +251,14 @@ class ModelCheckpoint(SavingCallback):
     def exit_policies(self) -> Sequence[ExitPolicy]:
         if not self.config.exception_save:
             return []
-        return [_breakpoint(self.prefix, self.directory, self.config, frozenset({"exception", "fault", "peer"}))]
+        return [self._breakpoint(frozenset({"exception", "fault", "peer"}))]
 
     def periodic_policies(self) -> Sequence[PeriodicPolicy]:
         return [self.policy]
 
-    def on_train_begin(self, run_context: RunContext) -> None:
-        _check_saved_network(self.config, run_context)
-
-    def spec(self) -> dict[str, Any]:
-        return {
-            "prefix": self.prefix, "directory": os.path.abspath(self.directory), "config": self.config.to_json()
-        }  # fmt: skip
-
 
 class PeriodicSave:
-    """The periodic policy of a `ModelCheckpoint`. By steps a pure function of the position, by seconds see `clock`."""
+    """The periodic policy of a `ModelCheckpoint`: by steps a function of the position, by seconds see `clock`."""
 
     def __init__(self, prefix: str, directory: Path, config: CheckpointConfig) -> None:
         self.prefix, self.directory, self.config = prefix, directory, config
@@ -147,7 +287,7 @@ class PeriodicSave:
         return f"{self.prefix}-{position.epoch}_{position.step_in_epoch}.safetensors"
 
 
-def file_name(argument: str, value: object) -> str:
+def checked_file_name(argument: str, value: object) -> str:
     """A non-empty string that is one plain component of a path. Raises UsageError."""
     if not isinstance(value, str):
         raise UsageError(f"{argument}={value!r} is a {type(value).__name__}; give a string")
@@ -171,34 +311,32 @@ def directory_path(value: object, argument: str = "directory") -> Path:
     return Path(path)
 
 
-def _config(value: object) -> CheckpointConfig:
+def _check_number(name: str, value: object, *, whole: bool) -> None:
+    kind = "a whole number" if whole else "a number"
     if value is None:
-        return CheckpointConfig()
-    if not isinstance(value, CheckpointConfig):
-        raise UsageError(f"config={value!r} is a {type(value).__name__}; give a CheckpointConfig or None")
-    return value
+        return
+    if isinstance(value, bool) or not isinstance(value, int if whole else Real):
+        raise UsageError(f"{name}={value!r} is a {type(value).__name__}; give {kind}, or 0 for none")
+    if not 0 <= float(value) < math.inf:
+        raise UsageError(f"{name}={value!r}; give {kind} that is not negative")
 
 
-def _breakpoint(prefix: str, directory: Path, config: CheckpointConfig, alarms: frozenset[str]) -> ExitPolicy:
-    return ExitPolicy(
-        kind="breakpoint",
-        alarms=alarms,
-        name=breakpoint_name(prefix),
-        directory=directory,
-        signals=DEFAULT_SIGNALS if "signal" in alarms else (),
-        append_info=config.header_info,
-        final_name=final_name(prefix) if config.final_save else None,
-        prefix=prefix,
-    )
-
-
-def _check_saved_network(config: CheckpointConfig, run_context: RunContext) -> None:
-    params = run_context.original_args()
-    if config.saved_network is not None and config.saved_network not in (
-        params.network,
-        params.train_network,
-    ):
-        raise UsageError(
-            "saved_network is not the network that is trained, so its checkpoint could not be resumed; leave it out, "
-            "and save other networks with torch.save or Guard(stateful=...)"
-        )
+def _check_append_info(items: object) -> None:
+    if items is None:
+        return
+    if not isinstance(items, (list, tuple)):
+        raise UsageError(f"append_info={items!r}; give a list, for example [{{'epoch_num': 3}}]")
+    for item in items:
+        if isinstance(item, str) and item not in _APPEND_NAMES:
+            raise UsageError(f"append_info holds {item!r}; a string must be one of {', '.join(_APPEND_NAMES)}")
+        if not isinstance(item, (str, dict)):
+            raise UsageError(f"append_info holds {item!r}; give dicts, for example {{'epoch_num': 3}}")
+        try:
+            same = json.loads(json.dumps(item)) == item
+        except (TypeError, ValueError):
+            same = False
+        if not same:
+            raise UsageError(
+                f"append_info holds {item!r}, which JSON cannot hold; use strings as keys and plain numbers, strings, "
+                "lists and dicts as values (tensor.item() makes a number)"
+            )

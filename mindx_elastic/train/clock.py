@@ -1,12 +1,12 @@
-"""When to save by the clock, so that all ranks save the same step and nobody pays a round trip a step.
+"""Saves by the clock: all ranks save the same step, without a round trip to the store at every step.
 
-Ranks have different clocks and must not disagree by one step. Rejected: every rank its own clock (no step would be
-complete); a collective or a store read every step; rank 0 naming a step in the future (a rank
-that hears of it too late has already passed it).
+Rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment when
+the save is due, by the speed measured so far. The first check is the first boundary of this process, so all ranks know
+every check step, and the others read one key of the store there: about ten short reads for each save.
 
-Instead rank 0 decides at *check steps* only, and each decision names the next check step: about half-way to the moment
-when the save is due, by the speed measured so far. The first check is the first boundary of this process, so all
-ranks know every check step, and the others read one key of the store there: some ten short reads for each save.
+Rejected, because the ranks' clocks differ and they must not disagree by one step: a clock on every rank (no step would
+be complete); a collective or a store read every step; rank 0 naming a step in the future (a rank that reads it too late
+has already passed that step).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import itertools
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from mindx_elastic.agreement.connect import connect_store, current_seal
 from mindx_elastic.agreement.sealed import Seal
@@ -24,7 +24,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 
-__all__ = ["ClockStore", "SaveClock", "next_check", "open_clock"]
+__all__ = ["SaveClock", "next_check", "open_clock"]
 
 _TIMEOUT = timedelta(minutes=10)
 _KEEP = 1000
@@ -32,17 +32,8 @@ _MOST_STEPS = 100_000  # between two looks at the clock
 _clocks = itertools.count()
 
 
-class ClockStore(Protocol):
-    """The part of `torch.distributed.Store` that we use."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta, /) -> None: ...
-    def delete_key(self, key: str, /) -> bool: ...
-
-
 def next_check(step: int, *, remaining_s: float, step_s: float) -> int:
-    """The step at which to look at the clock again: half-way to the save, at least one step on. Pure."""
+    """The step at which to look at the clock again: half-way to the save, at least one step later. Pure."""
     if step_s <= 0:
         return step + 1
     return step + max(1, min(_MOST_STEPS, int(remaining_s / 2 / step_s)))
@@ -67,7 +58,7 @@ class SaveClock:
         """`seal`: of the job's exchange, None: nothing is sealed. `name` tells the clocks of a job apart."""
         self._seal, self._name = Seal(None, "", rank) if seal is None else seal, name
         self.seconds, self._rank, self._now = seconds, rank, now
-        self._store: ClockStore | None = store
+        self._store = store
         self._last_save = self._last_check = now()
         self._last_step: int | None = None
         self._check_at = 0
@@ -80,9 +71,9 @@ class SaveClock:
             return False
         if self._rank == 0:
             due, self._check_at = self._decide(step)
-            self._tell(step, due)
+            self._publish(step, due)
             return due
-        return self._hear(step)
+        return self._read(step)
 
     def _decide(self, step: int) -> tuple[bool, int]:
         now = self._now()
@@ -97,7 +88,7 @@ class SaveClock:
             return due, step + 1  # alone, a look at the clock costs nothing
         return due, next_check(step, remaining_s=remaining_s, step_s=step_s)
 
-    def _tell(self, step: int, due: bool) -> None:
+    def _publish(self, step: int, due: bool) -> None:
         if self._store is None:
             return
         try:
@@ -109,7 +100,7 @@ class SaveClock:
             self._give_up(error)
         self._checks += 1
 
-    def _hear(self, step: int) -> bool:
+    def _read(self, step: int) -> bool:
         assert self._store is not None
         try:
             self._store.wait([str(self._checks)], _TIMEOUT)
@@ -119,7 +110,7 @@ class SaveClock:
             if said != step:
                 raise ValueError(f"rank 0 looked at the clock at step {said}, rank {self._rank} at step {step}")
             if due > 1 or not step < check_at <= step + _MOST_STEPS:
-                raise ValueError(f"{printable(text)!r} is nothing that rank 0 would say")
+                raise ValueError(f"{printable(text)!r} is not a message of rank 0")
             self._check_at = check_at
         except Exception as error:
             self._give_up(error)

@@ -4,47 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.gather import all_or_none
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.config import RankInfo
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
-from mindx_elastic.train.adoption import adopt
-from mindx_elastic.train.batch import batch_size, move_batch
 from mindx_elastic.train.callbacks import Callback, CallbackList, CallbackParams, RunContext
+from mindx_elastic.train.loop import GuardPort, Unguarded
 from mindx_elastic.train.parallel import all_sum
+from mindx_elastic.train.policies import adopt
 from mindx_elastic.train.request_exit import OnRequestExit
-from mindx_elastic.train.step import detach
-from mindx_elastic.train.unguarded import GuardPort, Unguarded
-
-if TYPE_CHECKING:
-    from mindx_elastic.train.model import Model
+from mindx_elastic.train.step import ModelParts, batch_size, detach, evaluation_mode, move_batch
 
 __all__ = ["evaluate", "kept_position", "open_eval_guard"]
 
 
 def evaluate(
-    model: Model, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
+    model: ModelParts, loader: Any, callbacks: CallbackList, guard: GuardPort, *, rank: int, world_size: int
 ) -> dict[str, Any]:
-    """The metrics over `loader`. Training thread. The network's mode and all random streams are as before afterwards.
+    """Compute the metrics over `loader`. Training thread.
 
-    Without a guard too: what is evaluated between two steps must not change the training.
+    Restores the network's mode and all random streams afterwards: an evaluation between two steps must not change the
+    training.
     """
     params = CallbackParams(
         mode="eval", model=model, network=model.bare_network, eval_network=model.eval_network, loss_fn=model.loss_fn,
         optimizer=model.optimizer, list_callback=callbacks, device_number=world_size, rank=rank, valid_dataset=loader,
-        batch_num=_length(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
+        batch_num=num_batches(loader), cur_step_num=0, cur_step_in_epoch=0, cur_epoch_num=1, epoch_num=1,
         net_outputs=None, metrics={},
     )  # fmt: skip
     context = RunContext(params)
     metrics = model.metrics
-    with guard.outside_step(), _kept_modes(model.bare_network), kept_rng(), torch.no_grad():
+    with guard.outside_step(), evaluation_mode(model.bare_network), kept_rng(), torch.no_grad():
         callbacks.call("on_eval_begin", context)
         callbacks.call("on_eval_epoch_begin", context)
         metrics.clear()
@@ -66,9 +63,9 @@ def evaluate(
 
 
 def open_eval_guard(
-    model: Model, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
+    model: ModelParts, callbacks: Sequence[Callback], loader: Any, *, rank: int, world_size: int
 ) -> GuardPort:
-    """A guard for an evaluation by itself, when an OnRequestExit is among its callbacks; else one that does nothing.
+    """A guard for an evaluation outside a training when its callbacks include an OnRequestExit, else `Unguarded`.
 
     Main thread, all ranks together: one that was given to some ranks only (``if rank == 0:``) counts for all.
     """
@@ -98,21 +95,3 @@ def kept_position(loader: Any, *, in_use: bool) -> Iterator[None]:
     yield
     if in_use:
         loader.load_state_dict(state)
-
-
-@contextmanager
-def _kept_modes(network: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in network.modules()]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, mode in modes:
-            module.training = mode
-
-
-def _length(loader: Any) -> int:
-    try:
-        return len(loader)
-    except (TypeError, NotImplementedError):
-        return 0

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,19 +20,21 @@ from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.config import Settings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
 from mindx_elastic.core.rank_lists import rank_list
-from mindx_elastic.errors import GracefulExit
-from mindx_elastic.train.batch import move_batch
+from mindx_elastic.data.position import num_batches
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.policy import PeriodicPolicy
 from mindx_elastic.train.callbacks import CallbackList, CallbackParams, RunContext
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.parallel import all_sum
-from mindx_elastic.train.step import OptimizerWatch, TrainOneStep
-from mindx_elastic.train.unguarded import GuardPort
+from mindx_elastic.train.step import ModelParts, OptimizerWatch, TrainOneStep, move_batch
 
 if TYPE_CHECKING:
-    from mindx_elastic.train.model import Model
+    from typing_extensions import Self
 
-__all__ = ["CALLBACKS", "PROGRESS", "CutHooks", "EpochLoss", "TrainLoop", "windows"]
+__all__ = ["CALLBACKS", "PROGRESS", "CutHooks", "EpochLoss", "GuardPort", "TrainLoop", "Unguarded", "windows"]
 
 CALLBACKS, PROGRESS = "callbacks", "train"  # their names in the checkpoint's tree
 _STOP_REASON = "RunContext.request_stop()"
@@ -59,11 +63,11 @@ class CutHooks(Part):
 class EpochLoss:
     """Running sum of the epoch's losses, on the device, together with the metrics; part of the checkpoint.
 
-    It also says whether the ``on_train_step_end`` hooks of the boundary are still to be run: a checkpoint of a boundary
-    whose hooks were cut off, by an exception or by the deadline, is from before the first of them.
+    It also records whether the ``on_train_step_end`` hooks of the boundary have yet to run. When an exception or the
+    deadline cuts them off, the checkpoint holds the state from before the first of them.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelParts) -> None:
         self._metrics = model.metrics
         self._device = model.device
         self._total = torch.zeros((), dtype=torch.float64)
@@ -76,7 +80,7 @@ class EpochLoss:
 
     # After an exception behind the update the state may be the coming boundary, if it is known what still has to change
     # (see `capture.update_window`). So each value here changes on one side of the update only: the hooks are pending
-    # from the step's begin, `outputs` stays when they have run, and a new epoch's sum shows with its first loss.
+    # from the begin of the step, `outputs` stays when they have run, and a new epoch's sum starts with its first loss.
 
     def begin_step(self) -> None:
         """A boundary from now on is one whose hooks are still to be run."""
@@ -129,7 +133,7 @@ class EpochLoss:
         self._begins_anew = False
         self._metrics.load_state_dict(state["metrics"])
         outputs = state.get("outputs")
-        self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not say
+        self.hooks_pending = state.get("hooks_pending", False)  # files of version 0.1 do not have it
         self.outputs = outputs.to(self._device) if isinstance(outputs, Tensor) else outputs
 
 
@@ -145,11 +149,11 @@ def windows(batches: Iterator[Any], size: int) -> Iterator[list[Any]]:
 
 
 class TrainLoop:
-    """One call of `Model.train`. `guard` is entered; everything is in place."""
+    """One call of `Model.train`. `guard` is entered, and the state is loaded."""
 
     def __init__(
         self,
-        model: Model,
+        model: ModelParts,
         guard: GuardPort,
         callbacks: CallbackList,
         loader: Any,
@@ -158,13 +162,7 @@ class TrainLoop:
         exchange: Exchange | None,
         hooks: CutHooks,
     ) -> None:
-        self.model, self.guard, self.callbacks, self.loader, self.losses = (
-            model,
-            guard,
-            callbacks,
-            loader,
-            losses,
-        )
+        self.model, self.guard, self.callbacks, self.loader, self.losses = model, guard, callbacks, loader, losses
         self.periodic = periodic
         self._exchange, self._hooks = exchange, hooks
         self._asked_all = False
@@ -235,7 +233,7 @@ class TrainLoop:
 
     @contextmanager
     def _noted_before_the_update(self) -> Iterator[None]:
-        """The default step tells its loss before it updates: then an exception in what follows does not cost it."""
+        """Let the default step report its loss before it updates: an exception after that does not lose it."""
         step = self.model.step
         if not isinstance(step, TrainOneStep):
             yield
@@ -328,34 +326,80 @@ class TrainLoop:
         self.callbacks.call(hook, self.context)
 
     def _windows_per_epoch(self) -> int:
-        try:
-            batches = len(self.loader)
-        except (TypeError, NotImplementedError):
-            return 0
+        batches = num_batches(self.loader)
         return -(-batches // self.model.grad_accum) if self.model.step.window else batches
 
     def _fill_params(self, epochs: int) -> None:
         model, guard = self.model, self.guard
         position = guard.position
         self.params.update(
-            mode="train",
-            model=model,
-            network=model.bare_network,
-            train_network=model.network,
-            optimizer=model.optimizer,
-            loss_fn=model.loss_fn,
-            lr_scheduler=model.lr_scheduler,
-            train_dataset=self.loader,
-            train_dataset_element=None,
-            epoch_num=epochs,
-            cur_epoch_num=max(1, position.epoch),
-            cur_step_num=position.step,
-            cur_step_in_epoch=position.step_in_epoch,
-            batch_num=self._windows_per_epoch(),
-            net_outputs=None,
-            list_callback=self.callbacks,
-            device_number=guard.world_size,
-            rank=guard.rank,
-            resumed_from_step=guard.resumed_from_step,
-            dataset_sink_mode=False,
+            mode="train", model=model, network=model.bare_network, train_network=model.network,
+            optimizer=model.optimizer, loss_fn=model.loss_fn, lr_scheduler=model.lr_scheduler,
+            train_dataset=self.loader, train_dataset_element=None, epoch_num=epochs,
+            cur_epoch_num=max(1, position.epoch), cur_step_num=position.step,
+            cur_step_in_epoch=position.step_in_epoch, batch_num=self._windows_per_epoch(), net_outputs=None,
+            list_callback=self.callbacks, device_number=guard.world_size, rank=guard.rank,
+            resumed_from_step=guard.resumed_from_step, dataset_sink_mode=False,
+        )  # fmt: skip
+
+
+# --- training without a checkpoint ---
+
+
+class Unguarded:
+    """Takes the guard's place where no callback asks for a checkpoint: counts, and touches neither disk nor signals."""
+
+    resumed_from_step: int | None = None
+    resumed_path: Path | None = None
+
+    def __init__(self, loader: Any, *, rank: int, world_size: int) -> None:
+        self.loader, self.rank, self.world_size = loader, rank, world_size
+        self._step = self._epoch = self._step_in_epoch = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    @property
+    def position(self) -> Position:
+        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+
+    def epochs(self, num_epochs: int) -> Iterator[int]:
+        for epoch in range(1, num_epochs + 1):
+            self._epoch, self._step_in_epoch = epoch, 0
+            self.loader.set_epoch(epoch)
+            yield epoch
+
+    def boundary(self) -> None:
+        self._step += 1
+        self._step_in_epoch += 1
+
+    def finish_step(self, *, retake: bool = False) -> None:
+        pass
+
+    def poll(self) -> None:
+        pass
+
+    def dismiss_stop(self) -> None:
+        pass
+
+    @contextmanager
+    def outside_step(self) -> Iterator[None]:
+        yield
+
+    def request_stop(self, reason: str, exit_code: int = 0) -> None:
+        raise UsageError(
+            f"{reason}: not every rank has asked for the stop at this step, and without a checkpoint callback the "
+            "ranks cannot agree on one; call request_stop() on every rank, or add ExceptionCheckpoint"
         )
+
+    def save_periodic(self, policy: PeriodicPolicy) -> bool:
+        return False
+
+
+GuardPort: TypeAlias = "Guard | Unguarded"
+"""What `Model` trains and evaluates with."""

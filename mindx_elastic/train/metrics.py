@@ -161,7 +161,7 @@ class MetricSet:
 
     def __init__(self, metrics: Metrics) -> None:
         self.metrics: dict[str, SumMetric | ObjectMetric] = {name: _build(spec) for name, spec in _named(metrics)}
-        self._told = False
+        self._warned = False
 
     def clear(self) -> None:
         for metric in self.metrics.values():
@@ -181,8 +181,8 @@ class MetricSet:
                 total = all_sum(torch.stack([metric.sums.to(device) for metric in summed]))
                 for metric, sums in zip(summed, total, strict=True):
                     metric.sums = sums.clone()
-            if len(summed) < len(self.metrics) and not self._told:
-                self._told = True
+            if len(summed) < len(self.metrics) and not self._warned:
+                self._warned = True
                 logger.warning("metrics that are objects of your own count this rank's samples only")
         return {name: metric.eval() for name, metric in self.metrics.items()}
 
@@ -210,7 +210,9 @@ def _named(metrics: Any) -> list[tuple[str, Any]]:
         metrics = [metrics]
     if not isinstance(metrics, Iterable):
         raise UsageError(f"metrics={metrics!r}; give names, functions (outputs, targets) or a dict of them")
-    specs = sorted(metrics) if isinstance(metrics, (set, frozenset)) and _all_strings(metrics) else list(metrics)
+    specs = list(metrics)
+    if isinstance(metrics, (set, frozenset)) and all(isinstance(spec, str) for spec in specs):
+        specs.sort()
     named: list[tuple[str, Any]] = []
     for spec in specs:
         name = spec if isinstance(spec, str) else getattr(spec, "__name__", type(spec).__name__)
@@ -218,10 +220,6 @@ def _named(metrics: Any) -> list[tuple[str, Any]]:
             raise UsageError(f"two metrics are called {name!r}; give a dict with a name for each")
         named.append((name, spec))
     return named
-
-
-def _all_strings(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 def _build(spec: Any) -> SumMetric | ObjectMetric:

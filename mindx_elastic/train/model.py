@@ -1,46 +1,40 @@
-"""`Model`: a small training loop in the manner of MindSpore and Keras that stands on the guard."""
+"""`Model`: training and evaluation in the manner of MindSpore and Keras, on top of `Guard`."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import all_or_none
-from mindx_elastic.capture.components import Stateful, unwrap_module
-from mindx_elastic.config import RankInfo
+from mindx_elastic.capture.components import Stateful
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.position import Position
 from mindx_elastic.data import from_loader
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.train.adoption import Policies, adopt, gather_policies
-from mindx_elastic.train.arguments import autocast_dtype, listed, norm_limit, whole_number
 from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
-from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, TrainLoop
-from mindx_elastic.train.metrics import Metrics, MetricSet
+from mindx_elastic.train.loop import CALLBACKS, PROGRESS, CutHooks, EpochLoss, GuardPort, TrainLoop, Unguarded
 from mindx_elastic.train.monitors import LossMonitor, ProgressDisplay
-from mindx_elastic.train.parallel import choose_device, join_process_group, place, without_ddp, wrap_network
-from mindx_elastic.train.step import CustomStep, TrainOneStep, forward
-from mindx_elastic.train.unguarded import GuardPort, Unguarded
+from mindx_elastic.train.parallel import join_process_group, place, wrap_network
+from mindx_elastic.train.policies import Policies, adopt, gather_policies
+from mindx_elastic.train.step import ModelParts, TrainOneStep
 
 __all__ = ["Model"]
 
 
-class Model:
-    """A network with what it takes to train and evaluate it.
+class Model(ModelParts):
+    """Trains and evaluates a network, and resumes where the last run stopped.
 
     ::
 
@@ -69,92 +63,8 @@ class Model:
     Use it from the main thread. Raises UsageError for arguments that cannot work, before anything is started.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        loss_fn: Callable[..., Any] | None = None,
-        optimizer: Any = None,
-        metrics: Metrics = None,
-        lr_scheduler: Any = None,
-        grad_scaler: Any = None,
-        device: str | torch.device | None = None,
-        *,
-        grad_accum: int = 1,
-        amp: bool | torch.dtype = False,
-        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None = None,
-        max_grad_norm: float | None = None,
-        lr_scheduler_interval: str = "step",
-    ) -> None:
-        not_ours = set(vars(self))  # a subclass may set attributes before it calls us
-        if not isinstance(network, nn.Module):
-            raise UsageError(f"network is a {type(network).__name__}; give a torch.nn.Module")
-        if loss_fn is not None and not callable(loss_fn):
-            raise UsageError(f"loss_fn is a {type(loss_fn).__name__}; give a function (outputs, targets) or None")
-        self.ranks = RankInfo.from_env()
-        self.network = network
-        """What a custom step calls: the network, inside DDP when there are several ranks."""
-        self.loss_fn = loss_fn
-        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
-        self.optimizers = listed("optimizer", optimizer, (torch.optim.Optimizer,))
-        self.lr_schedulers = listed("lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau))
-        self.lr_scheduler_interval = lr_scheduler_interval
-        self.metrics = MetricSet(metrics if metrics is not None or loss_fn is None else "loss")
-        self.grad_accum = whole_number("grad_accum", grad_accum)
-        self.max_grad_norm = norm_limit(max_grad_norm)
-        self._asked_device = device is not None
-        self.device = choose_device(device, network, self.ranks)
-        self._autocast = autocast_dtype(amp, self.device)
-        if grad_scaler is None and self._autocast is torch.float16 and self.device.type == "cuda":
-            grad_scaler = torch.amp.GradScaler(self.device.type)
-        self.grad_scaler = grad_scaler
-        self._own_step: Any = train_step if not isinstance(train_step, type) else None
-        self.step = self._make_step(train_step)
-        self._check_schedulers()
-        self._guard: GuardPort | None = None
-        self._training_loader: Any = None
-        self._last_position = Position()
-        self._ready = False
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that the last `train` went on from; None on a fresh start."""
-        self._own_names = frozenset(vars(self)) - not_ours | {"_own_names"}
-
-    # --- for custom steps --------------------------------------------------------------------------------------------
-
-    @property
-    def bare_network(self) -> nn.Module:
-        """The network as it was given, without DDP around it; save and hash the weights of this one."""
-        return unwrap_module(self.network)
-
-    @property
-    def eval_network(self) -> nn.Module:
-        """What an evaluation calls: the network without DDP, whose forward waits for the other ranks."""
-        return without_ddp(self.network)
-
-    @property
-    def position(self) -> Position:
-        """The last boundary: of the training under way, else of the last one."""
-        return self._last_position if self._guard is None else self._guard.position
-
-    def train_step(self, batch: Any) -> Any:
-        """Override it for a custom step: forward, backward and update for one batch (on the device).
-
-        Returns the loss.
-        """
-        raise NotImplementedError("the default step is TrainOneStep")
-
-    def eval_step(self, batch: Any) -> tuple[Tensor | None, Any, Any]:
-        """(loss or None, outputs, targets) of one batch of an evaluation; override it for other shapes of batches."""
-        return forward(self, self.eval_network, batch)
-
-    def forward(self, batch: Any) -> tuple[Tensor, Any, Any]:
-        """(loss, outputs, targets) of one training batch, under autocast: a helper for custom steps."""
-        return forward(self, self.network, batch)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The precision context that ``amp`` asked for."""
-        if self._autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self._autocast)
+    _training_loader: Any = None
+    _ready = False
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -179,16 +89,15 @@ class Model:
           a path.
         * `grace_s`: seconds from an alarm until the process must be gone; None: ``MINDX_GRACE_S`` or 30.
         * `stateful`: more named objects with ``state_dict`` and ``load_state_dict`` to save and resume.
-        * `allow_shared_directory`: accept a directory that anybody may write to; what others put there is left
-          out, unless ``MINDX_TRUSTED_USERS`` names them.
+        * `allow_shared_directory`: accept a directory that every user may write to; files of others are left out,
+          unless ``MINDX_TRUSTED_USERS`` names their owners.
         * `progress`: False: no bar and no progress lines.
-        * `dataset_sink_mode`: accepted for MindSpore's sake; it means nothing here.
+        * `dataset_sink_mode`: accepted for MindSpore's sake; it has no effect.
 
         Raises GracefulExit (a SystemExit) once the job was told to stop and its state is durable, UsageError and the
-        errors of `Guard` before training starts, and whatever the program's own code raises.
+        errors of `Guard` before training starts, and what the program's own code raises.
         """
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise UsageError(f"epochs={epochs!r}; give a whole number of at least 1")
+        epochs = whole_number("epochs", epochs, low=1)
         if self._guard is not None:
             raise UsageError("train() was called inside a training; call it after the running one has ended")
         if not self.optimizers and isinstance(self.step, TrainOneStep):
@@ -349,35 +258,6 @@ class Model:
                 "the optimizer holds %d parameters that belong neither to the network nor to a stateful object: "
                 "they are trained, but not saved. Name their module in train(stateful={...})",
                 unknown,
-            )
-
-    def _make_step(self, train_step: Any) -> TrainOneStep | CustomStep:
-        overridden = type(self).train_step is not Model.train_step
-        if train_step is not None and overridden:
-            raise UsageError("train_step was given and the subclass overrides it too; keep one of the two")
-        if isinstance(train_step, type):
-            if not issubclass(train_step, TrainOneStep):
-                raise UsageError(f"train_step={train_step.__name__} is a class that does not derive from TrainOneStep")
-            return train_step(self)
-        if train_step is None and not overridden:
-            return TrainOneStep(self)
-        if train_step is not None and not callable(train_step):
-            raise UsageError(f"train_step={train_step!r}; give a function (model, batch) -> loss")
-        if self.grad_accum != 1:
-            raise UsageError(
-                f"grad_accum={self.grad_accum} belongs to the default step; a custom train_step decides by itself when "
-                "it updates (call optimizer.step() every so many batches)"
-            )
-        return CustomStep(self.train_step if train_step is None else lambda batch: train_step(self, batch))
-
-    def _check_schedulers(self) -> None:
-        if self.lr_scheduler_interval not in ("step", "epoch"):
-            raise UsageError(f'lr_scheduler_interval={self.lr_scheduler_interval!r}; give "step" or "epoch"')
-        if self.lr_scheduler_interval == "step" and any(isinstance(s, ReduceLROnPlateau) for s in self.lr_schedulers):
-            raise UsageError(
-                "ReduceLROnPlateau needs the mean of a whole epoch; pass "
-                'lr_scheduler_interval="epoch", and it is given '
-                "the epoch's mean training loss"
             )
 
 

@@ -1,4 +1,4 @@
-"""What a person sees of a training: MindSpore's monitors, and the display that `Model.train` brings by itself."""
+"""Progress on the screen: MindSpore's monitors, and the display that `Model.train` adds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from mindx_elastic.errors import UsageError
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.train.callbacks import Callback, CallbackParams, RunContext
 
 __all__ = ["LossMonitor", "ProgressDisplay", "TimeMonitor", "loss_value"]
 
-_LOOK_S = 0.25  # reading the loss waits for the device, so the display does it this often and not every step
+_LOOK_S = 0.25  # between two looks at the loss, which wait for the device
 _LINE_S = 10.0
 
 
@@ -26,7 +26,7 @@ class LossMonitor(Callback):
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
-        self.per_print_times = _positive("per_print_times", per_print_times)
+        self.per_print_times = whole_number("per_print_times", per_print_times, low=1)
 
     def on_train_step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -42,7 +42,7 @@ class TimeMonitor(Callback):
     """
 
     def __init__(self, data_size: int | None = None) -> None:
-        self.data_size = None if data_size is None else _positive("data_size", data_size)
+        self.data_size = None if data_size is None else whole_number("data_size", data_size, low=1)
         self._began: float | None = None
         self._steps = 0
 
@@ -106,7 +106,7 @@ class ProgressDisplay(Callback):
             self._say(run_context.original_args(), time.monotonic())
 
     def close(self) -> None:
-        """Give the terminal back; whatever way the training ends."""
+        """Give the terminal back, however the training ends."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -158,9 +158,3 @@ def loss_value(outputs: Any) -> float:
     if isinstance(outputs, torch.Tensor):
         return float(outputs.detach().double().mean().item())
     return float(outputs) if isinstance(outputs, (int, float)) else math.nan
-
-
-def _positive(name: str, value: object) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise UsageError(f"{name}={value!r}; give a whole number of at least 1")
-    return value

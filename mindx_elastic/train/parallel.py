@@ -41,7 +41,7 @@ def choose_device(device: str | torch.device | None, network: nn.Module, ranks: 
 
 
 def place(network: nn.Module, device: torch.device, *, asked: bool) -> None:
-    """Move the network, unless it is spread over devices or wrapped already and nobody asked for a move."""
+    """Move the network, unless it is spread over devices or wrapped already and `asked` is False."""
     devices = {p.device for p in network.parameters()}
     if asked or (len(devices) <= 1 and not is_parallel(network)):
         network.to(device)

@@ -19,9 +19,9 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, final_name
 from mindx_elastic.persist.storage import fsync_dir
-from mindx_elastic.train.batch import move_batch, network_arguments
 from mindx_elastic.train.callbacks import CallbackParams, RunContext
-from mindx_elastic.train.checkpoint import SavingCallback, directory_path, file_name
+from mindx_elastic.train.checkpoint import SavingCallback, checked_file_name, directory_path
+from mindx_elastic.train.step import evaluation_mode, move_batch, network_arguments
 
 __all__ = ["OnRequestExit", "export_network"]
 
@@ -64,7 +64,7 @@ class OnRequestExit(SavingCallback):
         if config_file is not None and not isinstance(config_file, (str, os.PathLike)):
             raise UsageError(f"config_file={config_file!r}; give the path of the JSON flag file, or None")
         self.save_ckpt, self.save_mindir = save_ckpt, save_mindir
-        self.file_name = _checked_name(file_name)
+        self.file_name = checked_file_name("file_name", file_name)
         self.directory = directory_path(directory)
         self.config_file = None if config_file is None else Path(config_file)
         self.sig = _signal_number(sig)
@@ -122,7 +122,7 @@ class OnRequestExit(SavingCallback):
     def _export(self, deadline: float) -> None:
         """Training thread, the checkpoint is durable.
 
-        If time runs out in here the watcher ends the process: no harm.
+        If time runs out here the watcher ends the process; the checkpoint is safe.
         """
         params = self._params
         if params is None or params.get("rank", RankInfo.from_env().rank) != 0:
@@ -138,7 +138,7 @@ class OnRequestExit(SavingCallback):
             return
         try:
             export_network(params.network, batch, target, takes_targets=params.get("loss_fn") is None)
-        except Exception as error:  # whatever torch.export may raise: the checkpoint is what counts
+        except Exception as error:  # torch.export may raise anything; the checkpoint is written already
             first_line = (str(error).strip().splitlines() or [""])[0][:300]
             logger.warning("the network could not be exported to %s: %s: %s", target, type(error).__name__, first_line)
 
@@ -146,18 +146,16 @@ class OnRequestExit(SavingCallback):
 def export_network(network: nn.Module, batch: Any, target: Path, *, takes_targets: bool = False) -> None:
     """Write `network`, in evaluation mode and for inputs shaped like those of `batch`, to `target` (a ``.pt2`` file).
 
-    `target` appears whole or not at all. Raises whatever `torch.export` raises for networks that it cannot trace.
+    `target` appears whole or not at all. Raises what `torch.export` raises for networks that it cannot trace.
     """
     module = unwrap_module(network)
     parameter = next(module.parameters(), None)
     device = torch.device("cpu") if parameter is None else parameter.device
     args, kwargs = network_arguments(move_batch(batch, device), takes_targets=takes_targets)
-    modes = {child: child.training for child in module.modules()}
     temporary = target.with_name(f".{target.stem}.{os.getpid()}.tmp.pt2")
     try:
-        with warnings.catch_warnings(), torch.no_grad():
+        with warnings.catch_warnings(), torch.no_grad(), evaluation_mode(module):
             warnings.simplefilter("ignore")
-            module.eval()
             program = torch.export.export(module, args, kwargs, strict=False)
             torch.export.save(program, temporary)
         fd = os.open(temporary, os.O_RDONLY | os.O_CLOEXEC)
@@ -168,21 +166,15 @@ def export_network(network: nn.Module, batch: Any, target: Path, *, takes_target
         os.replace(temporary, target)
         fsync_dir(target.parent)
     finally:
-        for child, mode in modes.items():
-            child.training = mode
         temporary.unlink(missing_ok=True)
     logger.info("the network is exported to %s", target)
-
-
-def _checked_name(value: object) -> str:
-    return file_name("file_name", value)
 
 
 def _signal_number(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise UsageError(f"sig={value!r} is a {type(value).__name__}; give a signal number such as signal.SIGTERM")
     if value not in signal.valid_signals() or value in (signal.SIGKILL, signal.SIGSTOP):
-        raise UsageError(f"sig={value!r} is no signal that a process can catch; give one such as signal.SIGTERM")
+        raise UsageError(f"sig={value!r} is not a signal that a process can catch; give one such as signal.SIGTERM")
     return int(value)
 
 

@@ -1,4 +1,4 @@
-"""One training step: the default one, and the place where a custom one is put in.
+"""One training step: what it works on, what it does, and what a batch is to it.
 
 `TrainOneStep` is the counterpart of MindSpore's ``TrainOneStepCell``. Whatever a step does, the boundary, the
 scheduler, the callbacks and the stop stay with the loop, so a custom step keeps every guarantee.
@@ -6,31 +6,192 @@ scheduler, the callbacks and the stop stay with the loop, so a custom step keeps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from mindx_elastic.capture.components import unwrap_module
+from mindx_elastic.config import RankInfo
+from mindx_elastic.core.position import Position
+from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
-from mindx_elastic.train.batch import network_arguments, split_batch
+from mindx_elastic.train.metrics import Metrics, MetricSet
+from mindx_elastic.train.parallel import choose_device, without_ddp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from mindx_elastic.train.model import Model
-
 __all__ = [
     "CustomStep",
+    "ModelParts",
     "OptimizerWatch",
     "TrainOneStep",
-    "check_loss",
+    "batch_size",
     "detach",
+    "evaluation_mode",
     "forward",
-    "loss_of_output",
+    "move_batch",
+    "network_arguments",
+    "split_batch",
 ]
+
+
+class ModelParts:
+    """The network with its loss, optimizers, schedulers and metrics: what a step, the loop and an evaluation work on.
+
+    `Model`, which describes the arguments, adds `train` and `eval`.
+    """
+
+    resumed_from_step: int | None = None
+    """Step of the checkpoint that the last `train` went on from; None on a fresh start."""
+
+    _guard: Any = None
+    _last_position = Position()
+
+    def __init__(
+        self,
+        network: nn.Module,
+        loss_fn: Callable[..., Any] | None = None,
+        optimizer: Any = None,
+        metrics: Metrics = None,
+        lr_scheduler: Any = None,
+        grad_scaler: Any = None,
+        device: str | torch.device | None = None,
+        *,
+        grad_accum: int = 1,
+        amp: bool | torch.dtype = False,
+        train_step: Callable[[Any, Any], Any] | type[TrainOneStep] | None = None,
+        max_grad_norm: float | None = None,
+        lr_scheduler_interval: str = "step",
+    ) -> None:
+        not_ours = set(vars(self))  # a subclass may set attributes before it calls us
+        if not isinstance(network, nn.Module):
+            raise UsageError(f"network is a {type(network).__name__}; give a torch.nn.Module")
+        if loss_fn is not None and not callable(loss_fn):
+            raise UsageError(f"loss_fn is a {type(loss_fn).__name__}; give a function (outputs, targets) or None")
+        self.ranks = RankInfo.from_env()
+        self.network = network
+        """What a custom step calls: the network, inside DDP when there are several ranks."""
+        self.loss_fn = loss_fn
+        self.optimizer, self.lr_scheduler = optimizer, lr_scheduler
+        self.optimizers = _listed("optimizer", optimizer, (torch.optim.Optimizer,))
+        self.lr_schedulers = _listed("lr_scheduler", lr_scheduler, (LRScheduler, ReduceLROnPlateau))
+        self.lr_scheduler_interval = lr_scheduler_interval
+        self.metrics = MetricSet(metrics if metrics is not None or loss_fn is None else "loss")
+        self.grad_accum = whole_number("grad_accum", grad_accum, low=1)
+        self.max_grad_norm = _norm_limit(max_grad_norm)
+        self._asked_device = device is not None
+        self.device = choose_device(device, network, self.ranks)
+        self._autocast = _autocast_dtype(amp, self.device)
+        if grad_scaler is None and self._autocast is torch.float16 and self.device.type == "cuda":
+            grad_scaler = torch.amp.GradScaler(self.device.type)
+        self.grad_scaler = grad_scaler
+        self._own_step: Any = train_step if not isinstance(train_step, type) else None
+        self.step = self._make_step(train_step)
+        self._check_schedulers()
+        self._own_names = frozenset(vars(self)) - not_ours | {"_own_names"}
+
+    @property
+    def position(self) -> Position:
+        """The last boundary: of the training under way, else of the last one."""
+        position: Position = self._last_position if self._guard is None else self._guard.position
+        return position
+
+    @property
+    def bare_network(self) -> nn.Module:
+        """The network as it was given, without DDP around it; save and hash the weights of this one."""
+        return unwrap_module(self.network)
+
+    @property
+    def eval_network(self) -> nn.Module:
+        """What an evaluation calls: the network without DDP, whose forward waits for the other ranks."""
+        return without_ddp(self.network)
+
+    def train_step(self, batch: Any) -> Any:
+        """Override it for a custom step: forward, backward and update for one batch (on the device).
+
+        Returns the loss.
+        """
+        raise NotImplementedError("the default step is TrainOneStep")
+
+    def eval_step(self, batch: Any) -> tuple[Tensor | None, Any, Any]:
+        """(loss or None, outputs, targets) of one batch of an evaluation; override it for other shapes of batches."""
+        return forward(self, self.eval_network, batch)
+
+    def forward(self, batch: Any) -> tuple[Tensor, Any, Any]:
+        """(loss, outputs, targets) of one training batch, under autocast: a helper for custom steps."""
+        return forward(self, self.network, batch)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision context that ``amp`` asked for."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+    def _make_step(self, train_step: Any) -> TrainOneStep | CustomStep:
+        overridden = type(self).train_step is not ModelParts.train_step
+        if train_step is not None and overridden:
+            raise UsageError("train_step was given and the subclass overrides it too; keep one of the two")
+        if isinstance(train_step, type):
+            if not issubclass(train_step, TrainOneStep):
+                raise UsageError(f"train_step={train_step.__name__} is a class that does not derive from TrainOneStep")
+            return train_step(self)
+        if train_step is None and not overridden:
+            return TrainOneStep(self)
+        if train_step is not None and not callable(train_step):
+            raise UsageError(f"train_step={train_step!r}; give a function (model, batch) -> loss")
+        if self.grad_accum != 1:
+            raise UsageError(
+                f"grad_accum={self.grad_accum} belongs to the default step; a custom train_step decides by itself when "
+                "it updates (call optimizer.step() every so many batches)"
+            )
+        return CustomStep(self.train_step if train_step is None else lambda batch: train_step(self, batch))
+
+    def _check_schedulers(self) -> None:
+        if self.lr_scheduler_interval not in ("step", "epoch"):
+            raise UsageError(f'lr_scheduler_interval={self.lr_scheduler_interval!r}; give "step" or "epoch"')
+        if self.lr_scheduler_interval == "step" and any(isinstance(s, ReduceLROnPlateau) for s in self.lr_schedulers):
+            raise UsageError(
+                "ReduceLROnPlateau needs the mean of a whole epoch; pass "
+                'lr_scheduler_interval="epoch", and it is given the epoch\'s mean training loss'
+            )
+
+
+def _listed(name: str, value: Any, kinds: tuple[type, ...]) -> list[Any]:
+    items: Sequence[Any] = () if value is None else value if isinstance(value, (list, tuple)) else (value,)
+    for item in items:
+        if not isinstance(item, kinds):
+            raise UsageError(f"{name} is a {type(item).__name__}; give a torch {kinds[0].__name__}, or a list of them")
+    return list(items)
+
+
+def _norm_limit(value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise UsageError(f"max_grad_norm={value!r}; give a positive number, or None for no clipping")
+    return float(value)
+
+
+def _autocast_dtype(amp: bool | torch.dtype, device: torch.device) -> torch.dtype | None:
+    if isinstance(amp, torch.dtype):
+        if amp not in (torch.float16, torch.bfloat16):
+            raise UsageError(f"amp={amp}; give torch.float16, torch.bfloat16, True or False")
+        return amp
+    if not isinstance(amp, bool):
+        raise UsageError(f"amp={amp!r}; give True, False or a torch.dtype")
+    if not amp:
+        return None
+    return torch.float16 if device.type == "cuda" else torch.bfloat16
+
+
+# --- the steps ---
 
 
 class TrainOneStep:
@@ -43,9 +204,9 @@ class TrainOneStep:
     """Takes all batches of an accumulation window at once."""
 
     on_loss: Callable[[Tensor | None], None] | None = None
-    """Set by the loop: is told the window's loss right before the update."""
+    """Set by the loop: called with the window's loss right before the update."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelParts) -> None:
         self.model = model
 
     def __call__(self, batches: Sequence[Any]) -> Tensor | None:
@@ -56,7 +217,7 @@ class TrainOneStep:
         for index, batch in enumerate(batches):
             with self._no_sync(last=index == len(batches) - 1):
                 loss = self.compute_loss(batch)
-                check_loss(loss)
+                _check_loss(loss)
                 if len(batches) > 1:
                     loss = loss / len(batches)
                 self.backward(loss)
@@ -112,7 +273,7 @@ class CustomStep:
 
 
 class OptimizerWatch:
-    """Notes whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
+    """Records whether an optimizer has stepped: a custom step may accumulate, a gradient scaler may skip."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._optimizers = optimizers
@@ -137,7 +298,7 @@ class OptimizerWatch:
         self.stepped = True
 
 
-def loss_of_output(output: Any) -> Tensor:
+def _loss_of_output(output: Any) -> Tensor:
     """The loss that a network returned by itself: a tensor, ``.loss``, ``["loss"]``, or the first item of a tuple."""
     if isinstance(output, Tensor):
         return output
@@ -152,19 +313,31 @@ def loss_of_output(output: Any) -> Tensor:
     return found
 
 
-def forward(model: Model, network: Any, batch: Any) -> tuple[Tensor, Any, Any]:
+def forward(model: ModelParts, network: Any, batch: Any) -> tuple[Tensor, Any, Any]:
     """(loss, outputs, targets) of one batch, under autocast when `Model` was given ``amp``."""
     with model.autocast():
         if model.loss_fn is None:
             args, kwargs = network_arguments(batch, takes_targets=True)
             outputs = network(*args, **kwargs)
-            return loss_of_output(outputs), outputs, None
+            return _loss_of_output(outputs), outputs, None
         args, kwargs, targets = split_batch(batch)
         outputs = network(*args, **kwargs)
         return model.loss_fn(outputs, targets), outputs, targets
 
 
-def check_loss(loss: object) -> None:
+@contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Put `network` into evaluation mode inside the block; afterwards each module has the mode that it had before."""
+    modes = [(module, module.training) for module in network.modules()]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check_loss(loss: object) -> None:
     """Raise UsageError unless `loss` is a scalar tensor."""
     if not isinstance(loss, Tensor):
         raise UsageError(f"the loss is a {type(loss).__name__}; loss_fn must return a scalar tensor")
@@ -175,11 +348,67 @@ def check_loss(loss: object) -> None:
 
 
 def detach(outputs: Any) -> Any:
-    """Cut the graph off, so that what callbacks keep does not hold the activations."""
+    """Drop the graph, so that what callbacks keep does not hold the activations."""
     if isinstance(outputs, Tensor):
         return outputs.detach()
+    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        return type(outputs)(*(detach(value) for value in outputs))
     if isinstance(outputs, (tuple, list)):
         return type(outputs)(detach(value) for value in outputs)
     if isinstance(outputs, dict):
         return {key: detach(value) for key, value in outputs.items()}
     return outputs
+
+
+# --- batches: ``(inputs..., targets)``, a dict, or one tensor ---
+
+
+def move_batch(batch: Any, device: torch.device) -> Any:
+    """`batch` with every tensor in it on `device`; tuples, lists and dicts are rebuilt, other values kept."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        moved = {key: move_batch(value, device) for key, value in batch.items()}
+        return moved if type(batch) is dict else type(batch)(moved)  # type: ignore[call-arg]
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move_batch(value, device) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(move_batch(value, device) for value in batch)
+    return batch
+
+
+def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """(positional inputs, named inputs, targets) for ``loss_fn(network(*inputs, **named), targets)``.
+
+    The last item of a tuple or list is the target; a dict goes in by name and is the target as a whole.
+    Raises UsageError for a batch without targets.
+    """
+    if isinstance(batch, Mapping):
+        return (), dict(batch), batch
+    if isinstance(batch, (tuple, list)) and len(batch) >= 2:
+        return tuple(batch[:-1]), {}, batch[-1]
+    raise UsageError(
+        f"a batch is a {type(batch).__name__} without targets; the default step needs (inputs, targets). Let the "
+        "data set give both, use loss_fn=None and a network that returns its loss, or write a train_step"
+    )
+
+
+def network_arguments(batch: Any, *, takes_targets: bool) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) of a call of the network; with `takes_targets` (loss_fn=None) the whole batch goes in."""
+    if takes_targets:
+        if isinstance(batch, Mapping):
+            return (), dict(batch)
+        return (tuple(batch), {}) if isinstance(batch, (tuple, list)) else ((batch,), {})
+    args, kwargs, _ = split_batch(batch)
+    return args, kwargs
+
+
+def batch_size(batch: Any) -> int:
+    """Length of the first tensor's first dimension; 1 where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return batch.shape[0] if batch.dim() else 1
+    values = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
+    for value in values:
+        if isinstance(value, (torch.Tensor, Mapping, tuple, list)):
+            return batch_size(value)
+    return 1

@@ -9,8 +9,8 @@
     model.train(90, loader, callbacks=[TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")])
 
 In MindIO a controller on one rank watches the others and the wrapper reports each update to it; when the controller's
-rank is killed nothing is saved. Here every rank saves what it holds by itself, so the controller's arguments mean
-nothing and the wrapper has nothing to report: the guard watches every optimizer.
+rank is killed nothing is saved. Here every rank saves what it holds by itself, so the controller's arguments have no
+effect and the wrapper has nothing to report: the guard watches every optimizer.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, Subset, get_worker_info
 
 from mindx_elastic.data import PositionedLoader, ResumableLoader
-from mindx_elastic.data.seeding import capture_streams, restore_streams
+from mindx_elastic.data.random_streams import capture_streams, restore_streams
 from mindx_elastic.errors import MismatchError, UsageError
 from tests.data.datasets import Batched, Noisy, NoisyStream, draw, noisy_collate, same
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.data.position import Cursor
-from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, current_ranks
+from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 
 sizes = st.integers(0, 300)
 batch_sizes = st.integers(1, 17)
@@ -138,13 +138,13 @@ def test_whole_rounds_leaves_out_what_does_not_divide() -> None:
 
 
 def test_ranks_come_from_torch_when_it_is_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert current_ranks(None, None) == (0, 1)
-    assert current_ranks(2, 5) == (2, 5)
+    assert rank_and_world_size(None, None) == (0, 1)
+    assert rank_and_world_size(2, 5) == (2, 5)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
-    assert current_ranks(None, None) == (1, 3)
-    assert current_ranks(2, 5) == (2, 5)
+    assert rank_and_world_size(None, None) == (1, 3)
+    assert rank_and_world_size(2, 5) == (2, 5)
 
 
 # The position's state machine, without any loader.

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, default_collate
 
-from mindx_elastic.data.seeding import (
+from mindx_elastic.data.random_streams import (
     SeededDataset,
     as_collated,
     capture_streams,

@@ -19,8 +19,7 @@ from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.train.callbacks import Callback
-from mindx_elastic.train.checkpoint import ExceptionCheckpoint, ModelCheckpoint, SavingCallback
-from mindx_elastic.train.config import CheckpointConfig
+from mindx_elastic.train.checkpoint import CheckpointConfig, ExceptionCheckpoint, ModelCheckpoint, SavingCallback
 from mindx_elastic.train.request_exit import OnRequestExit
 from mindx_elastic.train.tft import TFTRegister
 
@@ -31,14 +30,14 @@ _KINDS: tuple[type[SavingCallback], ...] = (ExceptionCheckpoint, ModelCheckpoint
 
 @dataclass
 class Policies:
-    """Everything that the callbacks ask of the guard."""
+    """The policies of all callbacks: what they want of the guard."""
 
     exits: list[ExitPolicy] = field(default_factory=list)
     periodic: list[PeriodicPolicy] = field(default_factory=list)
 
     @property
     def directory(self) -> Path | None:
-        """Folder of the run (events): that of the first policy. None: nobody asks for anything."""
+        """Folder of the run (events): that of the first policy. None: no callback has a policy."""
         found = [p.directory for p in self.exits] + [p.directory for p in self.periodic]
         return found[0] if found else None
 

@@ -1,9 +1,8 @@
 """Random augmentation that does not depend on who loads a sample, or on what was loaded before it.
 
-torch seeds a worker once and lets its streams run on, so augmentation depends on the number of workers and
-cannot be resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the
-streams are seeded anew for each sample, with a number that is a function of the sample: about 8 us a
-sample.
+torch seeds a worker once and lets its streams run on, so augmentation depends on the number of workers and cannot be
+resumed without replaying it (torchdata's StatefulDataLoader restores the indices only). Here the streams are seeded
+for each sample, with a number that is a function of the sample; this takes about 8 us a sample.
 """
 
 from __future__ import annotations
@@ -19,14 +18,7 @@ from torch.utils.data import Dataset, Subset, get_worker_info
 
 from mindx_elastic.data.permutation import mix
 
-__all__ = [
-    "SeededDataset",
-    "as_collated",
-    "capture_streams",
-    "preserved_streams",
-    "restore_streams",
-    "seed_streams",
-]
+__all__ = ["SeededDataset", "as_collated", "capture_streams", "preserved_streams", "restore_streams", "seed_streams"]
 
 _COLLATE = 3
 
@@ -61,7 +53,7 @@ def restore_streams(streams: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_streams() -> Iterator[None]:
-    """Whatever is drawn inside is not seen outside. About 75 us."""
+    """Put the global CPU streams back at the end of the block. Takes about 75 us."""
     python, numpy, generator = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
     try:
         yield
@@ -124,7 +116,7 @@ class SeededDataset(Dataset[Any]):
 
 
 def _loads_batches(dataset: Any) -> bool:
-    """Has the data set a batched getter of its own? torch's Subset only passes the call on, so look through it."""
+    """Whether the data set has a batched getter of its own. torch's Subset only passes the call on: look inside it."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return bool(getattr(dataset, "__getitems__", None))
