@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from mindx_elastic.guard.start import Start
 from tests.checkpoint_files import write
 from tests.guard.starts import start as start_targets
 from tests.harness import events
-from tests.resume.shared_store import on_all_ranks
+from tests.resume.shared_store import Board, BoardExchange, on_all_ranks
 
 
 class Loader:
@@ -118,3 +119,28 @@ def test_a_loader_without_a_hook(tmp_path: Path) -> None:
     del parts["loader"].on_iterator_ready
     assert start(tmp_path, parts).resumed is not None
     assert not hasattr(parts["loader"], "on_iterator_ready")
+
+
+def test_the_ranks_meet_five_times_and_each_reads_little_of_what_the_others_say(tmp_path: Path) -> None:
+    """A start of more ranks costs each rank no more: it reads its own share and what is common."""
+    sizes: dict[int, int] = {}
+    for world_size in (2, 6):
+        board = Board(world_size)
+        read: dict[int, int] = dict.fromkeys(range(world_size), 0)
+
+        class Counting(BoardExchange):
+            def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
+                found = super()._read(keys, authors)
+                read[self.rank] += sum(map(len, found))  # noqa: B023
+                return found
+
+        def enter(rank: int, exchange: Any) -> Start:
+            info = RankInfo(rank=rank, world_size=world_size)  # noqa: B023
+            return start(tmp_path / str(world_size), targets(0), info, Counting(board, rank))  # noqa: B023
+
+        (tmp_path / str(world_size)).mkdir()
+        assert all(isinstance(each, Start) for each in on_all_ranks(world_size, enter))
+        rounds = {key.partition("/")[0] for key in board.values if key.startswith("round")}
+        assert rounds == {"round0", "round1", "round2"}, "here, plan, loaded; then read (with files) and entered"
+        sizes[world_size] = max(read[rank] for rank in range(1, world_size))
+    assert sizes[6] < sizes[2] + 5 * 200, "what grows are the process ids of one machine's ranks"
