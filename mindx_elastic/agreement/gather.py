@@ -42,7 +42,7 @@ from typing import Any, Protocol
 import xxhash
 
 from mindx_elastic import errors
-from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import (
@@ -300,7 +300,7 @@ class Part:
 
     def merge(self, said: Sequence[Any]) -> Merged:
         """On rank 0, of all ranks' values in their order. Whatever does not make sense may raise ValueError, KeyError,
-        TypeError..., see `told.making_sense`."""
+        TypeError..., see `validation.making_sense`."""
         return Merged(None)
 
     def hear(self, answer: Answer) -> None:
