@@ -121,7 +121,7 @@ class CheckpointInfo:
     torch_version: str = ""
     """Filled in by the writer."""
     flags: Sequence[str] = ()
-    """Identities of the flag files that have stopped this run, see `alarm.flag_file`."""
+    """Identities of the flag files that have stopped this run, see `platforms.flag_file`."""
     names: Sequence[str] = ()
     """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
 
