@@ -36,9 +36,9 @@ __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
 MAX_DEPTH = 100
+"""Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
 """Most dimensions of a tensor; numpy's limit."""
-"""Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
