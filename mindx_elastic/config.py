@@ -59,7 +59,7 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """Who this process is in its job, as torchrun's environment tells it."""
+    """This process's rank and the size of its job, from torchrun's environment."""
 
     rank: int = 0
     """Global rank, from 0."""
@@ -72,7 +72,7 @@ class RankInfo:
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or not 0 <= self.rank < self.world_size:
-            raise UsageError(f"RANK={self.rank} does not lie in 0..WORLD_SIZE-1 with WORLD_SIZE={self.world_size}")
+            raise UsageError(f"RANK={self.rank} is outside 0..WORLD_SIZE-1 with WORLD_SIZE={self.world_size}")
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankInfo:
@@ -136,7 +136,7 @@ class Settings:
 
 
 def _launcher_grace_s(env: Mapping[str, str]) -> float:
-    """After so long the launcher (torchrun, our agent) kills its workers. torch itself reads a whole number."""
+    """Seconds after which the launcher (torchrun, our agent) kills its workers. torch itself reads a whole number."""
     name = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
     seconds = _integer(env, name, int(DEFAULT_GRACE_S))
     if not 0 <= seconds <= _MAX_GRACE_S:
@@ -195,10 +195,10 @@ class KeySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class MemorySettings:
-    """What is kept in shared memory, see `memory`."""
+    """Where and how often snapshots go to shared memory, see `memory`."""
 
     base: Path | None = Path("/dev/shm")
-    """``MINDX_ARENA_DIR``: a memory file system; ``none`` (None here): nothing is kept in memory."""
+    """``MINDX_ARENA_DIR``: a memory file system; ``none`` (None here): no snapshots in memory."""
     snapshot_every: int | None = 0
     """``MINDX_SNAPSHOT_EVERY``: steps between two snapshots, 0 for none, ``auto`` (None here) to measure it."""
 
@@ -218,10 +218,10 @@ class MemorySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class RedundancySettings:
-    """On how many nodes each checkpoint file lies, see `mirror`."""
+    """On how many nodes each checkpoint file is stored, see `mirror`."""
 
     copies: int = 1
-    """``MINDX_REDUNDANCY``: 1 to 64; 1: only where its rank writes it."""
+    """``MINDX_REDUNDANCY``: 1 to 64; 1: only on the node of the rank that writes it."""
     node: str = ""
     """``GROUP_RANK``: number of the node, as torchrun and our agent set it; empty: by host name and boot."""
 
@@ -247,10 +247,10 @@ class RedundancySettings:
 
 @dataclass(frozen=True, kw_only=True)
 class SharingSettings:
-    """Which directories, and whose files, a job accepts, see `owners`."""
+    """Which directories, and files of which users, a job accepts, see `owners`."""
 
     allow_shared: bool = False
-    """``MINDX_ALLOW_SHARED_DIRECTORY``: 1 accepts directories that anybody may write to."""
+    """``MINDX_ALLOW_SHARED_DIRECTORY``: 1 accepts directories that every user may write to."""
     trusted_users: tuple[int | str, ...] = ()
     """``MINDX_TRUSTED_USERS``: users, by number or name and with commas between, whose files count too."""
 
@@ -264,7 +264,7 @@ class SharingSettings:
         return cls(allow_shared=allow == "1", trusted_users=tuple(user for user in users if user))
 
     def with_arguments(self, allow_shared: bool, trusted_users: Iterable[int | str]) -> SharingSettings:
-        """What the program allows comes on top."""
+        """The same settings, with what the program allows in addition."""
         if isinstance(trusted_users, (str, int)):
             raise UsageError(f"trusted_users={trusted_users!r}: give a list of users, by number or name")
         users = (*self.trusted_users, *trusted_users)
@@ -273,7 +273,7 @@ class SharingSettings:
 
 def _parse_copies(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 64:
-        raise UsageError(f"{name}={value!r}: give the number of nodes that each file is to lie on, from 1 to 64")
+        raise UsageError(f"{name}={value!r}: give the number of nodes that store each file, from 1 to 64")
     return value
 
 
@@ -289,7 +289,7 @@ def parse_snapshot_every(value: object, name: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FaultPaths:
-    """Where the platform tells of faults."""
+    """Where the platform reports faults."""
 
     fault_dir: Path = Path("/user/restore/fault/config")
     """``MINDX_FAULT_DIR``: folder with the key files ``fault-npus`` and ``checkCode``."""
@@ -305,7 +305,7 @@ class FaultPaths:
         def path(name: str) -> Path | None:
             text = env.get(name, "").strip()
             if "\0" in text:
-                raise UsageError(f"environment variable {name}={text!r} is no path")
+                raise UsageError(f"environment variable {name}={text!r} is not a path")
             return Path(text) if text else None
 
         return cls(
@@ -320,8 +320,8 @@ class TftSettings:
     """MindSpore's switch for its fault tolerance, ``MS_ENABLE_TFT='{TTP:1}'``."""
 
     enabled: frozenset[str] = field(default_factory=frozenset)
-    """``MS_ENABLE_TFT``: names that are switched on. TTP (save when the job dies) is the one that means something here;
-    UCE, HCCE, ARF, TRE, TSP, RSC and whatever comes later are accepted."""
+    """``MS_ENABLE_TFT``: names that are switched on. Only TTP (save when the job dies) has an effect; UCE, HCCE, ARF,
+    TRE, TSP, RSC and unknown names are accepted."""
     for_mindspore: bool = False
     """``MINDIO_FOR_MINDSPORE``: accepted, without effect."""
 
@@ -341,7 +341,7 @@ class TftSettings:
                 continue
             if not name.isidentifier() or value.lower() not in ("0", "1", "true", "false"):
                 raise UsageError(
-                    f"environment variable MS_ENABLE_TFT={text!r}: give '{{TTP:1}}'; {item!r} is no switch"
+                    f"environment variable MS_ENABLE_TFT={text!r}: give '{{TTP:1}}'; {item!r} is not a switch"
                 )
             if value.lower() in ("1", "true"):
                 enabled.add(name.upper())

@@ -4,13 +4,13 @@
 
     MindxError
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
-    |   +-- DirectoryInUseError               another living job has the directory
-    +-- UntrustedMessageError (ValueError)   the store holds what no rank of this job has written
+    |   +-- DirectoryInUseError               another running job uses the directory
+    +-- UntrustedMessageError (ValueError)   a value in the store was not written by a rank of this job
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
         +-- SaveError (OSError)              a file could not be written; older files are untouched
-        +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or somebody else's
+        +-- ArenaError (OSError)             no snapshots in shared memory: no room, in use, or of another user
         +-- UnsafeDirectoryError (PermissionError)  a directory that others may write to
         +-- UntrustedFileError (PermissionError)    a file that another user has put there
         +-- CorruptCheckpointError (ValueError)     damaged bytes: truncated, flipped, malformed
@@ -55,7 +55,7 @@ StrPath = str | os.PathLike[str]
 class MindxError(Exception):
     """Base of every error that this package raises on purpose.
 
-    Its text is one line, in which nothing that a file, a rank or the platform has said is obeyed by a terminal.
+    Its text is one line. Control characters from files, ranks or the platform are escaped, for terminals.
     """
 
     def __str__(self) -> str:
@@ -67,16 +67,16 @@ class UsageError(MindxError, ValueError):
 
 
 class UntrustedMessageError(MindxError, ValueError):
-    """The job's store holds a value that none of its ranks has written: different keys, or somebody else writes there.
+    """A value in the job's store was not written by its ranks: their keys differ, or another program writes there.
 
-    Raised at the start, where nothing has been changed yet.
+    Raised at the start, before anything is changed.
     """
 
 
 class DirectoryInUseError(UsageError):
-    """Another living job has the directory `path`: process `pid` on `host`, `since` a unix time (0, "": not known).
+    """Another running job uses the directory `path`: process `pid` on `host`, `since` a unix time (0, "": unknown).
 
-    On the other ranks of a start that is refused only the message is known.
+    Rank 0 sets these fields; the other ranks know the message only.
     """
 
     def __init__(self, message: str, *, path: StrPath = "", host: str = "", pid: int = 0, since: float = 0.0) -> None:
@@ -97,9 +97,9 @@ class UnsupportedStateError(MindxError, TypeError):
 
 
 class PeerStartError(MindxError, RuntimeError):
-    """Another rank, `rank`, could not start the training, so nobody can; `cause` is its error in words.
+    """Another rank, `rank`, could not start the training, so no rank can; `cause` is its error as text.
 
-    Errors of this package come as themselves on every rank, with the rank in front of the message.
+    An error of this package keeps its class on every rank; its message begins with the rank.
     """
 
     def __init__(self, rank: int, cause: str) -> None:
@@ -108,7 +108,7 @@ class PeerStartError(MindxError, RuntimeError):
 
 
 class CheckpointError(MindxError):
-    """Base of everything that goes wrong with a checkpoint file. `path` names it (None: no single file)."""
+    """Base of all errors of checkpoint files. `path` names the file (None: no single file)."""
 
     def __init__(self, message: str, *, path: StrPath | None = None) -> None:
         self.path = None if path is None else Path(path)
@@ -134,11 +134,11 @@ class ArenaError(CheckpointError, OSError):
 
 
 class UnsafeDirectoryError(CheckpointError, PermissionError):
-    """A directory that other users may write to and that is not ours: a checkpoint there could be anybody's."""
+    """A directory that other users may write to: any of them could have put a checkpoint there."""
 
 
 class UntrustedFileError(CheckpointError, PermissionError):
-    """A file that another user has put there, or may have changed. It is left out. `uid`: its owner."""
+    """A file that another user has put there, or may have changed. It is not loaded. `uid`: its owner."""
 
     def __init__(self, message: str, *, path: StrPath | None = None, uid: int = -1) -> None:
         super().__init__(message, path=path)

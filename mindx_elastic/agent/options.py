@@ -302,7 +302,7 @@ def _simplify_rendezvous(args: Namespace) -> tuple[str, int] | None:
     """What torchrun's own `run` does before it reads the rest, and more of it.
 
     A job of one node always gets a private rendezvous on a free port, so that each restart meets in a fresh store
-    (`fresh_store`); a MASTER_PORT that the user has fixed stays what the workers use.
+    (`FreshStoreRendezvous`); a MASTER_PORT that the user has fixed stays what the workers use.
     """
     master = None
     if args.standalone:

@@ -1,4 +1,4 @@
-"""Builds the exchange that fits the job: none for one rank, the process group's store for several."""
+"""Opens the exchange that fits the job: a local one for one rank, the process group's store for several."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mindx_elastic.errors import UsageError
 
 __all__ = ["connect_store", "current_seal", "open_exchange", "store_host"]
 
-_MISSING_S = 1.0  # how long a call may wait for keys that are said to be there
+_MISSING_S = 1.0  # how long a call may wait for keys that should be set already
 _guards = itertools.count()
 _seals: list[Seal] = []
 
 
 def open_exchange(ranks: RankInfo) -> Exchange:
-    """An exchange under a key prefix of its own: one per attempt and per guard of the process.
+    """Open an exchange under a key prefix of its own: one per attempt and per guard of the process.
 
-    Every rank must open its guards in the same order, which `Model.train` and ordinary scripts do. Raises UsageError
-    for a key of the job that cannot be used.
+    Every rank must open its guards in the same order, as `Model.train` and ordinary scripts do. Raises UsageError for a
+    job key that cannot be used.
     """
     if ranks.world_size == 1:
         return LocalExchange()
@@ -40,7 +40,7 @@ def open_exchange(ranks: RankInfo) -> Exchange:
     host_rank = 0 if not _is_shared() and isinstance(_innermost(base), dist.TCPStore) else None
     seal, on_met = _open_seal(base, prefix, ranks)
     return StoreExchange(
-        # Half an hour is torch's bound for a key that is missing; waits of ours name their own.
+        # torch waits half an hour for a missing key by default; our own waits pass their timeout.
         lambda: _connect(prefix, timedelta(seconds=_MISSING_S)),
         rank=ranks.rank,
         world_size=ranks.world_size,
@@ -51,9 +51,10 @@ def open_exchange(ranks: RankInfo) -> Exchange:
 
 
 def connect_store(ranks: RankInfo, name: str) -> Any:
-    """A connection of our own to the process group's store, for keys of this attempt under `name`.
+    """Open a second connection to the process group's store, for keys of this attempt under `name`.
 
-    A wait holds a connection's lock, and torch uses its own. Raises UsageError where torch cannot open another one.
+    A wait holds the lock of its connection, and torch needs its own. Raises UsageError where torch cannot open another
+    connection.
     """
     return _connect(_prefix(ranks, name), None)
 
@@ -85,8 +86,8 @@ def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable
     key, on_met = find_key(settings, job, rank=ranks.rank, world_size=ranks.world_size)
     if key is None and ranks.rank == 0:
         logger.info(
-            "what the ranks tell each other is not sealed: whoever reaches the store's port can stop the job. Set "
-            "MINDX_JOB_KEY_FILE, or keep the port from others"
+            "the messages between the ranks are not sealed: any process that reaches the store's port can stop the "
+            "job. Set MINDX_JOB_KEY_FILE, or block access to the port"
         )
     seal = Seal(key, prefix, ranks.rank)
     _seals[:] = [seal]
@@ -94,12 +95,12 @@ def _open_seal(store: Any, prefix: str, ranks: RankInfo) -> tuple[Seal, Callable
 
 
 def current_seal() -> Seal:
-    """The seal of the exchange that was opened last in this process; one that seals nothing where there is none."""
+    """The seal of the exchange that was opened last in this process; if there is none, a seal without a key."""
     return _seals[-1] if _seals else Seal(None, "", 0)
 
 
 def store_host() -> str:
-    """The host of the process group's store, which every rank can reach; empty where there is no such host."""
+    """The host of the process group's store, which every rank can reach; empty for a store without a host."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
@@ -116,7 +117,7 @@ def _innermost(store: Any) -> Any:
 
 
 def _second_connection(store: Any) -> Any:
-    """What `Store.clone` does, for the torch versions that lack it."""
+    """As `Store.clone`, for torch versions without it."""
     import torch.distributed as dist
 
     store = _innermost(store)

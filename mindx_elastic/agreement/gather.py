@@ -1,30 +1,31 @@
-"""Roll calls of a start: every rank says something, rank 0 merges it, and all hear the outcome; or all fail together.
+"""The meetings of a start: each rank sends a value, rank 0 merges them, every rank gets the answer; or all fail.
 
-While a job starts, the ranks meet a few times: who is here, what each has found on its disks, whether the chosen files
-could be read. In a meeting (a *round*) each rank publishes one value. Rank 0 waits for all of them, merges them with a
-pure function, and answers: one text that is the same for every rank, and where the merge says so a text for each rank
-alone. So each rank reads two keys whatever the size of the job, and all together move O(ranks) bytes.
+While a job starts, the ranks meet a few times: which ranks there are, what each has found on its disks, whether the
+chosen files could be read. In a meeting (a *round*) each rank publishes one value. Rank 0 waits for all of them, merges
+them with a pure function, and answers: one text for all ranks and, where the merge returns them, one text for each rank
+alone. So each rank reads two keys at any size of the job, and all ranks together move O(ranks) bytes.
 
 ==============================  ==========================================================================
-``round{n}/say/{rank}``         what the rank says: the name of the meeting, a line end, JSON
-``round{n}/count``              how many have spoken; the last one rings ``round{n}/bell``, for rank 0
+``round{n}/say/{rank}``         the rank's value: the name of the meeting, a line end, JSON
+``round{n}/count``              how many ranks have published; the last one sets ``round{n}/bell``, for rank 0
 ``round{n}/own/{rank}``         rank 0's answer for that rank alone
 ``round{n}/answer``             the answer (compare-and-set): JSON, or ``!`` and the error of a rank
-``round{n}/heard``              how many have heard an error
+``round{n}/heard``              how many ranks have read an error
 ``round{n}/more/{key}``         parts of an answer that a rank may ask for later (`Answer.more`)
 ``piece/{digest}``              large values that several ranks have, written once; ``claim/{digest}`` counts them
 ==============================  ==========================================================================
 
-A rank that fails between two meetings takes the answer of the coming one and rings the bell: the others raise its error
-at once, also those that are waiting already. The answer is one cell, so that all ranks come to the same outcome.
+A rank that fails between two meetings writes its error into the answer of the next one and sets the bell: the other
+ranks raise that error at once, also those that are waiting already. The answer is one key, so that all ranks come to
+the same outcome.
 
-Rejected: every rank reads what every rank says (that was here before: the total grew with the square of the ranks, 23
-GB at 1,024); a tree of ranks (rank 0 reads 16,384 small values in less than a second, and one level is one cause of
-failure); a key "a rank has failed" beside the answer (two cells can be read in two orders).
+Rejected: every rank reads the values of all ranks (the first design: the total grew with the square of the ranks, 23 GB
+at 1,024); a tree of ranks (rank 0 reads 16,384 small values in less than a second, and each level adds ranks that can
+fail); a key "a rank has failed" beside the answer (ranks can read two keys in two orders).
 
 ::
 
-    with all_or_none(exchange):                 # around everything that a rank may fail in
+    with all_or_none(exchange):                 # around all code that may fail on one rank
         ...
         answer = exchange.gather("here", value, merge)
 """
@@ -42,7 +43,7 @@ from typing import Any, Protocol
 import xxhash
 
 from mindx_elastic import errors
-from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import (
@@ -70,41 +71,41 @@ __all__ = [
 
 START_TIMEOUT_S = 1800.0
 """How long a rank waits for the others in a meeting of the start. Verifying hundreds of GB on a slow disk takes
-minutes, on one rank longer than on another."""
+minutes, and not the same time on each rank."""
 _ANSWER_S = 60.0
-"""How much longer the others wait than rank 0: it tells them who has not come."""
+"""How much longer the others wait than rank 0, whose error names the missing ranks."""
 _FAILED = "!"
 _HEARD_S = 3.0
-"""How long a failed rank stays, for the others to hear of it: its process may host the store, and a launcher that sees
-it end will end theirs."""
+"""How long a failed rank waits for the others to read its error: its process may host the store, and when it ends the
+launcher ends the others."""
 _POLL_S = 0.02
-_PIECE_S = 60.0  # it was written before its author spoke
+_PIECE_S = 60.0  # its author has written it before its value
 _MOST_CHARACTERS = 4000
 _MOST_NAMED = 8
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What rank 0 makes of everything that was said. JSON-able."""
+    """Rank 0's answer to the values of all ranks. JSON-able."""
 
     common: Any
     """For every rank; keep it small, all of them read it."""
     own: Sequence[Any] | None = None
-    """For each rank alone, in rank order; None: nothing."""
+    """One value for each rank alone, in rank order; None: there are none."""
     more: Mapping[str, Any] = field(default_factory=dict)
-    """What some rank may ask for later, by a key."""
+    """Values that ranks may ask for later, by key."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank hears."""
+    """The answer as one rank receives it."""
 
     common: Any
     own: Any
     digest: str
-    """Of both, as text: what rank 0 may compare with what it has sent."""
+    """Digest of both, as text. Rank 0 can compare it with what it has sent."""
     more: Callable[[Sequence[str]], list[Any]]
-    """Ask for values of `Merged.more` by their keys. Main thread; raises what reading the store raises."""
+    """Reads values of `Merged.more` by their keys. Main thread; raises what reading the store raises."""
 
 
 Merge = Callable[[list[Any]], Merged]
@@ -118,7 +119,7 @@ class Gathering:
     _round = 0
     _told = False
 
-    # --- what a store has to do for it; texts are sealed and opened there ---
+    # --- the store's operations; the implementation seals and opens the texts ---
 
     @abstractmethod
     def _write(self, texts: Mapping[str, str]) -> None:
@@ -126,7 +127,7 @@ class Gathering:
 
     @abstractmethod
     def _write_first(self, key: str, text: str) -> str:
-        """Set the key unless it is set; returns what it holds."""
+        """Set the key unless it is set; returns the value that it has then."""
 
     @abstractmethod
     def _count(self, key: str) -> int:
@@ -134,7 +135,7 @@ class Gathering:
 
     @abstractmethod
     def _ring(self, key: str) -> None:
-        """Wake who waits for the key. Whoever can write to the store may ring: check what the bell announces."""
+        """Wake the process that waits for the key. Any writer of the store can ring: check what the bell announces."""
 
     @abstractmethod
     def _wait(self, keys: Sequence[str], timeout_s: float) -> bool:
@@ -142,24 +143,26 @@ class Gathering:
 
     @abstractmethod
     def _read(self, keys: Sequence[str], authors: Sequence[int | None]) -> list[str]:
-        """The texts of keys that are set, in their order. Raises UntrustedMessageError for one that its author has not
-        written; None: any rank."""
+        """The texts of keys that are set, in their order. `authors`: the rank that must have written each; None: any
+        rank. Raises UntrustedMessageError for a text of another author."""
 
     def _welcome(self, key: str) -> None:
-        """Rank 0 has all the first values: bind what is said from now on to this start."""
+        """Rank 0 has all values of the first meeting: bind all later messages to this start."""
 
     def _be_welcomed(self, key: str) -> None:
-        """The first answer is there."""
+        """The first answer has arrived: the counterpart of `_welcome` on every rank."""
 
     # --- one round ---
 
     def gather(self, name: str, value: Any, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
-        """Say `value` (JSON-able) in the next meeting and hear the answer. `name`: the same on all ranks, for people.
+        """Publish `value` (JSON-able) in the next meeting and return the answer.
 
-        `merge`: called on rank 0 with the values of all ranks, in rank order.
+        `name`: of the meeting, for people; the same on all ranks. `merge`: called on rank 0 with the values of all
+        ranks, in rank order.
 
-        Raises what another rank has failed with since the last meeting (see `_error_of`), what `merge` has raised on
-        rank 0, UsageError when the ranks are not at the same point of the start, TimeoutError when one does not come.
+        Raises the error with which another rank has failed since the last meeting (see `_error_of`), the error of
+        `merge` on rank 0, UsageError when the ranks are not at the same point of the start, TimeoutError when a rank
+        does not come.
         """
         self.say(name, value)
         if self.rank == 0:
@@ -167,21 +170,21 @@ class Gathering:
         return self.hear(name, timeout_s=timeout_s)
 
     def say(self, name: str, value: Any) -> None:
-        """First part of `gather`."""
+        """First part of `gather`: publish this rank's value."""
         key = f"round{self._round}"
         self._write({f"{key}/say/{self.rank}": f"{name}\n{json.dumps(value, separators=(',', ':'))}"})
         if self._count(f"{key}/count") == self.world_size:
             self._ring(f"{key}/bell")
 
     def preside(self, name: str, merge: Merge, *, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Second part of `gather`, on rank 0. Its errors are in the answer, which `hear` raises."""
+        """Second part of `gather`, on rank 0: merge and answer. Errors go into the answer; `hear` raises them."""
         key = f"round{self._round}"
         try:
             if not self._wait([f"{key}/bell"], timeout_s):
                 raise TimeoutError(self._who_is_missing(key, name, timeout_s))
             keys = [f"{key}/say/{rank}" for rank in range(self.world_size)]
             if not self._wait(keys, 0.0):
-                # A rank has failed and has taken the answer; or somebody else has rung.
+                # A rank has failed and has written the answer; or another program has set the bell.
                 if self._wait([f"{key}/answer"], 0.0):
                     return
                 if not self._wait(keys, timeout_s):
@@ -213,7 +216,7 @@ class Gathering:
     _failure: BaseException | None = None
 
     def hear(self, name: str, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
-        """Last part of `gather`."""
+        """Last part of `gather`: wait for the answer and return it."""
         key = f"round{self._round}"
         self._round += 1
         if not self._wait([f"{key}/answer"], timeout_s + _ANSWER_S):
@@ -221,7 +224,7 @@ class Gathering:
         self._be_welcomed(key)
         (text,) = self._read([f"{key}/answer"], [None])
         if text.startswith(_FAILED):
-            self._told = True  # the rank that has failed has told all others
+            self._told = True  # the failed rank has informed all others
             self._count(f"{key}/heard")
             if self._failure is not None:
                 raise self._failure
@@ -250,13 +253,13 @@ class Gathering:
         )
 
     def put_once(self, texts: Mapping[str, str]) -> None:
-        """Write texts that several ranks may have, by their digests: one of the ranks does. Before `say`."""
+        """Write texts that several ranks may have, by their digests: one of these ranks writes each. Before `say`."""
         mine = {f"piece/{digest}": text for digest, text in texts.items() if self._count(f"claim/{digest}") == 1}
         if mine:
             self._write(mine)
 
     def read_pieces(self, digests: Sequence[str]) -> dict[str, str]:
-        """What was written with `put_once` before the last meeting. Raises UntrustedMessageError for another text."""
+        """Read what `put_once` wrote before the last meeting. Raises UntrustedMessageError if a digest differs."""
         if not self._wait([f"piece/{digest}" for digest in digests], _PIECE_S):
             raise UntrustedMessageError("a part of what the ranks have said is not in the store of the process group")
         texts = self._read([f"piece/{digest}" for digest in digests], [None] * len(digests))
@@ -266,8 +269,8 @@ class Gathering:
         return dict(zip(digests, texts, strict=True))
 
     def fail(self, error: BaseException) -> None:
-        """This rank cannot go on: tell the others, in place of what they wait for. Never raises; blocks for seconds at
-        most."""
+        """Tell the other ranks that this one cannot continue: they get its error in place of the answer. Never raises;
+        blocks for seconds at most."""
         if self._told:
             return
         self._told = True
@@ -285,11 +288,11 @@ class Gathering:
 
     @abstractmethod
     def _heard(self, key: str) -> int:
-        """What `_count` has counted."""
+        """The counter of `_count`, without adding to it."""
 
 
 class Part:
-    """One thing that the ranks tell each other in a meeting. Each rank has one; rank 0's also merges."""
+    """One topic of a meeting. Each rank has an instance; that of rank 0 also merges."""
 
     name = ""
     """The same on all ranks."""
@@ -299,12 +302,12 @@ class Part:
         return None
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        """On rank 0, of all ranks' values in their order. Whatever does not make sense may raise ValueError, KeyError,
-        TypeError..., see `told.making_sense`."""
+        """On rank 0: merge the values of all ranks, given in rank order. Malformed values may raise ValueError,
+        KeyError, TypeError..., see `validation.making_sense`."""
         return Merged(None)
 
     def hear(self, answer: Answer) -> None:
-        """On every rank, rank 0 included."""
+        """Take the answer, on every rank including rank 0."""
 
 
 class _Gathers(Protocol):
@@ -312,15 +315,15 @@ class _Gathers(Protocol):
 
 
 def meet(exchange: _Gathers, name: str, parts: Sequence[Part], *, timeout_s: float = START_TIMEOUT_S) -> Answer:
-    """One meeting for several parts; rank 0 merges them in their order. Main thread, all ranks together; raises what
-    `Gathering.gather` raises, and what hearing a part raises."""
+    """Hold one meeting for several parts; rank 0 merges them in their order. Main thread, all ranks together; raises
+    what `Gathering.gather` and `Part.hear` raise."""
     answer = exchange.gather(name, value_of(parts), lambda said: merged(parts, said), timeout_s=timeout_s)
     hear_all(parts, answer)
     return answer
 
 
 def value_of(parts: Sequence[Part]) -> dict[str, Any]:
-    """What a rank says for all `parts`."""
+    """A rank's value for all `parts`."""
     return {part.name: part.say() for part in parts}
 
 
@@ -349,7 +352,7 @@ class _Fails(Protocol):
 
 @contextmanager
 def all_or_none(exchange: _Fails) -> Iterator[None]:
-    """An error inside becomes an error on every rank, at its next `gather`. Main thread."""
+    """Make an error inside an error of every rank, which it raises at its next `gather`. Main thread."""
     try:
         yield
     except BaseException as error:
@@ -366,8 +369,8 @@ def _failure_text(rank: int, error: BaseException) -> str:
 
 
 def _error_of(text: str) -> MindxError:
-    """What another rank's error is here: of the same class where it is one of ours, so that a program that catches it
-    does so on every rank; else a PeerStartError."""
+    """Another rank's error as this rank raises it: of the same class if that is one of this package, so that a program
+    catches it on every rank; else a PeerStartError."""
     try:
         rank, name, message = json.loads(text)
         rank = int(rank)

@@ -1,15 +1,15 @@
-"""Where the key of the job comes from: a secret that all ranks have and the store does not.
+"""Finds the key of the job: a secret that all ranks have and the store does not.
 
 In this order:
 
 1. ``MINDX_JOB_KEY``, or the file that ``MINDX_JOB_KEY_FILE`` names; `mindx-elastic run` sets the latter by itself in a
    job of one node.
-2. All ranks on one node, as their launcher's environment tells (torchrun): a random key that the first of them puts
-   into a private file of the machine's temporary folder; the file goes as soon as all of them have read it.
-3. Several nodes, or nobody tells: there is none.
+2. All ranks on one node, according to the launcher's environment (torchrun): a random key, which the first rank writes
+   to a private file in the machine's temporary folder. The file is deleted as soon as all ranks have read it.
+3. Several nodes, or an unknown number: there is no key.
 
-Not in the store, of course. Not in the checkpoint directory either: whether all nodes see the same directory cannot be
-known without asking the store, and a secret must not lie about where checkpoints are copied from.
+Rejected: a key in the store, which it has to protect; a key in the checkpoint directory (only the store can tell
+whether all nodes see the same directory, and checkpoints are copied elsewhere, which a secret must not be).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _STALE_S = 86400.0
 
 
 def find_key(settings: KeySettings, job: str, *, rank: int, world_size: int) -> tuple[bytes | None, Callable[[], None]]:
-    """The key, and what to call when all ranks have it. None: there is none.
+    """Return the key (None: there is none), and a function to call when all ranks have it.
 
-    `job` names this start among all on the machine, the same on all ranks; it need not be secret. Raises UsageError for
-    a key or a file that cannot be used, and where somebody else holds the private file's name.
+    `job`: a name of this start, unique on the machine and the same on all ranks; it need not be secret. Raises
+    UsageError for a key or a file that cannot be used, and where another user has a file of the private file's name.
     """
     if settings.text:
         return _check(settings.text, "environment variable MINDX_JOB_KEY"), _nothing
@@ -66,7 +66,7 @@ def find_key(settings: KeySettings, job: str, *, rank: int, world_size: int) -> 
 
 
 def read_key_file(path: Path, what: str) -> bytes:
-    """The key in a private file of the user's. Raises UsageError; `what` says who has named the file."""
+    """Read the key from a private file of the user. `what`: the setting that names the file. Raises UsageError."""
     remedy = "give a file that only its owner can read (chmod 600), the same on every node"
     try:
         with open(open_regular(path, follow_link=True), "rb") as file:
@@ -111,10 +111,10 @@ def _prefix() -> str:
 
 
 def _share(path: Path) -> bytes:
-    """The content of `path`; whoever comes first makes it. Never seen half-written. Raises OSError, UsageError."""
+    """Read the key in `path`; the first process to come creates it, atomically. Raises OSError, UsageError."""
     _remove_stale(path.parent)
     for _ in range(5):
-        with suppress(FileNotFoundError):  # the last rank of an earlier start may take it away in between
+        with suppress(FileNotFoundError):  # the last rank of an earlier start may delete it in between
             return _read_shared(path)
         fd, temp = tempfile.mkstemp(prefix=_prefix(), suffix=".tmp", dir=path.parent)  # mode 600
         try:
@@ -134,7 +134,7 @@ def _read_shared(path: Path) -> bytes:
         raise
     except OSError as error:
         raise UsageError(
-            f"{path} belongs to somebody else ({error.strerror}); remove it, or set MINDX_JOB_KEY"
+            f"{path} belongs to another user ({error.strerror}); remove it, or set MINDX_JOB_KEY"
         ) from error
     try:
         status = os.fstat(fd)
@@ -144,7 +144,7 @@ def _read_shared(path: Path) -> bytes:
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise UsageError(
             f"{path} (mode {stat.S_IMODE(status.st_mode):o}, user {status.st_uid}) is not this user's own with mode "
-            "600: somebody else knows what is in it. Remove it, or set MINDX_JOB_KEY"
+            "600: another user may know the key in it. Remove it, or set MINDX_JOB_KEY"
         )
     if not content.startswith(_MARK.encode()):
         raise UsageError(f"{path} holds no key; remove it, or set MINDX_JOB_KEY")
@@ -152,7 +152,7 @@ def _read_shared(path: Path) -> bytes:
 
 
 def _remove_stale(folder: Path) -> None:
-    """What starts that were killed have left."""
+    """Remove the files that killed starts have left."""
     prefix, now = _prefix(), time.time()
     with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:

@@ -1,20 +1,20 @@
-"""Seals messages that go through the store, so that only who has the job's key can have written them.
+"""Seals messages that go through the store, so that only a process with the job's key can have written them.
 
-Whoever reaches the store's port may read, write and delete everything in it: torch's store knows no passwords. With a
-key that does not lie in the store each message carries an HMAC-SHA256 over all that gives it its meaning: the attempt
-and guard (*scope*), this very start (*session*), the store's key, the rank that wrote it, and the content. A message
-that was written by somebody else, for another key, by another rank, or in another start is not opened.
+Every process that reaches the store's port can read, write and delete everything in it: torch's store has no passwords.
+With a key that is not in the store, each message carries an HMAC-SHA256 over all that gives it its meaning: the attempt
+and guard (*scope*), this start (*session*), the store's key, the rank that wrote it, and the content. `open` rejects a
+message of a process without the key, for another store key, of another rank, or of another start.
 
 ::
 
     mx1.{mac, 64 hex digits}.{rank}.{nonce, 32 hex digits, or nothing}.{content}
 
-The session makes a replay of an earlier start's messages useless. It costs no round trip: the first values that the
-ranks collect carry a random nonce each, and all that comes later is bound to the nonces of all ranks, of which every
-rank knows its own for certain.
+The session makes a replay of an earlier start's messages useless. It costs no round trip: the values of the first
+meeting carry a random nonce each, and all later messages are bound to the nonces of all ranks. Every rank knows its own
+nonce for certain.
 
-Without a key the content goes as it is. A rank with a key opens nothing that is not sealed with it: there is no way
-back to a job without one.
+Without a key the content is sent as it is. A rank with a key opens only messages that are sealed with it, so a job
+cannot be downgraded to one without a key.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _MOST_WELCOME = 200
 
 
 class NotOursError(ValueError):
-    """A message that no rank of this job has written for this place."""
+    """A message that was not written by a rank of this job for this place."""
 
 
 class Seal:
-    """One a rank and exchange. `join` belongs to the start's thread; the rest to any thread once that has ended."""
+    """One per rank and exchange. Call `join` in the start's thread; the other methods in any thread after that."""
 
     def __init__(self, key: bytes | None, scope: str, rank: int) -> None:
-        """key: None seals nothing. scope: the same on all ranks, and different for each attempt and guard."""
+        """key: None sends messages unsealed. scope: the same on all ranks, different for each attempt and guard."""
         self._key, self._scope, self.rank = key, scope, rank
         self._nonce = secrets.token_hex(16)
         self._session = ""
 
     @property
     def is_keyed(self) -> bool:
-        """Whether what is opened is known to come from this job."""
+        """Whether there is a key, so that an opened message is known to come from this job."""
         return self._key is not None
 
     @property
@@ -55,22 +55,23 @@ class Seal:
         return bool(self._session) or self._key is None
 
     def close(self, name: str, content: str) -> str:
-        """The message that stands for `content` under the store's key `name`."""
+        """Seal `content` for the store's key `name`."""
         if self._key is None:
             return content
         nonce = "" if self._session else self._nonce
         return f"{_MARK}.{self._mac(name, self.rank, nonce, content)}.{self.rank}.{nonce}.{content}"
 
     def open(self, name: str, message: bytes | str, *, author: int | None = None, limit: int | None = None) -> str:
-        """The content. `author`: the rank that must have written it; None: any. `limit`: most characters.
+        """Check a message and return its content. `author`: the rank that must have written it; None: any. `limit`:
+        most characters.
 
         Raises NotOursError.
         """
         return self._open(name, message, author, limit)[0]
 
     def join(self, names: Sequence[str], messages: Sequence[bytes | str]) -> tuple[list[str], list[str]]:
-        """Rank 0: open the first values of all ranks, in rank order; binds all later messages to this start. The nonces
-        (none without a key), for `welcomes`, and the contents. Raises NotOursError."""
+        """Rank 0: open the first values of all ranks, in rank order, and bind all later messages to this start. Returns
+        the nonces (none without a key), for `welcomes`, and the contents. Raises NotOursError."""
         found = [
             self._open(name, each, rank, None) for rank, (name, each) in enumerate(zip(names, messages, strict=True))
         ]
@@ -83,8 +84,8 @@ class Seal:
         return nonces, [content for content, _ in found]
 
     def welcomes(self, name: str, nonces: Sequence[str]) -> list[str]:
-        """Rank 0, after `join`: for each rank the message that lets it `enter`. It holds that rank's own nonce, so one
-        of an earlier start is of no use to anybody."""
+        """Rank 0, after `join`: for each rank the message that it needs for `enter`. It contains that rank's nonce, so
+        that a message of an earlier start is rejected."""
         return [
             f"{_MARK}.{self._mac(f'{name}/{rank}', self.rank, nonce, self._session, session='')}.{self.rank}.{nonce}."
             f"{self._session}"
@@ -92,14 +93,14 @@ class Seal:
         ]
 
     def enter(self, name: str, message: bytes | str) -> None:
-        """The other ranks: take over what rank 0 has bound the start to. Raises NotOursError."""
+        """The other ranks: take over the session from rank 0. Raises NotOursError."""
         session, nonce = self._open(f"{name}/{self.rank}", message, 0, _MOST_WELCOME)
         if nonce != self._nonce:
             raise NotOursError("it welcomes a rank of another start")
         self._session = session
 
     def derive(self, text: str) -> str:
-        """A secret that only who has the key can make of `text`; without a key `text` itself."""
+        """A secret derived from `text` and the key; without a key `text` itself."""
         if self._key is None:
             return text
         return self._mac(_DERIVED, 0, "", text)

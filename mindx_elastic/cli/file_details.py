@@ -77,7 +77,7 @@ def _parts(header: Header) -> list[dict[str, Any]]:
 def _contents(tree: Any) -> tuple[list[str], int]:
     """Names of the tensors that a tree refers to, tied ones once, and how many values it holds itself.
 
-    The tags are those of `mindx_elastic.persist.flatten`. A stack, not recursion: the file decides the depth.
+    The tags are those of `persist.flatten`. A stack instead of recursion: the file decides how deep it is.
     """
     names: dict[str, None] = {}
     num_values = 0

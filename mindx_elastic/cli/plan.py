@@ -156,7 +156,7 @@ def _refuse_if_only_claimed(found: Found) -> None:
 
 
 def _document(path: Path, result: _Result, *, explain: bool) -> dict[str, Any]:
-    """What ``--json`` prints: `outputs.plan_to_json`, and what this command adds. The screen shows the same."""
+    """What ``--json`` prints: `plan_files.plan_to_json`, and what this command adds. The screen shows the same."""
     from mindx_elastic.cli.plan_table import explain as explain_plan
     from mindx_elastic.plan.facts import ResumePlan
     from mindx_elastic.platforms.plan_files import plan_to_json

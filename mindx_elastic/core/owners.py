@@ -1,14 +1,14 @@
-"""Decides whose files count: files that other users have put into a checkpoint directory are never loaded.
+"""Decides which users' files are trusted: files that other users put into a checkpoint directory are never loaded.
 
-Digests are not signatures, so the owner of a file is what distinguishes a job's own checkpoint from one that another
-user has copied in. A file counts if its owner is this process's user, root, the owner of the directory that was asked
-for, or one of ``trusted_users``. *This process's user* is learnt from a file that we create there: on NFS with root
-squash, or with mapped ids, it is another number than `os.geteuid` gives.
+Digests are not signatures, so only the owner of a file distinguishes a job's own checkpoint from one that another user
+has copied in. A file counts if its owner is this process's user, root, the owner of the given directory, or one of
+``trusted_users``. *This process's user* is read from a file that we create there: on NFS with root squash, or with
+mapped ids, it is another number than `os.geteuid` returns.
 
 Rejected: the group (on Kubernetes every pod of a volume shares it); a signature (its key would have to be stored, and
-users who can write to the directory can as a rule read the job's environment from the same place); the owner as
-`os.stat` gives it for the path (the file may be exchanged before it is read): every reader opens the file, checks the
-descriptor, and reads from it.
+users who can write to the directory can usually read the job's environment from the same place); the owner as `os.stat`
+gives it for the path (the file may be exchanged before it is read). Every reader opens the file, checks the descriptor,
+and reads from it.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Owners:
 
     uids: frozenset[int]
     modes_count: bool = True
-    """False: a file that we create with mode 644 shows another one there (vfat, some network file systems)."""
+    """False: a file that we create with mode 644 has another mode there (vfat, some network file systems)."""
     seen_as: int | None = None
-    """What the file system calls this process's user, where we have made a file; and which one it is."""
+    """The user id that the file system gives this process's files, if we made one there; `device`: the file system."""
     device: int | None = None
 
     def problem(self, status: os.stat_result) -> str | None:
@@ -46,11 +46,11 @@ class Owners:
         if status.st_uid not in self.uids:
             users = ", ".join(map(str, sorted(self.uids)))
             return (
-                f"belongs to user {status.st_uid}, and only files of the users {users} count here; trusted_users "
-                "(MINDX_TRUSTED_USERS) names others"
+                f"belongs to user {status.st_uid}, and only files of the users {users} count here; add others with "
+                "trusted_users (MINDX_TRUSTED_USERS)"
             )
         if self.modes_count and status.st_mode & stat.S_IWOTH:
-            return f"may be written to by anybody (mode {stat.S_IMODE(status.st_mode):o}); if it is sound, chmod o-w"
+            return f"is writable by every user (mode {stat.S_IMODE(status.st_mode):o}); if it is sound, chmod o-w"
         return None
 
     def check(self, status: os.stat_result, path: Path) -> None:
@@ -61,7 +61,7 @@ class Owners:
 
 
 def find_owners(directory: Path, *, created: os.stat_result | None = None, trusted: Iterable[int] = ()) -> Owners:
-    """Whose files count in `directory`. `created`: status of a file that we have just made there with mode 644."""
+    """The users whose files count in `directory`. `created`: status of a file that we just made there, mode 644."""
     uids = {0, os.geteuid(), *trusted}
     if created is not None:
         uids.add(created.st_uid)
@@ -77,7 +77,7 @@ def find_owners(directory: Path, *, created: os.stat_result | None = None, trust
 
 
 def _squatted(directory: Path, uids: set[int]) -> Iterator[Path]:
-    """The parts of the path that another user may have made: they are in a world-writable folder, and not ours."""
+    """The parts of the path that another user may have made: not ours, in a world-writable folder."""
     for part in (directory, *directory.parents):
         try:
             if (
@@ -91,7 +91,7 @@ def _squatted(directory: Path, uids: set[int]) -> Iterator[Path]:
 
 
 def _is_unmapped(uid: int) -> bool:
-    """In a user namespace all users without a number there have one number, and cannot be distinguished."""
+    """Whether it is the number that a user namespace gives to all users without one, who cannot be distinguished."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())
     except (OSError, ValueError):
@@ -106,7 +106,7 @@ def _is_unmapped(uid: int) -> bool:
 
 
 def user_ids(users: Iterable[int | str]) -> frozenset[int]:
-    """Numbers of users that are given by number or name. Raises UsageError for a name that the system does not know."""
+    """The ids of users that are given by number or name. Raises UsageError for a name that the system does not know."""
     if isinstance(users, (str, int)):
         raise UsageError(f"trusted_users={users!r}: give a list of users, by number or name")
     return frozenset(_user_id(user) for user in users)
@@ -126,22 +126,22 @@ def _user_id(user: int | str) -> int:
 
 @dataclass
 class Trust:
-    """Whose files count, for all directories of a job."""
+    """The users whose files count, for all directories of a job."""
 
     roots: dict[Path, Owners] = field(default_factory=dict)
-    """By directory, resolved; what is not below one of them is judged by its own folder."""
+    """By directory, resolved; a path that is not below one of them is judged by its own folder."""
     trusted: frozenset[int] = frozenset()
     allow_shared: bool = False
 
     def of(self, path: Path) -> Owners:
-        """For a file, or for a directory that holds files."""
+        """The owners for a file, or for a directory that holds files."""
         for root, owners in self.roots.items():
             if path.is_relative_to(root):
                 return owners
         return self._of_folder(path if path.is_dir() else path.parent)
 
     def add(self, directory: Path) -> None:
-        """A directory that is only read from. Raises UnsafeDirectoryError, unless shared directories are allowed."""
+        """Add a directory that is only read. Raises UnsafeDirectoryError, unless shared directories are allowed."""
         if not self.allow_shared:
             check_place(directory)
         self.roots.setdefault(directory, self._of_folder(directory))
@@ -152,7 +152,7 @@ class Trust:
             device = os.stat(folder).st_dev
         except OSError:
             return found
-        # We have made no file there. On the same file system we are called the same.
+        # We have made no file there. On the same file system our files have the same user id.
         alike = [owners for owners in self.roots.values() if owners.device == device and owners.seen_as is not None]
         seen_as = {owners.seen_as for owners in alike if owners.seen_as is not None}
         return replace(found, uids=found.uids | seen_as, modes_count=all(owners.modes_count for owners in alike))
@@ -162,7 +162,7 @@ def check_place(path: Path) -> None:
     """Raise UnsafeDirectoryError where users who are not trusted can replace `path`.
 
     They can if the directory is world-writable, if one on the way to it is and has no sticky bit, or if another user
-    owns a name in a world-writable one. What does not exist yet is passed over.
+    owns a name in a world-writable one. Parts that do not exist yet are skipped.
     """
     ours = {0, os.geteuid()}
     try:
@@ -175,16 +175,16 @@ def check_place(path: Path) -> None:
                 raise _unsafe(path, why, parent)
             status = os.lstat(entry)
             if status.st_uid not in ours:
-                why = f"{entry} belongs to user {status.st_uid} and lies in {parent}, where others may write"
-                raise _unsafe(path, f"{why}: anybody could have made it", None)
+                why = f"{entry} belongs to user {status.st_uid} and is in {parent}, where others may write"
+                raise _unsafe(path, f"{why}: that user could have made it", None)
         status = os.stat(path)
     except UnsafeDirectoryError:
         raise
     except OSError:
-        return  # not there yet, or a loop: for whoever makes or opens it
+        return  # it does not exist yet, or is a loop: making or opening it will tell
     if status.st_mode & stat.S_IWOTH:
         raise _unsafe(
-            path, f"others may write to it (mode {_mode(status)}): a checkpoint there could be anybody's", path
+            path, f"others may write to it (mode {_mode(status)}): any of them could have put a checkpoint there", path
         )
 
 
@@ -193,7 +193,7 @@ def _unsafe(path: Path, problem: str, loose: Path | None) -> UnsafeDirectoryErro
     remedy += "" if loose is None else f", chmod o-w {loose}"
     return UnsafeDirectoryError(
         f"{path}: {problem}; {remedy}, or accept it with allow_shared_directory=True "
-        "(MINDX_ALLOW_SHARED_DIRECTORY=1), files of other users are left out then too",
+        "(MINDX_ALLOW_SHARED_DIRECTORY=1); files of other users are left out all the same",
         path=path,
     )
 
@@ -226,7 +226,7 @@ def _way_to(path: Path) -> Iterator[tuple[Path, Path]]:
 
 
 def open_trusted(path: Path, owners: Owners) -> int:
-    """A descriptor for reading the regular file `path`, if it counts. Raises OSError, UntrustedFileError."""
+    """Open the regular file `path` for reading, if its owner is trusted. Raises OSError, UntrustedFileError."""
     fd = open_regular(path)
     try:
         owners.check(os.fstat(fd), path)

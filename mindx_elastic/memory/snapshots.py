@@ -28,7 +28,7 @@ import torch
 import xxhash
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.told import whole_number
+from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: the file format, durable writes, verified reads, what lies in a directory, what may go.
+"""Checkpoints on disk: the file format, durable writes, verified reads, the catalog of a directory, retention.
 
-Nothing is imported here: `retention` is a pure decider that must not pull in torch.
+This module imports nothing: `retention` is a pure decider that must not pull in torch.
 """

@@ -1,13 +1,13 @@
-"""What checkpoints there are under a directory, judged by their headers and never by their names.
+"""Lists the checkpoints under a directory, judged by their headers and never by their names.
 
-Looked at: the directory itself, ``rank_*/``, the folders of steps (`core.folders`) and the rank folders inside them;
-also where such a folder is not finished, because each file in it is whole by itself. Not looked at: ``quarantine/``,
-temporary files, anything deeper. A *folder* may be a symbolic link (people put ranks on different disks); a checkpoint
-*file* that is one is listed as a problem and never opened: whoever can plant a link must not choose which bytes a job
-loads.
+It looks into the directory itself, ``rank_*/``, the folders of steps (`core.folders`) and the rank folders inside them;
+also into unfinished folders of steps, because each file in them is complete by itself. It skips ``quarantine/``,
+temporary files, and anything deeper. A *folder* may be a symbolic link (people put ranks on different disks). A
+checkpoint *file* that is a link is listed with a problem and never opened: a user who can plant a link must not choose
+which bytes a job loads.
 
-A damaged or foreign file is an entry with a `problem`, so that the caller can tell "there is nothing" from
-"there is something, and none of it can be used"; the second must never become a silent fresh start.
+A damaged or foreign file is an entry with a `problem`. So the caller can distinguish "there is nothing" from "there are
+files, and none of them can be used"; the second must never become a silent fresh start.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class CatalogEntry:
     """One file (or one folder that could not be listed)."""
 
     path: Path
-    """Where it lies, under the scanned directory as it was given."""
+    """Its path, under the scanned directory as it was given."""
     header: Header | None
-    """Its header, when that could be read and is sound; the tensors' digests are *not* checked by a scan."""
+    """Its header, if that could be read and is sound; a scan does *not* check the tensors' digests."""
     problem: str | None
     """Why it cannot be used; None for a good header."""
     foreign: bool
     """A sound file that this package did not write."""
     looks_ours: bool
-    """Its name has the shape of our trees (or a folder that may hide such files): worth quarantine and a
+    """Its name has the shape of our trees, or it is a folder that may hide such files: worth a quarantine and a
     warning."""
     size: int
     """Bytes."""
     mtime: float
     """Unix seconds, from the file system."""
     owner: int | None = None
-    """Of a file that another user has put there: who that is. It is named and left where it is."""
+    """The user id, if another user has put the file there. The file is reported and stays where it is."""
 
     @property
     def info(self) -> CheckpointInfo | None:
@@ -88,15 +88,14 @@ def read_entries(
 ) -> tuple[CatalogEntry, ...]:
     """Read the headers of all checkpoint files under `directory` (which may itself be a rank folder).
 
-    known: what an earlier call found; good files whose path, size and modification time are still the same are taken
-    from it. Reading a header costs some 10 us a tensor, and a job that prunes after each save looks at the same files
-    again and again.
+    known: what an earlier call found. Good files with the same path, size and modification time are taken from it:
+    reading a header costs some 10 us a tensor, and a job that prunes after each save lists the same files each time.
 
-    owners: whose files count; as a rule this process's user, root and the directory's owner.
+    owners: the users whose files are trusted; by default this process's user, root and the directory's owner.
 
-    A directory that does not exist has no entries; one that cannot be listed, or any file that cannot be read, is an
-    entry with a problem. Files that vanish meanwhile (another rank's retention) are left out. Nothing is raised for
-    bad content. Reads only; any thread; blocks on the disk.
+    A directory that does not exist has no entries. A directory that cannot be listed, or a file that cannot be read, is
+    an entry with a problem. Files that vanish meanwhile (another rank's retention) are left out. Bad content raises
+    nothing. Reads only; any thread; blocks on the disk.
     """
     root = Path(directory)
     owners = find_owners(root) if owners is None else owners
@@ -106,8 +105,7 @@ def read_entries(
 
 
 def looks_ours(path: StrPath) -> bool:
-    """Whether the *name* is one that this package gives to checkpoint files. Says nothing about the
-    content."""
+    """Whether the *name* is one that this package gives to checkpoint files. Does not look at the content."""
     path = Path(path)
     if path.suffix != _SUFFIX:
         return False
@@ -129,10 +127,10 @@ def root_of(path: Path, rank: int) -> Path:
 
 
 def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | None = None) -> CatalogEntry | None:
-    """Judge one file by its header. None: it has vanished, or nothing about it suggests a checkpoint.
+    """Judge one file by its header. None: it has vanished, or does not look like a checkpoint.
 
-    known: a good entry of the same path; handed back when the file has not changed since. owners: whose files count; as
-    a rule this process's user, root and the folder's owner.
+    known: a good entry of the same path; returned when the file has not changed since. owners: the users whose files
+    are trusted; by default this process's user, root and the folder's owner.
     """
     owners = find_owners(path.parent) if owners is None else owners
     try:
@@ -143,7 +141,7 @@ def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | N
         return _bad(path, f"cannot be looked at: {error.strerror}", None)
     named = path.suffix == _SUFFIX
     if stat.S_ISLNK(status.st_mode):
-        # The target's bytes are not looked at even to find out whether the link matters; its name must do.
+        # The target is not opened, not even to find out whether it is a checkpoint; the link's name decides.
         return _bad(path, "is a symbolic link; checkpoint files are never followed", status) if named else None
     if not stat.S_ISREG(status.st_mode):
         what = _FILE_TYPES.get(stat.S_IFMT(status.st_mode), "not a regular file")
@@ -170,7 +168,7 @@ def read_entry(path: Path, known: CatalogEntry | None = None, owners: Owners | N
 
 
 def preference(entry: CatalogEntry) -> tuple[int, bool, int, float, str]:
-    """Sort key of the good entries of one step: by rank, of one rank the one to try first in front."""
+    """Sort key of the good entries of one step: by rank, and within a rank in the order in which to try them."""
     info = _info(entry)
     kind = KIND_ORDER.index(info.kind) if info.kind in KIND_ORDER else len(KIND_ORDER)
     return info.rank, not info.resumable, kind, -info.created, str(entry.path)
@@ -213,9 +211,9 @@ def _unlisted(folder: Path, error: OSError, *, is_root: bool) -> CatalogEntry | 
     if isinstance(error, FileNotFoundError) and not os.path.islink(folder):
         return None  # no such directory yet, or it has vanished meanwhile
     if isinstance(error, NotADirectoryError) and not is_root:
-        return read_entry(folder)  # only called like a folder
+        return read_entry(folder)  # a file with the name of a folder
     # It may hide any number of checkpoints (a disk that is not mounted, lost permissions): looks_ours, so
-    # that nobody takes it for an empty directory and starts afresh.
+    # that a start does not take it for an empty directory and begin afresh.
     return CatalogEntry(folder, None, f"folder cannot be listed: {error.strerror}", False, True, 0, 0.0)
 
 
@@ -236,12 +234,12 @@ def _strangers(path: Path, error: UntrustedFileError, status: os.stat_result) ->
     try:
         read_header(path)
     except ForeignCheckpointError:
-        foreign = True  # somebody's pretrained weights, for example
+        foreign = True  # another user's pretrained weights, for example
     except (CheckpointError, OSError):
         pass
     return _bad(path, _text(error, path), status, foreign=foreign, owner=error.uid)
 
 
 def _text(error: CheckpointError, path: Path) -> str:
-    # The entry already names the file; a table with the path twice a row cannot be read.
+    # The entry already names the file; the path twice in a row would make a table unreadable.
     return str(error).removeprefix(printable(f"{path}: "))

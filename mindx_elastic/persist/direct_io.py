@@ -1,12 +1,12 @@
-"""One file written front to back, past the page cache, with digests taken on the way.
+"""Writes one file front to back with direct I/O, and computes digests on the way.
 
 Two threads share a small ring of aligned blocks: the caller copies tensor bytes into a block and hashes them while
 they are in the CPU's cache, a second thread writes full blocks. memmove, xxh3 and pwrite all release the GIL, so that
 the device never waits for the CPU (measured: copy + hash 7 GB/s, device 2-3 GB/s) and training goes on beside them.
 
-Rejected: buffered writes (0.4 GB/s here, all of it is copied once more and then waited for in fsync); a mapping of
-the file (no error code when the disk is full, only SIGBUS); direct I/O from the tensors' own memory (torch aligns to
-64 bytes, devices ask for up to 4096, and small tensors would need a request each).
+Rejected: buffered writes (0.4 GB/s here: the data is copied once more, and fsync then waits for all of it); a mapping
+of the file (no error code when the disk is full, only SIGBUS); direct I/O from the tensors' own memory (torch aligns to
+64 bytes, devices ask for up to 4096, and each small tensor would need a request of its own).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class BlockWriter:
     """
 
     def __init__(self, fd: int, offset: int, *, pinned: bool = False, reserve: Reserve | None = None) -> None:
-        """reserve: take memory and thread from there, if another save has not; pinned is not heeded then."""
+        """reserve: take memory and thread from there, unless another save has them; `pinned` is ignored then."""
         self._fd = fd
         self._offset = offset
         held = None if reserve is None else reserve.take()
@@ -96,8 +96,8 @@ class BlockWriter:
         try:
             thread.start()
         except RuntimeError:
-            # No thread can be had: the interpreter is shutting down, or the process is at its limit. A dying
-            # process still has to save; it then copies and writes in turn.
+            # No new thread: the interpreter is shutting down, or the process is at its limit. A dying process
+            # still has to save; it then copies and writes in turn.
             return None
         return thread
 

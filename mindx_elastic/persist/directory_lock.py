@@ -1,25 +1,26 @@
-"""One job a directory: a lock that ends with its holder.
+"""Locks a checkpoint directory for one job. The kernel releases the lock when the process that holds it ends.
 
-Each rank holds one byte of the file ``.mindx-lock`` of each of its directories, the byte of its rank, for as long as
-its guard is entered. A start waits for the bytes that its predecessor still has (a dying rank writes its last
-boundary), and rank 0, when it finds byte 0 taken for longer than that, is refused: there is another living job. Only
-rank 0 refuses. The others hold nothing that could be a second job while rank 0 has its byte; what they meet is a
-remnant of the predecessor, on a file server perhaps of a machine that is gone, and after the same wait they go on.
+Each rank locks one byte of the file ``.mindx-lock`` in each of its directories: the byte at the offset of its rank. It
+holds the byte while its guard is entered. A new start waits while its predecessor still holds bytes, because a dying
+rank writes its last boundary. If byte 0 stays locked for longer than that, another job is running there and rank 0
+raises DirectoryInUseError. The other ranks never raise it: rank 0 already keeps other jobs out. What they meet is a
+left-over lock of the predecessor, for example one that a file server keeps for a dead machine, and after the same wait
+they continue without the lock.
 
-The locks are the kernel's *open file description* locks, of byte ranges: they end with the process however it ends,
-work between machines where POSIX locks do (NFSv4, Lustre with ``flock``), and stay when any other code of the process
-opens and closes the file, which would end a POSIX lock without a word (a callback that copies the directory is enough).
-A forked child shares them; it gives up its share in a fork hook, so that a loader worker that outlives a killed rank
-holds nobody up. Where the kernel has no such locks, POSIX locks are used.
+The locks are the kernel's *open file description* locks on byte ranges. They end with the process, however it ends.
+They work between machines where POSIX locks do (NFSv4, Lustre with ``flock``). A POSIX lock is lost when any code in
+the process opens and closes the file (a callback that copies the directory is enough); these locks are not. A forked
+child shares them and closes its copy in a fork hook, so that a loader worker that outlives a killed rank does not block
+the next start. Kernels without such locks get POSIX locks.
 
 Rejected: a file with a process id (it outlives its process, and means nothing on another machine); `flock` (one lock
-for the whole file: the ranks of a job would need to agree on who holds it, with a round trip through the store); a
-lease with a heartbeat (a thread that has to write to a slow disk in time).
+for the whole file: the ranks of a job would have to agree through the store on which of them holds it); a lease with a
+heartbeat (a thread would have to write to a slow disk in time).
 
-The agent holds the bytes of its dead workers while it brings their memory to disk (`hold_ranks`), so that a start on
-another machine waits for that and finds it.
+The agent locks the bytes of its dead workers while it writes their snapshots to disk (`hold_ranks`), so that a start on
+another machine waits for these files.
 
-Not locked: whoever only reads (the commands), and a guard that only evaluates.
+Commands that only read, and a guard that only evaluates, take no lock.
 """
 
 from __future__ import annotations
@@ -46,37 +47,38 @@ from mindx_elastic.persist.storage import LOCK_FILE
 
 __all__ = ["DirectoryLock", "Holder", "hold_directory", "hold_ranks"]
 
-_RECORD_BYTES = 256  # of a rank, at rank times so much
+_RECORD_BYTES = 256  # per rank, at offset rank * 256
 _MARGIN_S = 5.0  # from the end of a grace period until the process is gone
-_LEASE_S = 120.0  # an NFSv4 server gives the locks of a dead machine up after its lease, as a rule 90 s
+_LEASE_S = 120.0  # an NFSv4 server releases the locks of a dead machine after its lease, usually 90 s
 _POLL_S = (0.02, 0.5)
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 _BUSY = (errno.EWOULDBLOCK, errno.EACCES)
-_MODE = 0o600  # whoever can open it can hold it
+_MODE = 0o600  # a user who can open the file can lock it
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who has a byte, as the file says."""
+    """The process that holds a byte, as its record in the file says."""
 
     rank: int
     host: str = ""
     pid: int = 0
     since: float = 0.0
-    """Unix seconds; 0: the file does not say."""
+    """Unix seconds; 0: not recorded."""
     grace_s: float | None = None
 
     def __str__(self) -> str:
         if not self.pid:
-            return f"rank {self.rank} of another job (who that is cannot be read)"
+            return f"rank {self.rank} of another job (its record cannot be read)"
         began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
         return f"rank {self.rank} of another job, process {self.pid} on host {self.host}, since {began}"
 
 
 class DirectoryLock:
-    """A rank's hold on one directory. `close` gives it back; so does the end of the process.
+    """A rank's lock on one directory. `close` releases it; so does the end of the process.
 
-    The last one who gives it back takes the file away: whoever has opened it meanwhile finds that and opens it anew.
+    The last process to release its byte deletes the file. A process that has opened the file meanwhile notices that and
+    opens a new one.
     """
 
     def __init__(self, fd: int, path: Path) -> None:
@@ -90,7 +92,7 @@ class DirectoryLock:
         if os.getpid() == self._owner:  # not in a forked child
             with suppress(OSError):
                 _control(self._fd, "SETLK", fcntl.F_UNLCK, 0, 0)
-                # Alone only if all of the file can be had; then nobody can take a byte of it before it is gone.
+                # Delete the file only with a lock on all of it: then no other process can lock a byte meanwhile.
                 if _lock(self._fd, fcntl.F_WRLCK, 0, 0) and _is_at(self._fd, self._path):
                     self._path.unlink()
         os.close(self._fd)
@@ -114,10 +116,10 @@ def _close_all() -> None:
 
 
 def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s: float) -> DirectoryLock | None:
-    """Hold `directory` for this rank; None, and one line in the log, where that cannot be done.
+    """Lock `directory` for this rank. Returns None, and logs one warning, where locking does not work.
 
-    Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not tell it).
-    `owners`: whose lock file counts. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only.
+    Waits for a predecessor for as long as its grace period may last (`grace_s` where the file does not record one).
+    `owners`: the users whose lock file is trusted. Main thread; blocks. Raises DirectoryInUseError, on rank 0 only.
     """
     path = directory / LOCK_FILE
     try:
@@ -135,10 +137,11 @@ def hold_directory(directory: Path, ranks: RankInfo, owners: Owners, *, grace_s:
 def hold_ranks(
     directory: Path, ranks: Iterable[int], owners: Owners, *, patience_s: float, lasts_s: float
 ) -> tuple[DirectoryLock | None, str]:
-    """Hold the bytes of several ranks, whose processes are dead, in `directory`; and why not all are held, else "".
+    """Lock the bytes of several ranks, whose processes are dead, in `directory`.
 
-    Waits for `patience_s` for bytes that somebody else has, and goes on with the others. A start waits for these bytes
-    for `lasts_s`. `owners`: whose lock file counts. Raises nothing. Any thread; blocks.
+    Returns the lock, and why some bytes are not locked ("" when all are). Waits up to `patience_s` for bytes that
+    another process holds, then continues with the others. Other starts wait for these bytes for `lasts_s`. `owners`:
+    the users whose lock file is trusted. Raises nothing. Any thread; blocks.
     """
     path = directory / LOCK_FILE
     wanted = sorted(ranks)
@@ -148,7 +151,7 @@ def hold_ranks(
             fd, writable = _open(path, owners)
             try:
                 kind = fcntl.F_WRLCK if writable else fcntl.F_RDLCK
-                # Again on the same descriptor: what we have stays ours meanwhile.
+                # Retry on the same descriptor: it keeps the bytes that are locked already.
                 while (taken := [rank for rank in wanted if not _lock(fd, kind, rank)]) and time.monotonic() < until:
                     time.sleep(_POLL_S[0])
                 if _is_at(fd, path):
@@ -191,19 +194,19 @@ class _Taking:
                 if fd >= 0:
                     os.close(fd)
             if holder is None:
-                continue  # somebody has deleted the file meanwhile
+                continue  # another process has deleted the file meanwhile
             if not self._wait_on(holder):
                 return None
             time.sleep(pause)
             pause = min(2 * pause, _POLL_S[1])
 
     def _try(self, fd: int) -> Holder | None:
-        """Who is in the way; None: the byte of this rank is ours."""
-        # A file that can only be read takes shared locks: they find a job that can write, and not one that cannot.
+        """Lock this rank's byte. Returns the process that prevents it; None: the byte is locked."""
+        # A read-only file allows shared locks only: they conflict with a job that can write, not with one that cannot.
         kind = fcntl.F_WRLCK if self._writable else fcntl.F_RDLCK
         if not _lock(fd, kind, self._ranks.rank):
             return _read(fd, self._ranks.rank)
-        if self._ranks.local_rank == 0:  # of a predecessor with more ranks
+        if self._ranks.local_rank == 0:  # also wait for the higher ranks of a larger predecessor
             other = _first_held(fd, self._ranks.world_size)
             if other is not None and self._time_left(holder := _read(fd, other)) > 0:
                 return holder
@@ -224,7 +227,7 @@ class _Taking:
         return self._began + patience_s - time.monotonic()
 
     def _wait_on(self, holder: Holder) -> bool:
-        """False: it has been waited for long enough, and this rank goes on without the lock."""
+        """Whether to try again. False: the wait is over, and this rank continues without the lock."""
         left_s = self._time_left(holder)
         if left_s > 0:
             if not self._said:
@@ -239,8 +242,8 @@ class _Taking:
             return False
         raise DirectoryInUseError(
             f"{self._directory} is in use by {holder}; it did not end in {waited_s:.0f} s. Give this job a directory "
-            "of its own, or end the other one first. (On NFS the lock of a machine that has died may stay until its "
-            f"server has noticed; if you know that nobody is there, delete {self._path})",
+            "of its own, or end the other one first. (On NFS the lock of a machine that has died may stay until the "
+            f"server notices its death; if you know that no other job runs there, delete {self._path})",
             path=self._directory,
             host=holder.host,
             pid=holder.pid,
@@ -249,7 +252,7 @@ class _Taking:
 
 
 def _open(path: Path, owners: Owners) -> tuple[int, bool]:
-    """A descriptor of the lock file, made if need be; and whether it can be written to."""
+    """Open the lock file, or create it. Returns the descriptor and whether it can be written to."""
     writable = True
     try:
         fd = open_regular(path, os.O_RDWR | os.O_CREAT, _MODE)
@@ -276,7 +279,7 @@ def _sign(fd: int, rank: int, grace_s: float) -> None:
     record = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
     label = json.dumps({**record, "since": round(time.time(), 3), "grace_s": grace_s}).encode()
     label = label[: _RECORD_BYTES - 1].ljust(_RECORD_BYTES - 1) + b"\n"
-    with suppress(OSError):  # a full disk: the lock counts without its label
+    with suppress(OSError):  # a full disk: the lock works without its record
         os.pwrite(fd, label, rank * _RECORD_BYTES)
 
 
@@ -303,8 +306,8 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _lock(fd: int, kind: int, byte: int, length: int = 1) -> bool:
-    """Lock a byte, or more (0: all that follow); False: somebody else has one. Raises OSError where there are no
-    locks."""
+    """Lock `length` bytes (0: all that follow). False: another process holds one of them. Raises OSError where the file
+    system has no locks."""
     try:
         _control(fd, "SETLK", kind, byte, length)
     except OSError as error:
@@ -315,7 +318,7 @@ def _lock(fd: int, kind: int, byte: int, length: int = 1) -> bool:
 
 
 def _first_held(fd: int, start: int) -> int | None:
-    """The lowest byte from `start` on that somebody else holds."""
+    """The lowest byte from `start` on that another process holds."""
     kind, _, first, _, _ = _control(fd, "GETLK", fcntl.F_WRLCK, start, 0)
     return None if kind == fcntl.F_UNLCK else max(first, start)
 

@@ -1,7 +1,7 @@
-"""Which tensor types a safetensors file can name, and what stands in for the others.
+"""Maps tensor types to the names of a safetensors file, and stores the types that have no name as others.
 
-Only the type names that every safetensors release since 0.4 reads are written: one unknown name makes the stock
-reader refuse the whole file. Complex tensors are stored as their real view (one more axis of size 2), the remaining
+Only names that every safetensors release since 0.4 reads are written: one unknown name makes the stock reader refuse
+the whole file. Complex tensors are stored as their real view (one more axis of size 2), the remaining
 types as unsigned integers of the same width; the tree (see `flatten`) says what they were.
 """
 

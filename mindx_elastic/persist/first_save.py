@@ -1,19 +1,18 @@
-"""Proof that a rank has never saved anything: what tells a first save that was cut off from files that were lost.
+"""Proves that a rank has never saved anything, so that a first save that was cut off may begin anew.
 
-Where ranks are no replicas, a step counts only when every rank has its file. After a power cut in the very first save
-one rank has a file and another has none. That looks the same as a whole step of which a disk was lost: the first case
-may begin anew, the second must not. The missing file cannot tell; the absence of a note that says "has saved" cannot
-either, because it may be lost together with the file. So it is the other way round: at a fresh start each rank writes
-a durable note "this rank has never put a file in place", and takes it away before its first file gets its name. A note
-that is still there is the proof; whatever goes wrong (lost disk, deleted folder, full disk) only loses the proof.
+Where ranks are not replicas, a step is complete only when every rank has its file. After a power cut in the very first
+save one rank has a file and another has none. A complete step of which a disk was lost looks the same. The first case
+may begin anew, the second must not. A note "this rank has saved" would not help: it may be lost together with the file.
+So the note says the opposite: at a fresh start each rank durably writes "this rank has never published a file", and
+removes the note before it publishes its first file. A note that still exists is the proof. A lost disk, a deleted
+folder or a full disk can only lose the proof.
 
-Taking the note away and giving the file its name are two steps, and the power may fail between them. So the note is
-first replaced by one that names the finished temporary file: as long as that one is there under its temporary name, it
-has not got its final one. Order, each durable before the next: the temporary file and its name; the note that names
-it; the rename. The note itself is removed when the file is durable. `settle` reads that before old temporary files are
-deleted.
+Removing the note and publishing the file are two steps, and the power may fail between them. So the note is first
+replaced by one that names the finished temporary file: while the temporary name exists, the file is not published.
+Order, each step durable before the next: the temporary file and its name; the note that names it; the rename. The note
+is removed when the file is durable. `settle` reads the note before old temporary files are deleted.
 
-A note is worth nothing as a copy (a backup is no place where a rank has saved): it carries its own inode number.
+A note records its own inode number, so that a copy of it (in a backup) proves nothing.
 """
 
 from __future__ import annotations
@@ -35,29 +34,29 @@ from mindx_elastic.persist.storage import create_temp, fsync_dir, publish
 __all__ = ["FirstSave", "Note", "find_notes", "note_at", "notes_in", "settle"]
 
 _PREFIX, _SUFFIX = "first-save-", ".json"
-_KEPT = 8  # of runs that never saved: a job that dies before its first save, again and again
+_KEPT = 8  # notes of runs that never saved: a job that dies before its first save, again and again
 _MAX_BYTES = 1 << 16
 _DIRECTORY_MODE = 0o755
 
 
 @dataclass(frozen=True)
 class Note:
-    """A note that is there."""
+    """A note on disk."""
 
     path: Path
     run_id: str
     rank: int
     world_size: int
     publishing: Path | None = None
-    """The finished temporary file that was about to get its name."""
+    """The finished temporary file that the rank was about to publish."""
 
     @property
     def holds(self) -> bool:
-        """Whether this rank has never put a file in place."""
+        """Whether it proves that this rank has never published a file."""
         return self.publishing is None or os.path.lexists(self.publishing)
 
     def touch(self) -> None:
-        """It is younger than others of its folder, and stays longer."""
+        """Make it younger than the other notes of its folder, so that it is kept longer."""
         with suppress(OSError):
             os.utime(self.path)
 
@@ -66,7 +65,7 @@ class FirstSave:
     """The note of one rank of one run, in the rank's folder. Any thread; two saves may run at once."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        # The run id of a resumed run comes from a file: no part of a path.
+        # The run id of a resumed run comes from a file: it must not become part of a path.
         self.path = folder / f"{_PREFIX}{xxhash.xxh3_64_hexdigest(run_id.encode('utf-8', 'replace'))}{_SUFFIX}"
         self._run_id = run_id
         self._lock = threading.Lock()
@@ -74,12 +73,12 @@ class FirstSave:
         self._busy = False
 
     def note(self) -> Note | None:
-        """The note as it is on disk; None where there is none that counts."""
+        """The note as it is on disk; None: there is none, or it is not of this run."""
         note = _read(self.path)
         return note if note is not None and note.run_id == self._run_id else None
 
     def begin(self, rank: int, world_size: int) -> None:
-        """Write the note. At a fresh start, before anything can be saved. Raises OSError."""
+        """Write the note at a fresh start, before anything can be saved. Raises OSError."""
         folder = self.path.parent
         with suppress(FileExistsError):
             folder.mkdir(mode=_DIRECTORY_MODE)
@@ -88,32 +87,32 @@ class FirstSave:
         self._write(Note(self.path, self._run_id, rank, world_size))
 
     def before_publish(self, temp: Path) -> None:
-        """The finished, flushed file `temp` is about to get its name. Raises OSError when the note cannot be taken
-        away: the file must not be put in place then."""
+        """Call it when the finished, flushed file `temp` is about to be published. Raises OSError when the note cannot
+        be removed: the file must not be published then."""
         with self._lock:
             if not self._open:
                 return
-            note = None if self._busy else _read(self.path)  # two saves at once: no note names both
+            note = None if self._busy else _read(self.path)  # two saves at once: a note cannot name both files
             self._busy = True
             try:
                 if note is not None:
                     fsync_dir(temp.parent)
                     self._write(Note(self.path, note.run_id, note.rank, note.world_size, temp))
                     return
-            except OSError:  # a full disk: without proof, but saved
+            except OSError:  # a full disk: save without the proof
                 pass
             self._withdraw()
 
     def after_publish(self) -> None:
-        """A file is durable under its name."""
+        """Call it when a file is durable under its name: removes the note."""
         with self._lock:
             if self._open:
                 self._open = False
-                with suppress(OSError):  # it names a file that is gone: it proves nothing any more
+                with suppress(OSError):  # the temporary file that it names is gone: the note proves nothing any more
                     self.path.unlink(missing_ok=True)
 
     def withdraw(self) -> None:
-        """Take the note away, durably. Raises OSError."""
+        """Remove the note, durably. Raises OSError."""
         with self._lock:
             if self._open:
                 self._withdraw()
@@ -136,7 +135,7 @@ class FirstSave:
                 content["publishing"] = os.path.relpath(note.publishing, self.path.parent)
             data = json.dumps(content).encode()
             if os.write(fd, data) != len(data):
-                raise OSError(f"{self.path}: only a part of it could be written")
+                raise OSError(f"{self.path}: only part of it could be written")
             os.fsync(fd)
             publish(temp, self.path)
         except BaseException:
@@ -164,7 +163,7 @@ def notes_in(folder: Path) -> Iterator[Note]:
 
 
 def note_at(path: Path) -> Note | None:
-    """The note that `path` is, if it is one and still holds."""
+    """The note at `path`; None: the file is not a note, or does not hold any more."""
     if not (path.name.startswith(_PREFIX) and path.name.endswith(_SUFFIX)):
         return None
     note = _read(path)
@@ -172,8 +171,11 @@ def note_at(path: Path) -> Note | None:
 
 
 def settle(folder: Path) -> None:
-    """Before the left-over temporary files of `folder`'s rank are deleted: a note that names one of them says again
-    that nothing was saved; one whose file has got its name goes. Raises nothing: what cannot be written proves less."""
+    """Settle the notes of `folder`'s rank before its left-over temporary files are deleted.
+
+    A note that names a temporary file becomes a plain one again: nothing was saved. A note whose file was published is
+    deleted. Raises nothing: a note that cannot be written only proves less.
+    """
     for path in sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}")):
         note = _read(path)
         if note is not None and note.publishing is None:
@@ -186,7 +188,7 @@ def settle(folder: Path) -> None:
 
 
 def _read(path: Path) -> Note | None:
-    """None: not there, not readable, or not what `FirstSave` has written in this place."""
+    """Read a note; None: it does not exist, is unreadable, or `FirstSave` has not written it in this place."""
     try:
         fd = open_regular(path)
         try:

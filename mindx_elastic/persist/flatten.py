@@ -1,7 +1,7 @@
-"""Nested Python state -> a JSON tree plus named tensors; `unflatten` is the way back.
+"""Turns nested Python state into a JSON tree plus named tensors; `unflatten` is the inverse.
 
-The tree is what makes a checkpoint loadable without pickle: plain data that is interpreted, never executed. It reads
-like the state it describes; whatever JSON has no form for is an object with one key that starts with ``$``::
+The tree makes a checkpoint loadable without pickle: it is plain data that is interpreted, never executed. It looks like
+the state it describes; a value that JSON cannot express is an object with one key that starts with ``$``::
 
     {"model": {"conv.weight": {"$tensor": "model.conv.weight"}}, "betas": {"$tuple": [0.9, 0.999]}, "epoch": 3}
 
@@ -11,7 +11,7 @@ like the state it describes; whatever JSON has no form for is an object with one
     $int hex (beyond 64 bits)         $float hex (nan, inf)   $complex hex     $size [...]    $dtype   $device
 
 Types are matched exactly: a subclass (an enum, a namedtuple, a DTensor) would silently come back as its base, so it
-is refused by name instead. A `defaultdict` is the one exception, it comes back as a `dict`: its factory is code.
+is refused by name. The one exception is a `defaultdict`, which comes back as a `dict`: its factory is code.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = ["MAX_DEPTH", "MAX_DIMS", "NUMPY_DTYPE", "Tree", "flatten", "is_dense"
 Tree = Any  # JSON: None, bool, int, float, str, list, dict
 
 MAX_DEPTH = 100
+"""Deepest nesting; far below Python's recursion limit. A state that contains itself exceeds it."""
 MAX_DIMS = 64
-"""Of a tensor; as numpy has it."""
-"""Deepest nesting; far below Python's recursion limit, and the way a state that contains itself is found."""
+"""Most dimensions of a tensor; numpy's limit."""
 _INLINE_BYTES = 1024  # longer byte strings are stored beside the tensors, the header has an upper bound
 _NAME_PART = 200
 _REMEDY = "convert it to a plain dense tensor before it enters the state"
@@ -46,7 +46,7 @@ NUMPY_DTYPE = re.compile(r"[<>|=][biufcmMSU]\d+(\[\w+\])?")  # no objects, no st
 
 
 def flatten(state: object) -> tuple[Tree, dict[str, torch.Tensor]]:
-    """Take `state` apart into a JSON tree and the tensors that it refers to by name.
+    """Split `state` into a JSON tree and the tensors that it refers to by name.
 
     The tensors are views of the state's own memory wherever that is possible (see `dtypes.to_stored`); nothing big is
     copied. Tensors with the same storage, offset, shape, strides and type appear once. Names are readable paths such
@@ -154,7 +154,7 @@ class _Encoder:
         _check_numpy(value.dtype, where)
         plain = np.asarray(value, order="C")
         if not plain.flags.writeable or any(stride < 0 for stride in plain.strides):
-            plain = plain.copy()  # torch warns about the one and refuses the other
+            plain = plain.copy()  # torch warns about read-only arrays and refuses negative strides
         node: dict[str, Tree] = {"$ndarray": "", "dtype": value.dtype.str}
         if value.flags.f_contiguous and not value.flags.c_contiguous:
             node["order"] = "F"
@@ -237,16 +237,16 @@ def _join(where: str, key: object) -> str:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Equal for two tensors that are the same memory seen the same way."""
+    """Equal for two tensors that are the same view of the same memory."""
     if tensor.numel() == 0:
-        return ("empty", id(tensor))  # their address is null, which would tie unrelated ones
+        return ("empty", id(tensor))  # the address of an empty tensor is null, which would tie unrelated ones
     storage = tensor.untyped_storage().data_ptr()
     view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
     return (tensor.device, storage, tensor.dtype, *view)
 
 
 def is_dense(shape: Iterable[int], strides: Iterable[int]) -> bool:
-    """Whether the elements fill one block of memory without holes and overlaps, in whatever order of the axes."""
+    """Whether the elements fill one block of memory without holes and overlaps, in any order of the axes."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size != 1):
         if stride != expected:

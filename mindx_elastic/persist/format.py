@@ -1,4 +1,4 @@
-"""The checkpoint file: bytes <-> header. It is a safetensors file, and any stock safetensors reader opens it.
+"""Reads and writes the header of a checkpoint file, which any stock safetensors reader opens.
 
 ::
 
@@ -10,8 +10,8 @@
 ``__metadata__`` is string -> string: ``mindx.schema`` ("1"), ``mindx.checkpoint`` (JSON of `CheckpointInfo`),
 ``mindx.tree`` (JSON skeleton of the state, see `flatten`), ``mindx.layout`` (JSON, only where tensors are shards),
 ``mindx.digests`` (JSON, tensor -> xxh3-128 hex of its bytes) and ``mindx.header_digest``: xxh3-128 over all bytes
-before the data, itself taken as zeros. So every bit of the file is under a digest, and a header that any other
-program has rewritten is no longer ours.
+before the data, itself taken as zeros. So a digest covers every bit of the file, and a header that another program has
+rewritten is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ __all__ = [
 SCHEMA = "1"
 DATA_ALIGNMENT = 4096
 MAX_WORLD_SIZE = 1 << 18
-"""Whoever plans with a file makes lists of so many ranks."""
+"""A plan makes lists of as many ranks as a file claims."""
 MAX_FLAGS, MAX_FLAG_LENGTH = 64, 128
 MAX_NAMES = 64
 MAX_HEADER_BYTES = 100_000_000  # the stock reader's bound
@@ -76,7 +76,7 @@ _MAX_REASON = 10_000
 _MAX_COORDINATES = 256
 _MAX_APPEND_INFO_DEPTH = 64
 _MAX_LAYOUT_DEPTH = 16
-_MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that is no JSON object takes three levels
+_MAX_TREE_DEPTH = 3 * MAX_DEPTH + 10  # a dict that JSON cannot hold as an object takes three levels
 
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _DIGESTS_KEY = b'"mindx.digests":'
@@ -121,7 +121,7 @@ class CheckpointInfo:
     torch_version: str = ""
     """Filled in by the writer."""
     flags: Sequence[str] = ()
-    """Identities of the flag files that have stopped this run, see `alarm.flag_file`."""
+    """Identities of the flag files that have stopped this run, see `platforms.flag_file`."""
     names: Sequence[str] = ()
     """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
 
@@ -141,7 +141,7 @@ class CheckpointInfo:
         return self.run_id, self.attempt, self.step
 
     def to_json(self) -> str:
-        """One JSON object. Raises UnsupportedStateError when `append_info` holds what JSON has no form for."""
+        """One JSON object. Raises UnsupportedStateError when `append_info` holds a value that JSON cannot express."""
         if _is_deeper(self.append_info, _MAX_APPEND_INFO_DEPTH):
             problem = f"nested deeper than {_MAX_APPEND_INFO_DEPTH} levels, or it contains itself"
             raise UnsupportedStateError("append_info", problem)
@@ -164,7 +164,7 @@ class CheckpointInfo:
 
 
 def _is_deeper(value: object, limit: int) -> bool:
-    """Whether JSON-able `value` is nested deeper than `limit` lists and dicts; a cycle is."""
+    """Whether JSON-able `value` is nested deeper than `limit` lists and dicts; a cycle counts as deeper."""
     level = [value]
     for _ in range(limit + 1):
         inner: list[object] = []
@@ -182,13 +182,13 @@ def _is_deeper(value: object, limit: int) -> bool:
 
 
 def _one_text(reason: str) -> str:
-    """A reason as any reader can show it: undecodable bytes (of a file's name) escaped, and not without end."""
+    """A reason that any reader can show: undecodable bytes (in a file name) are escaped, its length is limited."""
     text = reason.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= _MAX_REASON else f"{text[:_MAX_REASON]}..."
 
 
 def _is_plain(text: object) -> bool:
-    """Whether it is a text of reasonable length that every encoding can say."""
+    """Whether it is a text of reasonable length that every encoding can express."""
     return isinstance(text, str) and len(text) <= _MAX_TEXT and not _SURROGATE.search(text)
 
 
@@ -205,7 +205,7 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
     if info.world_size > MAX_WORLD_SIZE:
         return f"world_size {info.world_size} is more than {MAX_WORLD_SIZE}"
     if not info.rank < info.world_size:
-        return f"rank {info.rank} does not lie below world_size {info.world_size}"
+        return f"rank {info.rank} is not below world_size {info.world_size}"
     if type(info.resumable) is not bool:
         return "resumable must be true or false"
     created = info.created
@@ -273,7 +273,7 @@ class Header:
 
 
 def place_tensors(tensors: Mapping[str, torch.Tensor]) -> list[TensorEntry]:
-    """Lay tensors (of types in `dtypes.NAMES`) out in the data section: widest elements first, else as they come."""
+    """Place tensors (of types in `dtypes.NAMES`) into the data section, widest elements first, then as given."""
     entries = []
     position = 0
     for name in sorted(tensors, key=lambda name: -tensors[name].element_size()):
@@ -289,8 +289,8 @@ def draft_header(
 ) -> bytes:
     """All bytes before the data section, a multiple of `DATA_ALIGNMENT`, with zeros for all digests.
 
-    The digests are known when the data is written, and where the data starts must be known before: `seal_header` puts
-    them in, in place. Raises UnsupportedStateError when the header would be too long for any reader.
+    The start of the data must be known before it is written, the digests only afterwards: `seal_header` fills them in,
+    in place. Raises UnsupportedStateError when the header would be too long for any reader.
     """
     metadata = {  # schema and digest first: a tool that peeks at the first bytes finds them
         "mindx.schema": SCHEMA,
@@ -330,11 +330,12 @@ def seal_header(draft: bytes, digests: Mapping[str, str]) -> bytes:
 
 
 def read_header(path: StrPath, owners: Owners | None = None) -> Header:
-    """Read and check the header of `path`; the tensors' digests are not checked. `owners`: whose files count here.
+    """Read and check the header of `path`; the tensors' digests are not checked.
 
-    Raises FileNotFoundError or another OSError when it cannot be opened, ForeignCheckpointError for a sound
-    safetensors file of another program or a newer version, CorruptCheckpointError for everything else that is wrong,
-    truncation and a symbolic link in the file's place included; UntrustedFileError for a stranger's. Any thread.
+    `owners`: the users whose files are trusted here. Raises FileNotFoundError or another OSError when the file cannot
+    be opened, ForeignCheckpointError for a sound safetensors file of another program or a newer version,
+    UntrustedFileError for a file of another user, CorruptCheckpointError for everything else, truncation and a symbolic
+    link in the file's place included. Any thread.
     """
     with open_checkpoint(path, owners) as (_, header):
         return header
@@ -342,9 +343,9 @@ def read_header(path: StrPath, owners: Owners | None = None) -> Header:
 
 @contextmanager
 def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tuple[int, Header]]:
-    """Descriptor and checked header of one file, so that the data is read from the file whose header was checked.
+    """Open one file and check its header. Read the data from this descriptor: it is of the file that was checked.
 
-    `owners`: whose files count; the owner is that of the descriptor too. None: it does not matter whose it is.
+    `owners`: the users whose files are trusted; the owner is read from the descriptor too. None: any owner.
     """
     fd = _open_regular(path)
     try:
@@ -356,7 +357,7 @@ def open_checkpoint(path: StrPath, owners: Owners | None = None) -> Iterator[tup
 
 
 def _open_regular(path: StrPath) -> int:
-    # Not following a link and not blocking on a pipe: whoever can plant a name must not choose what is loaded.
+    # Follows no link and does not block on a pipe: a user who can plant a name must not choose what is loaded.
     try:
         return open_regular(path)
     except OSError as error:
@@ -382,7 +383,7 @@ def _parse(fd: int, path: Path) -> Header:
     except MemoryError:
         raise  # ours, not the file's
     except Exception as error:
-        # Whatever a header can bring about is the file's damage; an OSError here is a medium that fails.
+        # Any error that the header's content causes is damage of the file; an OSError here is a failing medium.
         problem = f"damaged header: {error}" if type(error) is ValueError else f"damaged header: {error!r}"
         raise CorruptCheckpointError(f"{path}: {problem:.1000}", path=path) from error
 
@@ -440,7 +441,7 @@ def _checked(content: dict[str, Any], metadata: Mapping[str, str], raw: bytes, s
     if not isinstance(layout, dict) or _is_deeper(layout, _MAX_LAYOUT_DEPTH):
         raise ValueError("the layout is not a JSON object of reasonable depth")
     tree = json.loads(metadata["mindx.tree"])
-    if _is_deeper(tree, _MAX_TREE_DEPTH):  # whoever walks it does so recursively
+    if _is_deeper(tree, _MAX_TREE_DEPTH):  # readers walk it recursively
         raise ValueError(f"the tree is nested deeper than {_MAX_TREE_DEPTH} levels")
     info = CheckpointInfo.from_json(metadata["mindx.checkpoint"])
     return Header(info, tree, entries, digests, layout, data_start, size)
@@ -463,7 +464,7 @@ def _entries(content: Mapping[str, Any]) -> dict[str, TensorEntry]:
         if end - start != math.prod(shape) * itemsize:
             raise ValueError(f"tensor {name:.80}: {end - start} bytes do not fit its shape and type")
         if math.prod(max(size, 1) for size in shape) * itemsize >= 1 << 63:  # its strides: torch cannot make it
-            raise ValueError(f"tensor {name:.80}: its shape is beyond all memory")
+            raise ValueError(f"tensor {name:.80}: its shape needs more bytes than a tensor can have")
         entries.append(TensorEntry(name, value["dtype"], tuple(shape), start, end))
     entries.sort(key=lambda entry: (entry.start, entry.end))
     position = 0

@@ -1,4 +1,4 @@
-"""A small nested state as one run of bytes, for places that are no files of their own.
+"""Packs a small nested state into one run of bytes, to be stored inside a larger file or in shared memory.
 
 ::
 
@@ -24,7 +24,7 @@ __all__ = ["flat_bytes", "pack_state", "unpack_state"]
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's bytes in file order, on its device; copies only where they do not lie in that order."""
+    """The tensor's bytes in file order, on its device; copies only where memory has another order."""
     if not tensor.is_contiguous():
         # On the host: a training job has no spare accelerator memory.
         tensor = tensor.cpu().contiguous()
@@ -33,7 +33,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pack_state(state: object) -> list[memoryview]:
-    """`state` in pieces, to be put one after the other. They look into the state's own CPU tensors, nothing is copied.
+    """`state` as pieces to be written one after the other. They are views of the state's CPU tensors, not copies.
 
     Raises UnsupportedStateError as `flatten` does.
     """

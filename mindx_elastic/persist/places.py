@@ -1,4 +1,4 @@
-"""Where tensors stand in a checkpoint's tree, in the words of the state: ``optimizer.state.3.exp_avg``."""
+"""Names the tensors of a checkpoint by their path in the state: ``optimizer.state.3.exp_avg``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LONGEST_PLACE = 1 << 16
 
 
 def tensor_places(header: Header) -> dict[str, dict[str, Any]]:
-    """The ``$tensor`` nodes of the tree by their place. Tied tensors have several places and one name in the file."""
+    """The ``$tensor`` nodes of the tree by their path. Tied tensors have several paths and one name in the file."""
     return dict(_walk(header.tree, "", 0))
 
 
@@ -41,6 +41,6 @@ def _walk(node: Tree, where: str, depth: int) -> Iterator[tuple[str, dict[str, A
 
 
 def shape_of_node(node: Mapping[str, Any], header: Header) -> tuple[int, ...]:
-    """Of the tensor as the program knows it: complex numbers are stored as pairs."""
+    """The shape of the tensor as the program knows it: complex numbers are stored as pairs."""
     shape = header.entries[node["$tensor"]].shape
     return shape[:-1] if str(node.get("dtype", "")).startswith("complex") else shape

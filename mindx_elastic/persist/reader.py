@@ -1,7 +1,7 @@
-"""A checkpoint file -> nested state, every byte checked against its digest on the way. No code is ever run.
+"""Reads a checkpoint file into nested state, and checks every byte against its digest. It never runs code.
 
-Tensors are read straight into memory of their own (so that one that outlives the rest does not hold the whole file),
-by a few threads, each reading and hashing its own tensors: preadv and xxh3 release the GIL.
+Each tensor is read into memory of its own, so that one that outlives the rest does not keep the whole file in memory.
+A few threads each read and hash their own tensors: preadv and xxh3 release the GIL.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Checkpoint:
 def read_checkpoint(path: StrPath, *, verify: bool = True, owners: Owners | None = None) -> Checkpoint:
     """Read `path` whole. Any thread; blocks on the disk.
 
-    verify=False leaves out the digests of the tensors (the header is always checked); for a file that was verified a
-    moment ago. `owners`: whose files count. Raises CorruptCheckpointError, with `tensor` set when one tensor is to
-    blame, ForeignCheckpointError, UntrustedFileError, or an OSError when the file cannot be opened.
+    verify=False skips the digests of the tensors, for a file that was verified a moment ago; the header is always
+    checked. `owners`: the users whose files are trusted. Raises CorruptCheckpointError (`tensor` names the damaged
+    one), ForeignCheckpointError, UntrustedFileError, or an OSError when the file cannot be opened.
     """
     path = Path(path)
     with open_checkpoint(path, owners) as (fd, header):
@@ -67,7 +67,7 @@ def read_some(fd: int, header: Header, tree: Tree, path: Path) -> Any:
 
 
 def _names(tree: Tree) -> Iterator[str]:
-    """Of the tensors that a tree refers to."""
+    """The names of the tensors that a tree refers to."""
     if isinstance(tree, list):
         for item in tree:
             yield from _names(item)
@@ -82,7 +82,7 @@ def _names(tree: Tree) -> Iterator[str]:
 def verify_file(path: StrPath, owners: Owners | None = None) -> list[str]:
     """Every problem of `path`, one line each; empty when it is good. Bad content or a missing file raises nothing.
 
-    `owners`: whose files count. Raises UntrustedFileError for anybody else's, which may not be treated as ours.
+    `owners`: the users whose files are trusted. Raises UntrustedFileError for a file of another user.
     """
     path = Path(path)
     problems: list[str] = []
@@ -152,7 +152,7 @@ def _read_tensor(fd: int, header: Header, entry: TensorEntry, path: Path, *, ver
 
 
 def _check_tensor(fd: int, header: Header, entry: TensorEntry, path: Path) -> None:
-    """As `_read_tensor`, with memory for a piece only."""
+    """Check one tensor's digest, with memory for one piece only."""
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(entry.nbytes, _PIECE_BYTES)))
     for start in range(0, entry.nbytes, _PIECE_BYTES):
@@ -173,7 +173,7 @@ def _read_into(fd: int, view: memoryview, offset: int, entry: TensorEntry, path:
     while done < len(view):
         try:
             count = os.preadv(fd, [view[done:]], offset + done)
-        except OSError as error:  # the medium fails; to the caller that is a damaged file
+        except OSError as error:  # the medium fails: report a damaged file
             problem = f"{path}: tensor {entry.name} cannot be read: {error.strerror}"
             raise CorruptCheckpointError(problem, path=path, tensor=entry.name) from error
         if count == 0:

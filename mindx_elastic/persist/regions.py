@@ -1,7 +1,7 @@
-"""Reads parts of a stored tensor: a box of its elements, and no more bytes than it takes.
+"""Reads a box of elements of a stored tensor, and few bytes beside it.
 
-A box is runs of consecutive bytes, one for each index of the outer dimensions. Runs are read one by one; where they are
-short and close to each other (a slice of columns) the rows that they begin are read several at a time.
+A box consists of runs of consecutive bytes, one for each index of the outer dimensions. Runs are read one by one; where
+they are short and close to each other (a slice of columns), several whole rows are read at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mindx_elastic.persist.format import Header, TensorEntry
 __all__ = ["read_box"]
 
 _LONG_RUN_BYTES = 16 << 10  # a system call costs a few microseconds, as much as copying so many bytes
-_FEW = 4  # rows that are so many times a run are not read for its sake
+_FEW = 4  # rows longer than so many runs are not read whole
 _PIECE_BYTES = 1 << 20  # little memory beside the part itself
 _READ_BYTES = 8 << 20
 
@@ -54,7 +54,7 @@ def read_box(fd: int, header: Header, entry: TensorEntry, box: Box, out: torch.T
 
 
 def _inner(shape: Sequence[int], box: Box) -> int:
-    """The number of outer dimensions that have to be walked through: what comes after them is one run."""
+    """The number of outer dimensions to iterate over: the remaining dimensions are one run."""
     inner = len(shape)
     while inner > 0 and all(
         (begin, stop) == (0, n) for (begin, stop), n in zip(box[inner:], shape[inner:], strict=True)
@@ -69,7 +69,7 @@ class _Reader:
         self.num_bytes = 0
 
     def fill(self, place: torch.Tensor, offset: int) -> None:
-        """All of `place` from consecutive bytes; through a small buffer where its own memory is not consecutive."""
+        """Fill `place` from consecutive bytes; through a small buffer where its own memory is not consecutive."""
         if place.is_contiguous() and place.reshape(-1).stride() == (1,):  # one element may have any strides
             self._read(place, offset)
             return
@@ -81,13 +81,13 @@ class _Reader:
         place.copy_(buffer)
 
     def fill_rows(self, place: torch.Tensor, offset: int, row: int) -> None:
-        """Each of `place` from the begin of a row of `row` bytes: several rows are read at a time."""
+        """Fill each element of `place` from the start of a row of `row` bytes; reads several rows at a time."""
         num_rows, run = place.shape[0], place.nbytes // place.shape[0]
         size = max(1, _PIECE_BYTES // row)
         buffer = torch.empty(min(size, num_rows) * row, dtype=torch.uint8)
         for first in range(0, num_rows, size):
             rows = place[first : first + size]
-            num_bytes = (len(rows) - 1) * row + run  # the last row's rest may lie beyond the file's end
+            num_bytes = (len(rows) - 1) * row + run  # the rest of the last row may be beyond the end of the file
             self._read(buffer[:num_bytes], offset + first * row)
             runs = buffer.as_strided((len(rows), run), (row, 1)).contiguous()
             rows.copy_(runs.view(-1).view(place.dtype).view(rows.shape))

@@ -1,9 +1,9 @@
-"""What a dying save needs, held from the start: a process at its limit gets neither a thread nor memory any more.
+"""Reserves at the start what the last save of a dying process needs: at its limit it gets no thread and no memory.
 
 * the ring of blocks that a file is written through, with its pages: 16 MiB
 * the thread that writes them
-* room for what Python allocates on the way (the state's tree, the file's header): 4 MiB and 12 KiB a parameter, given
-  back to the system when the save begins
+* room for what Python allocates during the save (the state's tree, the file's header): 4 MiB and 12 KiB a parameter,
+  returned to the system when the save begins
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Reserve:
     """One per guard, for one save at a time. Any thread."""
 
     def __init__(self, num_parameters: int) -> None:
-        """Raises OSError or RuntimeError when there is no room even now."""
+        """Raises OSError or RuntimeError when there is no room already at the start."""
         self._ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_BYTES + _BYTES_PER_PARAMETER * num_parameters)
         for memory in (self._ring, self._room):
@@ -35,7 +35,7 @@ class Reserve:
                 with contextlib.suppress(OSError):
                     memory.madvise(mmap.MADV_HUGEPAGE)
             for start in range(0, len(memory), mmap.PAGESIZE):
-                memory[start] = 0  # the page is ours from now on
+                memory[start] = 0  # the kernel allocates the page now
         self._blocks = torch.frombuffer(self._ring, dtype=torch.uint8)
         self._in_use = threading.Lock()
         self.writer = ReadyThread("mindx-persist-write")
@@ -47,13 +47,13 @@ class Reserve:
         return len(self._ring) + (0 if self._room is None else len(self._room))
 
     def release(self) -> None:
-        """The save begins: make room for it."""
+        """Return the reserved room to the system. Call it when the save begins."""
         room, self._room = self._room, None
         if room is not None:
             room.close()
 
     def take(self) -> torch.Tensor | None:
-        """The ring; None while another save has it. `give_back` must follow."""
+        """Take the ring; None while another save has it. `give_back` must follow."""
         return self._blocks if self._in_use.acquire(blocking=False) else None
 
     def give_back(self) -> None:

@@ -1,10 +1,10 @@
-"""Which old checkpoints may go: a pure decider, no clock and no file system.
+"""Decides which old checkpoints may be deleted. Pure: no clock and no file system.
 
-The two rules and their precedence are those of ``CheckpointConfig``: ``keep_checkpoint_max`` keeps the newest so
-many; ``keep_checkpoint_per_n_minutes`` keeps one for each n minutes; where both are set the second one is without
-effect. A rule that keeps whatever was oldest inside the n minutes before the newest save would let the kept files
-creep closer than n minutes; here a kept file is at least n minutes younger than the one kept before it, and because
-the rule looks at the past only, deciding after each save and deciding once at the end keep the same files.
+The two rules and their precedence are those of ``CheckpointConfig``: ``keep_checkpoint_max`` keeps that many of the
+newest; ``keep_checkpoint_per_n_minutes`` keeps one for each n minutes; where both are set the second has no effect. A
+rule that keeps the oldest file inside the n minutes before the newest save would let the kept files come closer than
+n minutes. Here a kept file is at least n minutes younger than the one kept before it. The rule looks at the past only,
+so deciding after each save and deciding once at the end keep the same files.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mindx_elastic.errors import UsageError
 __all__ = ["DELETABLE_KINDS", "CheckpointFact", "choose_deletions"]
 
 DELETABLE_KINDS = frozenset({"periodic"})
-"""Kinds that retention may delete unless told otherwise. A breakpoint is somebody's last state, and a manual save was
-asked for by name; they are never garbage."""
+"""Kinds that retention may delete by default. It keeps a breakpoint, which is a run's last state, and a manual save,
+which the program asked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class CheckpointFact:
     `CheckpointInfo`)."""
 
     path: Path
-    """The file; handed back when it may be deleted."""
+    """The file; returned when it may be deleted."""
     step: int
     """Boundaries passed when it was made."""
     kind: str
@@ -38,15 +38,15 @@ class CheckpointFact:
     created: float
     """Unix seconds."""
     epoch: int = 0
-    """Epoch of the boundary; not used for the decision, for the caller's log line."""
+    """Epoch of the boundary; for the caller's log line only."""
     run_id: str = ""
-    """Run that wrote it: step 100 of one run is not step 100 of another."""
+    """The run that wrote it: step 100 of one run is not step 100 of another."""
     attempt: int = 0
-    """Attempt that wrote it: nor is it step 100 of another attempt, which may have begun at step 50."""
+    """The attempt that wrote it: step 100 of another attempt, which may have begun at step 50, is another state."""
 
     @property
     def moment(self) -> Moment:
-        """All files of one moment stay or go together."""
+        """Retention keeps or deletes all files of one moment together."""
         return self.run_id, self.attempt, self.step
 
 
@@ -64,9 +64,9 @@ def choose_deletions(
     keep_max: how many moments (a step of an attempt of a run) to keep, newest first; None or 0: no such limit.
     keep_per_n_minutes: minutes between kept moments; the newest is kept too. None or 0: no such rule. Without
         effect where `keep_max` is set. With neither nothing is deleted.
-    protect: moments that stay whatever the rules say. The caller puts the newest complete one here (from
-        `inventory.newest_complete`: one rank's files cannot tell whether the other ranks have theirs) and the
-        one just committed (the clock may have been set back, and then the newest file does not look it). A
+    protect: moments that are kept in any case. The caller gives the newest complete one (from
+        `inventory.newest_complete`: one rank's files do not show whether the other ranks have theirs) and the
+        one just committed (after the clock was set back, the newest file does not have the newest time). A
         protected moment counts towards `keep_max` only when it is among the newest anyway.
     deletable_kinds: only files of these kinds are counted and deleted.
 
@@ -102,7 +102,7 @@ def _created(files: Iterable[CheckpointFact]) -> dict[Moment, float]:
 
 def _oldest_first(files: Iterable[CheckpointFact]) -> list[Moment]:
     # By time, not by step: after a restart from an older step, or with a second run in the same directory,
-    # low steps are the new ones and deleting "the lowest" would delete what was just written.
+    # the low steps are the new ones, and deleting the lowest would delete what was just written.
     created = _created(files)
     return sorted(created, key=lambda moment: (created[moment], *moment[1:], moment[0]))
 

@@ -27,7 +27,7 @@ class SaveQueue:
         self._num_open = 0
 
     def start(self) -> None:
-        """Make the thread now, while the process can still have one. Raises RuntimeError."""
+        """Start the thread now: later the process may be at its limit. Raises RuntimeError."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="mindx-persist", daemon=True)
             thread.start()
@@ -46,7 +46,7 @@ class SaveQueue:
             self._idle.notify_all()
 
     def submit(self, job: Callable[[], bool]) -> None:
-        """Training thread, after `reserve`: run `job` in the thread. Raises RuntimeError where there can be none."""
+        """Training thread, after `reserve`: run `job` in the thread. Raises RuntimeError if no thread can start."""
         self.start()
         self._jobs.put(job)
 
@@ -56,7 +56,7 @@ class SaveQueue:
             return self._idle.wait_for(lambda: self._num_open == 0, timeout_s)
 
     def close(self, timeout_s: float | None) -> None:
-        """Training thread: wait for all saves, then end the thread. It is left alone after `timeout_s` seconds."""
+        """Training thread: wait for all saves, then end the thread. Gives up waiting after `timeout_s` seconds."""
         if self._thread is not None and self.drain(timeout_s):
             self._jobs.put(None)
             self._thread.join()
@@ -70,5 +70,5 @@ class SaveQueue:
             except Exception:
                 logger.exception("a background save met an unexpected error")
             finally:
-                job = None  # with it goes the copy, before there is room for another one
+                job = None  # frees the copy before `reserve` allows the next one
                 self.give_up()

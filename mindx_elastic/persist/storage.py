@@ -1,9 +1,9 @@
-"""Directories and names: what must hold before, after and around the bytes of a checkpoint file.
+"""Prepares directories, publishes finished checkpoint files under their names, and moves bad files to quarantine.
 
 A file appears under its final name whole or not at all: it is written under a temporary name in the same directory,
-flushed, renamed, and the directory is flushed. A temporary file is locked by its writer for as long as that lives, so
-that the left-overs of a killed one can be told from a save in progress, on the same machine and over NFS alike; a
-process id in the name could not do that.
+flushed, renamed, and the directory is flushed. The writer locks its temporary file while it lives. So the left-overs of
+a killed writer differ from a save in progress, on the same machine and over NFS alike. (Rejected: a process id in the
+name, which means nothing on another machine.)
 """
 
 from __future__ import annotations
@@ -52,22 +52,21 @@ _FILE_MODE = 0o644
 
 
 def prepare_directory(path: StrPath, *, allow_shared: bool = False) -> Path:
-    """As `prepare_owned_directory`, without whose files count."""
+    """As `prepare_owned_directory`; returns the directory only."""
     return prepare_owned_directory(path, allow_shared=allow_shared)[0]
 
 
 def prepare_owned_directory(
     path: StrPath, *, allow_shared: bool = False, trusted: Iterable[int] = ()
 ) -> tuple[Path, Owners]:
-    """Make `path` a directory that checkpoints can safely go to; that directory with links resolved, and whose files
-    count in it.
+    """Make `path` a directory that checkpoints can safely go to. Returns it with links resolved, and its `Owners`.
 
     A symbolic link to a directory is resolved here, once, so that re-pointing it later does not split a run over two
     places. Missing directories are created, writable by the owner only.
 
-    `trusted`: users whose files count too. Raises UsageError when `path` is a file, UnsafeDirectoryError when anybody
-    may write to it, or could have made it (see `owners.check_place`; unless `allow_shared`), SaveError when it cannot
-    be created or written to. Any thread.
+    `trusted`: further users whose files are loaded. Raises UsageError when `path` is a file; UnsafeDirectoryError when
+    every user may write to it or could have made it (see `owners.check_place`), unless `allow_shared`; SaveError when
+    it cannot be created or written to. Any thread.
     """
     if not allow_shared:
         check_place(Path(path))
@@ -76,7 +75,7 @@ def prepare_owned_directory(
         make_directory_durable(directory)
         status = os.stat(directory)
     except (FileExistsError, NotADirectoryError) as error:
-        raise UsageError(f"{path} is, or lies under, a file; give a directory") from error
+        raise UsageError(f"{path} is a file or below a file; give a directory") from error
     except RuntimeError as error:  # Python < 3.13 for a loop of links
         raise UsageError(f"{path}: {error}; give a directory") from error
     except OSError as error:
@@ -89,13 +88,13 @@ def prepare_owned_directory(
 
 
 def make_directory_durable(path: StrPath) -> None:
-    """Make the directory `path` and those above it that are missing, each flushed into its parent before the next one.
+    """Make the directory `path` and its missing parents, and flush the entry of each before the next one is made.
 
-    To be called before anything is written to `path` that is going to be reported durable: otherwise a power cut may
-    take the directory away with all that was flushed in it. A directory that is there may have been made a moment ago,
-    by another rank or by a process that was killed before it could flush; so its parent is flushed too, once in a
-    process. Whoever makes directories in this order leaves at most the innermost one unflushed. Raises OSError; its
-    errno is ENOENT where somebody has taken a directory away meanwhile. Any thread; blocks on the disk.
+    Call it before a file that is reported durable is written to `path`: otherwise a power cut may remove the directory
+    with all that was flushed in it. An existing directory may have been made a moment ago, by another rank or by a
+    process that was killed before it could flush; so its parent is flushed too, once in a process. In this order at
+    most the innermost directory is unflushed at any time. Raises OSError; its errno is ENOENT where another process has
+    removed a directory meanwhile. Any thread; blocks on the disk.
     """
     directory = Path(os.path.abspath(path))
     missing = []
@@ -123,14 +122,14 @@ def _flush_entry(directory: Path) -> None:
     known = str(directory), status.st_dev, status.st_ino
     if known in _flushed:
         return
-    with suppress(PermissionError):  # a parent that we may not read is none that we have written to
+    with suppress(PermissionError):  # no permission to read the parent: this process has not written to it either
         fsync_dir(directory.parent)
     _flushed.add(known)
 
 
 def _probe(directory: Path) -> os.stat_result:
-    """Really write: permission bits say nothing about a read-only mount, a quota, or what root may do. Returns the
-    file's status as it is seen there: on NFS with root squash another user's."""
+    """Write a file: permission bits do not show a read-only mount, a quota, or what root may do. Returns the status
+    of the file as the file system shows it; on NFS with root squash its owner is another user."""
     try:
         fd, temp = create_temp(directory / "probe")
         try:
@@ -276,7 +275,7 @@ def quarantine(path: StrPath, reason: str, root: StrPath) -> Path:
 
 
 def quarantined(root: StrPath) -> list[Path]:
-    """What lies in the quarantine of the directory `root` and in those of its rank folders, without the notes."""
+    """The files in the quarantine of the directory `root` and in those of its rank folders, without the notes."""
     root = Path(root)
     folders = [root / QUARANTINE, *sorted(root.glob(f"rank_*/{QUARANTINE}"))]
     return [path for folder in folders for path in sorted(folder.rglob("*")) if _is_quarantined(path)]
@@ -302,7 +301,7 @@ def _move_aside(path: Path, reason: str, root: Path) -> Path:
             continue
         with open(fd, "w", encoding="utf-8", errors="replace") as file:
             file.write(f"{path}\n{reason}\n")
-        if os.path.lexists(target):  # somebody's file without a note; ours goes elsewhere
+        if os.path.lexists(target):  # a file without a note has this name; take the next one
             note.unlink()
             continue
         try:

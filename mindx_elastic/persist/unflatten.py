@@ -1,7 +1,7 @@
-"""A JSON tree plus named tensors -> nested Python state; the grammar is in `flatten`.
+"""Builds nested Python state from a JSON tree plus named tensors; `flatten` describes the grammar.
 
-A tree is interpreted, never executed: each tag builds one kind of value, and anything unexpected is an error. The
-trees of our own files are under a digest, so a malformed one is a bug or an attack; both must end in a named error.
+A tree is interpreted, never executed: each tag builds one kind of value, and anything unexpected is an error. A digest
+covers the trees of our own files, so a malformed one is a bug or an attack; both must end in a named error.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["unflatten"]
 
 
 def unflatten(tree: Tree, tensors: Mapping[str, torch.Tensor], *, path: StrPath | None = None) -> Any:
-    """Put a state together again; the exact inverse of `flatten`, types included. Tied tensors are one object again.
+    """Rebuild a state; the exact inverse of `flatten`, types included. Tied tensors are one object again.
 
-    The result uses the given tensors, it does not copy them (tensors with unusual strides excepted). `path` is only
-    named in errors. Raises CorruptCheckpointError for a malformed tree or a missing tensor.
+    The result uses the given tensors and copies only those with unusual strides. `path` is for error messages. Raises
+    CorruptCheckpointError for a malformed tree or a missing tensor.
     """
     decoder = _Decoder(tensors)
     try:

@@ -1,8 +1,8 @@
-"""Nested state -> one durable checkpoint file.
+"""Writes nested state to one durable checkpoint file.
 
-The order of events is what makes a kill at any instant harmless: reserve the space, write the data, then the header
-(until then the file begins with zeros and no reader accepts it), flush, keep the old file under its second name,
-rename, flush the directory. Only after the last of these is the save reported.
+The order of the steps makes a kill at any instant harmless: reserve the space, write the data, then the header (until
+then the file begins with zeros and no reader accepts it), flush, keep the old file under its second name, rename, flush
+the directory. Only then is the save reported.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mindx_elastic.persist.storage import (
 __all__ = ["SaveResult", "keep_older", "previous_path", "write_checkpoint"]
 
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Of reading the older file: this process lacks something, nothing is wrong with the file."""
+"""Errors of reading the older file that come from this process's limits and not from the file."""
 
 
 @dataclass(frozen=True)
@@ -67,20 +67,20 @@ def write_checkpoint(
 ) -> SaveResult:
     """Write `state` to `path` and return when it is durable. Blocks; any thread; two calls may run at once.
 
-    state: nested Python values and tensors (see `flatten`), CPU or accelerator. Tensors are read in place, so nobody
-    may change them meanwhile; work that produces accelerator tensors must be done, or queued on the calling thread's
-    current stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same
-    bytes (hard links, or copies where links are not possible), each put in place atomically, once `path` is durable.
+    state: nested Python values and tensors (see `flatten`), CPU or accelerator. Tensors are read in place and must not
+    change meanwhile; work that produces accelerator tensors must be done, or queued on the calling thread's current
+    stream. layout: JSON-able description of the shards, stored as it is. also: further names for the same bytes (hard
+    links, or copies where links are not possible), each published atomically, once `path` is durable. before_publish:
+    called with the finished temporary file just before it gets the name `path`; an OSError there fails the save.
     reserve: memory and a thread for a process that may get no more of either.
 
     A file of another step, attempt or run that already has one of the names is kept as `previous_path` of it: its step
-    may be the only one that all ranks have. A file there that is no checkpoint is moved to quarantine. Directories must
-    exist (see `storage.prepare_directory`). before_publish: called with the finished temporary file just before it gets
-    the name `path`; an OSError there fails the save.
+    may be the only one that all ranks have. Any other file there that is not a checkpoint is moved to quarantine.
+    Directories must exist (see `storage.prepare_directory`).
 
-    Raises SaveError (the original error is its ``__cause__``) when it cannot be written; older files are untouched
-    then and the temporary file is gone. Should only a further name fail, `path` is there and the message says so.
-    Raises UnsupportedStateError for a value that a checkpoint cannot hold, before anything is written.
+    Raises SaveError (the original error is its ``__cause__``) when the file cannot be written; older files are
+    untouched then and the temporary file is deleted. If only a further name fails, `path` exists and the message says
+    so. Raises UnsupportedStateError for a value that a checkpoint cannot hold, before anything is written.
     """
     started = time.monotonic()
     path = Path(path)
@@ -98,13 +98,13 @@ def write_checkpoint(
 
 
 def previous_path(path: StrPath) -> Path:
-    """Where the older file of the same name is kept: ``a/resnet.safetensors`` -> ``a/resnet.prev.safetensors``."""
+    """The second name of an older file: ``a/resnet.safetensors`` -> ``a/resnet.prev.safetensors``."""
     path = Path(path)
     return path.with_name(f"{path.stem}.prev{path.suffix}")
 
 
 class _Save:
-    """One run of the sequence in the module's docstring; a method a stage, so that tests can kill between them."""
+    """Runs the steps in the module's docstring, one method each, so that tests can kill between them."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class _Save:
     ) -> None:
         self.before_publish, self.reserve_held = before_publish, reserve
         self.path, self.also, self.info = path, also, info
-        self.target = path  # the name that is worked on
+        self.target = path  # the name that is being written
         self.durable = False
         self.tensors = tensors
         self.entries = place_tensors(tensors)
@@ -134,7 +134,7 @@ class _Save:
             self.flush(fd)
             self.commit(temp)
         finally:
-            temp.unlink(missing_ok=True)  # gone already when all went well
+            temp.unlink(missing_ok=True)  # after a successful rename it does not exist
             os.close(fd)
 
     def reserve(self, fd: int) -> None:
@@ -161,7 +161,7 @@ class _Save:
         self.before_publish(temp)
         publish(temp, self.path)
         fsync_dir(self.path.parent)
-        self.durable = True  # whatever happens to the further names
+        self.durable = True  # even if a further name fails
         for name in self.also:
             self.target = name
             self.keep_older(name)
@@ -173,9 +173,10 @@ class _Save:
 
 
 def keep_older(path: Path, info: CheckpointInfo) -> None:
-    """Give a file that stands at `path`, where one with `info` comes now, a second name (`previous_path`), unless it is
-    an older copy of this very moment. One that is no checkpoint, or that cannot be read (its owner, a bad sector), goes
-    to quarantine. Raises OSError.
+    """Keep the existing file at `path`, which a file with `info` replaces, under a second name (`previous_path`).
+
+    A file of the same moment gets no second name. A file that is not a checkpoint, or that cannot be read (its owner, a
+    bad sector), is moved to quarantine. Raises OSError.
     """
     try:
         status = os.lstat(path)
@@ -192,7 +193,7 @@ def keep_older(path: Path, info: CheckpointInfo) -> None:
     except (CheckpointError, OSError) as error:
         if isinstance(error, OSError) and error.errno in _OURS:
             raise
-        # As .prev it would push out a good older file. Its name is needed for the new one, its bytes are not.
+        # Quarantine, because as .prev it would replace a good older file.
         in_rank_folder = path.parent.name == f"rank_{info.rank}"
         quarantine(path, str(error), path.parent.parent if in_rank_folder else path.parent)
         return

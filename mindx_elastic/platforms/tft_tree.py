@@ -4,7 +4,7 @@
 being made its first folder carries ``_tmp``. In MindIO a controller renames that folder once every good rank has
 reported. Here each rank that has finished looks at the folder, and the first one that finds it whole renames it; a rank
 that comes later moves its own files over. A rank that dies on the way changes nothing for the others, and its finished
-file counts where it is: every file is written atomically, so `catalog.scan` looks into ``_tmp`` folders too.
+file counts where it is: every file is written atomically, so `catalog.find_files` looks into ``_tmp`` folders too.
 
 Whole means: every rank has its file. Ranks that are gone, and ranks that do not even begin for a moment, are not waited
 for; one that is writing is, for a few seconds. On disks that the nodes do not share each node so gets its own tree.

@@ -19,7 +19,7 @@ from typing import Any
 
 from mindx_elastic.agreement.connect import connect_store, current_seal
 from mindx_elastic.agreement.sealed import Seal
-from mindx_elastic.agreement.told import whole_number
+from mindx_elastic.agreement.validation import whole_number
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable

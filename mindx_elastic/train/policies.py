@@ -13,7 +13,7 @@ from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Merged
-from mindx_elastic.agreement.told import making_sense
+from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.rank_lists import rank_list
 from mindx_elastic.errors import UsageError

@@ -267,7 +267,7 @@ def test_a_label_that_cannot_be_read(tmp_path: Path) -> None:
     with holder(tmp_path):
         for content in (b"", b"\xff" * 256, b"[]", b'{"host": 1, "pid": 1, "since": 0, "grace_s": 0}', b"[" * 256):
             (tmp_path / LOCK_FILE).write_bytes(content)
-            with pytest.raises(DirectoryInUseError, match="who that is cannot be read") as caught:
+            with pytest.raises(DirectoryInUseError, match="its record cannot be read") as caught:
                 hold(tmp_path)
             assert (caught.value.pid, caught.value.host) == (0, "")
 

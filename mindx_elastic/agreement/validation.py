@@ -1,4 +1,4 @@
-"""What the other ranks tell, and how to say it when it makes no sense."""
+"""Checks what the other ranks have written: text that makes no sense becomes an UntrustedMessageError."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BROKEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, Overflow
 
 @contextmanager
 def making_sense(what: str) -> Iterator[None]:
-    """Around the reading of `what` the ranks have told: an UntrustedMessageError for text that is no such thing.
+    """Wrap the reading of a message: an error inside becomes an UntrustedMessageError. `what`: the message, for people.
 
-    Every rank reads the same text, so all of them raise it.
+    Every rank reads the same text, so every rank raises the error.
     """
     try:
         yield
@@ -32,7 +32,7 @@ def making_sense(what: str) -> Iterator[None]:
 
 
 def whole_number(text: str, low: int, high: int) -> int:
-    """Raises ValueError for anything but a whole number from `low` to `high`, written as we write it."""
+    """Read a decimal number from `low` to `high`. Raises ValueError for anything else, signs and spaces included."""
     if not 0 < len(text) <= 20 or not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
         raise ValueError(f"{printable(text, 40)!r} is no whole number from {low} to {high}")
     return int(text)
