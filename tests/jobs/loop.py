@@ -89,6 +89,9 @@ def hold(guard: mx.Guard, rank: int) -> None:
         if time.monotonic() > end:
             sys.exit("no alarm came in 60 s")
         time.sleep(0.005)
+    alarm = guard.stopper.alarm
+    if alarm is not None and alarm.kind not in ("exception", "peer"):  # then the coming boundary is the one to stop at
+        guard.stopper.step_gate.wait_for_limit(60)
 
 
 def parse() -> argparse.Namespace:

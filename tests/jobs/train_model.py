@@ -67,6 +67,9 @@ def wait_for_alarm(model: mx.Model, rank: int, step: int) -> None:
         if time.monotonic() > end:
             sys.exit("no alarm came in 60 s")
         time.sleep(0.005)
+    alarm = guard.stopper.alarm
+    if alarm is not None and alarm.kind not in ("exception", "peer"):  # then the coming boundary is the one to stop at
+        guard.stopper.step_gate.wait_for_limit(60)
 
 
 class Watch(mx.Callback):
