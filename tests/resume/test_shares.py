@@ -40,7 +40,8 @@ class Told:
 
     def answer(self, rank: int) -> Answer:
         assert self.merged.own is not None
-        return Answer(*json.loads(json.dumps([self.merged.common, self.merged.own[rank]])), "", self.more)
+        common, own = json.loads(json.dumps([self.merged.common, self.merged.own[rank]]))
+        return Answer(common, own, "", self.more)
 
     def share(self, rank: int, target: Strategy | None = None) -> Share:
         return share_in(self.answer(rank), rank, target)
@@ -198,6 +199,6 @@ def test_a_damaged_answer_is_refused(tmp_path: Path, damage: str) -> None:
 def test_a_damaged_list_of_files_is_refused_when_it_is_asked_for(tmp_path: Path) -> None:
     told = resharded(tmp_path)
     share = told.share(0)
-    told.merged.more["file/1"][0].pop()  # type: ignore[index]
+    told.merged.more["file/1"][0].pop()
     with pytest.raises(ValueError, match="unpack"):
         share.plan.files[1]
