@@ -26,13 +26,13 @@ def making_sense(what: str) -> Iterator[None]:
     except _BROKEN as error:
         raise UntrustedMessageError(
             f"{what}, as the store of the process group has it, makes no sense ({type(error).__name__}: "
-            f"{printable(error, 200)}). If all ranks run the same version, somebody else writes to the store: its port "
-            "must not be reachable for others, or give all ranks a key (MINDX_JOB_KEY_FILE)"
+            f"{printable(error, 200)}). If all ranks run the same version, another program writes to the store: block "
+            "access to its port, or give all ranks a key (MINDX_JOB_KEY_FILE)"
         ) from error
 
 
 def whole_number(text: str, low: int, high: int) -> int:
     """Read a decimal number from `low` to `high`. Raises ValueError for anything else, signs and spaces included."""
     if not 0 < len(text) <= 20 or not text.isascii() or not text.isdecimal() or not low <= int(text) <= high:
-        raise ValueError(f"{printable(text, 40)!r} is no whole number from {low} to {high}")
+        raise ValueError(f"{printable(text, 40)!r} is not a whole number from {low} to {high}")
     return int(text)

@@ -1,4 +1,4 @@
-"""The guard's connections: to the other ranks, to the agent of its machine, to shared memory, to other nodes."""
+"""Opens and closes the guard's connections to the other ranks, the agent, shared memory, and other nodes."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ _MOST_STEPS = 10**9
 
 
 class IntervalPart(Part):
-    """A measured snapshot interval outlives a restart where every rank still knows the same."""
+    """Keeps a measured snapshot interval over a restart, if every rank still knows the same."""
 
     name = "interval"
 
     def __init__(self, own: int) -> None:
-        """`own`: in steps; 0: this rank knows none."""
+        """`own`: this rank's interval in steps; 0: unknown."""
         self._own = own
         self.agreed = 0
-        """0: it has to be measured."""
+        """In steps; 0: it must be measured."""
 
     def say(self) -> Any:
         return self._own
@@ -70,13 +70,13 @@ class Connections:
         *,
         evaluates: bool = False,
     ) -> None:
-        """`evaluates`: nothing is trained, so nothing is kept in memory. Raises UsageError for settings that cannot be.
+        """`evaluates`: the guard does not train, so it takes no snapshots. Raises UsageError for impossible settings.
         All ranks together."""
         ranks = self._ranks = saver.ranks
         self.evaluates = self.is_guest = evaluates
-        """`is_guest`: this is no training, and what a training has left here is not ours to remove."""
+        """`is_guest`: this guard does not train, and must not remove what a training has left here."""
         self.keeps_nothing = False
-        """A guest that has gone on from the training's state: it must leave all of that as it is."""
+        """A guest that has loaded the training's state: it must leave all of that unchanged."""
         self.exchange = exchange
         agent = AgentInfo.from_env()
         self.link = None if agent is None else AgentLink(agent, ranks)
@@ -89,21 +89,21 @@ class Connections:
         self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
         self._has_trained = False
         self.keep_memory = True
-        """Until all ranks are known to be safe on disk."""
-        stack.callback(self._close_memory)  # at once: whatever fails from here on must not leave the arena locked
+        """Keep the snapshots until all ranks are known to be durable on disk."""
+        stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
         self._interval = IntervalPart(0 if self.memory is None else self.memory.interval)
         self._nodes = NodesPart(copies, ranks, store_host())
         self.mirror: Mirror | None = None
-        """Keeps copies of the files on other nodes; None where there are none to keep."""
+        """Keeps copies of the files on other nodes; None without redundancy."""
 
     def parts(self) -> list[Part]:
-        """What the ranks tell each other when they first meet."""
+        """Its parts of the first meeting."""
         return [self._interval, self._nodes]
 
     def later_parts(self) -> list[Part]:
-        """What they tell each other when they have."""
+        """Its parts of the second meeting."""
         return [] if self.mirror is None else [self.mirror.endpoints]
 
     def connect(self) -> None:
@@ -118,7 +118,7 @@ class Connections:
 
     @property
     def page(self) -> StatusPage | None:
-        """What the agent reads; None where there is no agent."""
+        """The status page that the agent reads; None without an agent."""
         return None if self.link is None else self.link.page
 
     @property
@@ -128,11 +128,11 @@ class Connections:
 
     @property
     def takes_snapshots(self) -> bool:
-        """Whether the state lies in memory every few steps."""
+        """Whether the guard copies the state to shared memory every few steps."""
         return self.memory is not None and self.memory.takes_snapshots
 
     def announce(self, found: Resumed | None) -> None:
-        """Tell the agent what is about to be loaded."""
+        """Tell the agent which step is about to be loaded."""
         if self.link is not None and found is not None:
             self.link.announce(found.checkpoint.info.step, found.path)
 
@@ -148,7 +148,7 @@ class Connections:
         replicas: list[nn.Module],
         next_step: Callable[[], int],
     ) -> None:
-        """The state is back and training begins. `replicas`: the DDP modules of a replicated job, else none."""
+        """Training begins with the restored state. `replicas`: the DDP modules of a replicated job, else none."""
         if self.memory is not None and not self.keeps_nothing:
             self.memory.start(
                 collector,
@@ -176,7 +176,7 @@ class Connections:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Training thread: nobody may take the time inside for a hang."""
+        """Training thread: the agent does not take the time inside for a hang."""
         if self.link is None:
             yield
             return
@@ -187,19 +187,19 @@ class Connections:
             self.link.between(False)
 
     def leave(self, stopper: Stopper) -> None:
-        """The job stops. Memory is needed no more once every rank has said that the agreed step is on its disk."""
+        """The job stops. Release the memory once every rank has reported that the agreed step is on its disk."""
         saved = stopper.saved_step if stopper.path is not None else None
         if self._ranks.world_size > 1 and stopper.agreed_step is None:
             return  # a rank is gone, or each has acted alone
         try:
-            self.exchange.publish("durable", str(saved))  # also where nothing was saved: nobody need wait for it
+            self.exchange.publish("durable", str(saved))  # also if nothing was saved, so that no rank waits for it
             if saved is None or self.memory is None:
                 return
             end = time.monotonic() + min(_DURABLE_S, max(0.0, stopper.time_left_s / 3))
             while (found := self.exchange.try_collect("durable")) is None and time.monotonic() < end:
                 time.sleep(0.01)
         except Exception as error:
-            logger.debug("whether all ranks have saved cannot be known: %s", error)
+            logger.debug("cannot find out whether all ranks have saved: %s", error)
             return
         self.keep_memory = found is None or set(found) != {str(saved)}
 
@@ -214,7 +214,7 @@ class Connections:
             self.link.finish()
 
     def _note_error(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Entering has failed: the agent names the cause."""
+        """Entering has failed: give the agent the cause."""
         if self.link is not None and error is not None:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 

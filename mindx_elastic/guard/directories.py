@@ -1,4 +1,4 @@
-"""Prepares the directories of checkpoints at the start: a problem is found before training, not at the stop."""
+"""Prepares the checkpoint directories at the start, so that a problem appears before training and not at the stop."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EVENTS_FILE = "events.jsonl"
 def prepare_directories(
     wanted: Iterable[Path], ranks: RankInfo, sharing: SharingSettings
 ) -> tuple[dict[Path, Path], Trust]:
-    """Make each wanted directory. Returns what they resolve to (symbolic links are followed once, here), and whose
-    files count in them.
+    """Make each given directory. Returns their resolved paths (symbolic links are followed once, here), and the users
+    whose files count in them.
 
-    Removes no files: a predecessor may still be writing, or a training that this process only evaluates; see
+    Removes no files: a predecessor, or the training that this process evaluates, may still be writing; see
     `hold_directories`. Raises UsageError, UnsafeDirectoryError or SaveError.
     """
     trust = Trust({}, user_ids(sharing.trusted_users), sharing.allow_shared)
@@ -67,7 +67,7 @@ def _say_whose(directory: Path, owners: Owners, ranks: RankInfo) -> None:
 
 
 def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> None:
-    """Raise UnsafeDirectoryError where another user owns this rank's folder, or the link to it."""
+    """Raise UnsafeDirectoryError if another user owns this rank's folder or the link to it."""
     try:
         status = os.lstat(folder)
     except FileNotFoundError:
@@ -85,7 +85,7 @@ def _check_rank_folder(folder: Path, owners: Owners, *, allow_shared: bool) -> N
 
 
 def _set_aside(path: Path, owners: Owners) -> None:
-    """Rename an event log that another user has put there: it must be neither read nor written to."""
+    """Rename an event log that another user has put there, so that it is neither read nor written to."""
     problem: str | None = "has an owner that cannot be determined"
     try:
         status = os.lstat(path)
@@ -108,18 +108,17 @@ def _set_aside(path: Path, owners: Owners) -> None:
 
 
 def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s: float) -> None:
-    """Keep other jobs out of the directories until `stack` ends, then remove what dead writers left in this rank's
-    folders. Waits for a predecessor.
+    """Lock the directories for this job until `stack` ends, and remove what dead writers left in this rank's folders.
 
-    The removal comes last: while another process may be in the middle of its first save, its note must not be settled.
-    A guard that only evaluates must not call this. Raises DirectoryInUseError.
+    Waits for a predecessor. The removal comes after the lock: while another process may be in its first save, its note
+    must not be settled. A guard that only evaluates must not call this. Raises DirectoryInUseError.
     """
     for directory, owners in sorted(trust.roots.items()):
         lock = hold_directory(directory, ranks, owners, grace_s=grace_s)
         if lock is not None:
             stack.callback(lock.close)
     for directory in trust.roots:
-        settle(directory / f"rank_{ranks.rank}")  # of all directories before any file is removed
+        settle(directory / f"rank_{ranks.rank}")  # in all directories before any file is removed
     for directory in trust.roots:
         for folder in (_folder(directory, ranks), *step_folders_of_rank(directory, ranks.rank)):
             if folder.is_dir():
@@ -127,10 +126,9 @@ def hold_directories(stack: ExitStack, trust: Trust, ranks: RankInfo, *, grace_s
 
 
 def check_state_and_space(collector: Collector, directories: Sequence[Path]) -> None:
-    """Raise UnsupportedStateError for what a checkpoint cannot hold, SaveError for a disk that cannot hold a
-    checkpoint.
+    """Raise UnsupportedStateError for a state that a checkpoint cannot hold, SaveError for a disk without room for one.
 
-    The optimizer's state does not exist yet in a fresh start, so this asks for the least that a save will need.
+    The optimizer's state does not exist yet at a fresh start, so this checks the least space that a save will need.
     """
     least = sum(tensor.nbytes for tensor in flatten(collector.state())[1].values())
     for directory in directories:

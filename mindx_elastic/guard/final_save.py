@@ -69,7 +69,7 @@ def _drop_older(saver: Saver, exchange: Exchange, policy: ExitPolicy | None, nam
 
 
 def say_that_a_guest_saves_nothing(directory: Path, found: Resumed, targets: Mapping[str, object]) -> None:
-    """Warn that a guard without a training (see `starting`) saves nothing in the directory of a training.
+    """Warn that a guard without a training (see `guard.start`) saves nothing in the directory of a training.
 
     The training's next start would take such a file for its own newest one, and state would be missing in it.
     """

@@ -1,4 +1,4 @@
-"""What a guard knows of the job's parallel strategy: from its objects, completed by hand, written at the start."""
+"""Collects the job's parallel strategy at the start: from the guard's objects and the layouts that the user gives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHOLE = "strategy"
 def parallel_setup_of(
     targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None
 ) -> ParallelSetup:
-    """Where this rank stands among the others. Raises UsageError for layouts that are none."""
+    """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
     return ParallelSetup(
         ranks.rank,
         ranks.world_size,
@@ -36,11 +36,11 @@ def parallel_setup_of(
 
 
 class ByHand:
-    """The layouts that the user has given: pattern -> `Layout`. The whole shapes of uneven ones are worked out when all
-    ranks have told their parts (`learn`); until then parts are taken to be equal."""
+    """The layouts that the user has given: pattern -> `Layout`. The whole shapes of uneven shards are known when all
+    ranks have reported theirs (`learn`); until then shards are taken to be equal."""
 
     def __init__(self, layouts: Mapping[str, Layout], ranks: RankInfo) -> None:
-        """Raises UsageError for layouts that are none."""
+        """Raises UsageError for malformed layouts."""
         self._layouts, self._rank = layouts, ranks.rank
         self._whole: dict[str, tuple[int, ...]] = {}
         for pattern, layout in layouts.items():
@@ -61,19 +61,19 @@ class ByHand:
         return next((layout for layout in fitting if rank in layout), None)
 
     def parts(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[Layout, tuple[int, ...]]]:
-        """Of all `shapes` of this rank's parameters those that are described by hand, with their layouts."""
+        """Those of `shapes`, the shapes of this rank's parameters, that the user describes, with their layouts."""
         found = {place: (self._layout_of(place, self._rank), shape) for place, shape in shapes.items()}
         return {place: (layout, shape) for place, (layout, shape) in found.items() if layout is not None}
 
     def learn(self, whole: Mapping[tuple[str, Layout], tuple[int, ...]]) -> None:
-        """The whole shapes of tensors, as far as the parts of all ranks together tell."""
+        """Take over the whole shapes of tensors, as computed from the shards of all ranks."""
         for (place, layout), shape in whole.items():
             if layout == self._layout_of(place, self._rank):
                 self._whole[place] = shape
 
 
 class WholeShapes(Part):
-    """Of tensors that are described by hand: parts along a split dimension may be uneven, so they are added up."""
+    """Whole shapes of the tensors that the user describes: shards along a dimension may be uneven, so add them up."""
 
     name = "shapes"
 
@@ -114,7 +114,7 @@ class WholeShapes(Part):
 
 
 class JobLayouts(Part):
-    """How all ranks together lay their tensors out: what a plan aims at, and what each file notes of the whole job."""
+    """The layouts of all ranks together: the target of a plan, and what each file records of the whole job."""
 
     name = "layouts"
 
@@ -126,7 +126,7 @@ class JobLayouts(Part):
         *,
         publish: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`target`: what this rank holds; see `own_target`. `on_known` is given one tensor of every layout that any
+        """`target`: what this rank holds; see `own_target`. `on_known`: called with one tensor of every layout that a
         rank of the job has. `publish`: on rank 0, whether some rank will ask for `whole_strategy`."""
         self._exchange, self._on_known, self._publish = exchange, on_known, publish
         self.target, self._world_size = target, target.own.world_size
@@ -139,7 +139,7 @@ class JobLayouts(Part):
         strategies = read_strategies(self._exchange, [self._world_size] * len(said), said)
         specs = dict.fromkeys(spec for each in {id(s): s for s in strategies}.values() for spec in each.tensors)
         strategy = self.target.strategy = Strategy(self._world_size, tuple(_markers_together(specs)))
-        # Of layouts that are only assumed the files say nothing about other ranks.
+        # Files do not record layouts that are only assumed for other ranks.
         samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
         more = {_WHOLE: strategy.to_json()} if self._publish() else {}
         return Merged(Strategy(self._world_size, tuple(samples)).to_json(), more=more)
@@ -149,13 +149,13 @@ class JobLayouts(Part):
         self._more = answer.more
 
     def whole_strategy(self) -> Strategy:
-        """Of all ranks; only where `publish` says that it is asked for. Main thread, after the meeting."""
+        """The strategy of all ranks; only if `publish` is true. Main thread, after the meeting."""
         (content,) = self._more([_WHOLE])
         return Strategy.from_json(content)
 
 
 def _markers_together(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Markers of single ranks become one that is split over them: else every file would list every rank."""
+    """Merge markers of single ranks into one that is sharded over them: else every file would list every rank."""
     found: list[TensorSpec] = []
     ranks: dict[str, list[int]] = {}
     for spec in specs:
@@ -170,8 +170,8 @@ def _markers_together(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def own_target(collector: Collector, ranks: RankInfo) -> Target:
-    """What this rank holds, when the whole shapes are known. Raises UsageError when a layout does not fit the tensors
-    that it is for."""
+    """What this rank holds; call it when the whole shapes are known. Raises UsageError when a layout does not fit its
+    tensors."""
     shapes = {place: ("", shape) for place, shape in collector.layouts.shapes().items()}
     own = collector.layouts.record().strategy(shapes)
     strategy = Strategy(ranks.world_size, (*own.tensors, *collector.layouts.markers()))

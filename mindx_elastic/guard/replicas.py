@@ -1,4 +1,4 @@
-"""What DDP says about a job: which modules it wraps, which ranks hold the same, and in which order gradients arrive."""
+"""Reads from DDP which modules it wraps, which ranks hold the same weights, and in which order gradients arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
-    """Every DDP module by its place, also below the top level (a `ModuleDict`, `torch.compile`)."""
+    """Every DDP module and its path, also below the top level (in a `ModuleDict`, under `torch.compile`)."""
     return [
         (f"{name}.{place}" if place else name, module)
         for name, target in targets.items()
@@ -35,7 +35,7 @@ def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataPa
 
 
 def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
-    """The modules whose forward is a replica's: DDP, or what `torch.compile` made of it, where a hook stays a hook."""
+    """The modules whose forward runs a replica: DDP, or the `torch.compile` wrapper around it. Both keep hooks."""
     wrapped = {name.split(".")[0] for name, _ in ddp_modules(targets)}
     compiled = [t for name, t in targets.items() if name in wrapped and hasattr(t, "_orig_mod")]
     inside = {id(module) for target in compiled for module in target.modules()}
@@ -43,7 +43,7 @@ def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
 
 
 def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
-    """The ranks that hold the same weights as this one: every trained module is wrapped in DDP; empty: not known."""
+    """The ranks that hold the same weights as this one, if every trained module is wrapped in DDP; empty: unknown."""
     trained = {
         name
         for name, target in targets.items()
@@ -57,7 +57,7 @@ def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
 
 
 def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
-    """Places of parameters that DDP leaves alone (experts of a rank, for example)."""
+    """Paths of parameters that DDP ignores (experts of one rank, for example)."""
     found = set()
     for place, module in ddp_modules(targets):
         component, _, inner = place.partition(".")
@@ -67,7 +67,7 @@ def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
 
 
 def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int) -> bool:
-    """Whether every rank holds the same, so that one rank's file can stand in for any other's."""
+    """Whether every rank holds the same state, so that one rank's file can replace any other's."""
     whole = len(replica_ranks(targets)) == world_size > 1 and not ignored_parameters(targets)
     return whole and not collector.is_sharded and not collector.is_spread
 
@@ -78,7 +78,7 @@ class GradientOrders:
     def __init__(
         self, targets: Mapping[str, Any], collector: Collector, *, world_size: int, by_hand: bool = False
     ) -> None:
-        """by_hand: the user has said how the weights are laid out, and knows what he does; or nothing is trained."""
+        """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
         self._collector = collector
         if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(
@@ -92,7 +92,7 @@ class GradientOrders:
                 self._recording[name].record()
 
     def at_boundary(self) -> None:
-        """Training thread, each boundary: keep the orders that are complete."""
+        """Training thread, at each boundary: keep the orders that are complete."""
         for name, order in list(self._recording.items()):
             if order.finish():
                 self._collector.gradient_order[name] = self._recording.pop(name).order

@@ -1,20 +1,19 @@
-"""The start of a guard: the ranks meet, find what to resume from, put it into the live objects, and write down what was
-done.
+"""Starts a guard: the ranks meet, choose what to resume from, load it into the live objects, and record the plan.
 
-The meetings (see `agreement.gather`); what each is about is a `Part`:
+The meetings (see `agreement.gather`); each of their topics is a `Part`:
 
 =========  ===================================================================================================
-here       who is on which machine and disk; by-hand layouts' whole shapes; the fault report; settings that
+here       the machine and disk of each rank; whole shapes of by-hand layouts; the fault report; settings that
            must be equal
-plan       layouts of all tensors, and what each rank has found; the plan comes back (see `resume.restore`)
+plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
 loaded     the state is in the live objects, on every rank
 entered    every rank is ready to train
 =========  ===================================================================================================
 
-What is loaded goes in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last;
-and those once more when the loader's iterator exists, because creating it, and the program's own code before the first
-batch, may draw numbers.
+The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
+The generators are restored once more when the loader's iterator exists, because creating it, and the program's own code
+before the first batch, may draw numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ STRATEGY_FILE = "strategy.proto"
 
 @dataclass(frozen=True)
 class Start:
-    """How a guard began."""
+    """The result of a start."""
 
     run_id: str
     attempt: int
@@ -77,7 +76,8 @@ class Start:
     peers: PeerWatch
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
-        """This rank's state was put together, with a file on disk in it, and is nowhere whole."""
+        """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
+        as a whole."""
         found = self.resumed
         if found is None or found.own is None or found.plan.resharded:
             return False
@@ -99,11 +99,11 @@ def start_job(
     resume: str | Path,
     around: Connections,
 ) -> Start:
-    """Plan, load, write the plan down. Main thread, all ranks together.
+    """Plan, load, and write the plan files. Main thread, all ranks together.
 
-    Raises NoUsableCheckpointError when there are checkpoints and none can be used, MismatchError when they were written
-    by another number of ranks and cannot be spread over this one, or by another job, or do not fit; what `places_of`
-    and `Collector.load` raise.
+    Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
+    come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
+    `Collector.load` raise.
     """
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
@@ -156,7 +156,7 @@ def start_job(
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
-    """Say from where the run goes on, to people and to the event log."""
+    """Write to the log and the event log from where the run continues."""
     info = found.checkpoint.info
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
@@ -176,13 +176,14 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
 
 
 def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
-    """Two jobs that share a directory by mistake would go on from each other's steps, or find that all is done."""
+    """Raise MismatchError for another job's file: two jobs that share a directory by mistake would continue each
+    other's steps, or find the training finished."""
     recorded = found.checkpoint.info.names
     if is_another_job(recorded, names):
         theirs, ours = (", ".join(map(repr, each)) for each in (recorded, names))
         raise MismatchError(
             f"{found.path} is another job's: it was saved with the prefix {theirs}, and this job's is {ours}. A "
-            'directory is one job\'s: give this one its own, or say resume="PATH" to go on from that file all the '
+            'directory is for one job: give this job its own, or resume="PATH" to continue from that file all the '
             'same, or resume="never" to start anew',
             path=found.path,
         )
@@ -249,10 +250,10 @@ def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
-    """Whether this is no training, but something else in a training's directory: an evaluation in a guard, a look at
-    the weights. It has nothing that updates them, and the training had more than it has.
+    """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
 
-    A program may update by hand: then what it goes on from is all its own, or nothing was here before.
+    It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no
+    optimizer either; but it resumes from a state with the same objects, or from an empty directory.
     """
     if any(isinstance(t, torch.optim.Optimizer) or name.startswith("optimizer") for name, t in targets.items()):
         return False
@@ -265,8 +266,8 @@ def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: b
 
 
 class FaultsPart(Part):
-    """What the platform's report says; the same on every rank, though the mounts of two nodes may be a moment apart. A
-    report that cannot be used is named and ignored."""
+    """The platform's fault report, made the same on every rank: two nodes may see different versions of the file. A
+    report that cannot be used is logged and ignored."""
 
     name = "faults"
 
@@ -287,12 +288,12 @@ class FaultsPart(Part):
 
 
 class PeersPart(Part):
-    """Which ranks have their processes on this machine, so that their deaths can be seen."""
+    """The processes of the ranks on this machine, so that the guard can notice their deaths."""
 
     name = "peers"
 
     def __init__(self, ranks: RankInfo, identity: str | None = None) -> None:
-        """`identity`: of this process, as `own_identity` makes it."""
+        """`identity`: of this process; default `own_identity()`."""
         self._rank, self._own = ranks.rank, identity or own_identity()
         self.identities: Mapping[int, str] = {ranks.rank: self._own}
 
@@ -311,8 +312,8 @@ class PeersPart(Part):
 
 
 class GroupInfoPart(Part):
-    """Where each rank writes its group info file, if ``GROUP_INFO_FILE`` asks for one. One launcher's environment for
-    all ranks still means one file each."""
+    """Where each rank writes its group info file, if ``GROUP_INFO_FILE`` asks for one. Ranks that have the same path
+    from their launcher write one file each."""
 
     name = "group_info"
 
@@ -334,7 +335,7 @@ class GroupInfoPart(Part):
         self._is_shared = bool(answer.own)
 
     def write(self, layouts: JobLayouts) -> None:
-        """A failure is a warning: training does not depend on it."""
+        """Write this rank's file. A failure is only logged: training does not depend on it."""
         if not self._wanted:
             return
         path = Path(self._wanted)
@@ -349,7 +350,7 @@ class GroupInfoPart(Part):
 
 
 class FirstSavesPart(Part):
-    """Of which runs every rank still holds the note that it has never saved (see `persist.first_save`)."""
+    """The runs of which every rank still has the note that it has never saved (see `persist.first_save`)."""
 
     name = "first_saves"
 
@@ -368,14 +369,14 @@ class FirstSavesPart(Part):
 
 
 class AnsweredFlagsPart(Part):
-    """Take over what the ranks' checkpoints say: a flag that stopped the job on any rank has stopped it on this one."""
+    """The flags that have stopped the job before, according to the checkpoints of all ranks."""
 
     name = "flags"
 
     def __init__(self, flags: AnsweredFlags) -> None:
         self._flags = flags
         self.own: Sequence[str] = ()
-        """Of this rank's file."""
+        """The flags in this rank's file."""
 
     def say(self) -> Any:
         return list(self.own)
@@ -403,11 +404,11 @@ def _read_faults() -> Faults:
 def _keep_first_save(
     directory: Path, run_id: str, found: Resumed | None, saver: Saver, first_saves: FirstSavesPart
 ) -> None:
-    """Note that this rank has never saved in this run, where that is so (see `persist.first_save`).
+    """Write the note that this rank has never saved in this run, if that is true (see `persist.first_save`).
 
-    A run that goes on from files has had a whole step. One that goes on from memory alone has not, as far as disks are
-    concerned, as long as each rank is where its note is: after a move, or in another world, notes would say what is
-    not kept true any more.
+    A run that resumes from files has had a complete step. A run that resumes from memory alone has none on disk, and
+    keeps its notes while each rank finds its own: after a move, or at another world size, nothing would keep the notes
+    up to date.
     """
     ranks = saver.ranks
     first_save = FirstSave(saver.folder(directory), run_id)
@@ -432,8 +433,8 @@ def _keep_first_save(
 
 
 def _write_plan(directory: Path, strategy: Strategy, plan: ResumePlan | None) -> None:
-    """Rank 0: the strategy and the plan, for people and platforms. Training does not depend on these files: a failure
-    is a warning."""
+    """Rank 0: write the strategy and the plan, for people and platforms. A failure is only logged: training does not
+    depend on these files."""
     # Only the rank that writes them pays for importing protobuf.
     try:
         from mindx_elastic.platforms.plan_files import PLAN_JSON, PLAN_PB, write_plan

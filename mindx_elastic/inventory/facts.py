@@ -1,4 +1,4 @@
-"""Catalog entries -> what the planner wants to know of each file."""
+"""Turns catalog entries into the facts that the planner needs of each file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NO_PART_OF_IT = ("rng", "progress", "gradient_order")
 
 
 class Strategies:
-    """Keeps one object for all files that say the same, so that thousands of files are compared by identity."""
+    """Keeps one object for all equal strategies, so that those of thousands of files are compared by identity."""
 
     def __init__(self) -> None:
         self._known: dict[Strategy, Strategy] = {}
@@ -35,17 +35,17 @@ class Strategies:
         self._checked: dict[int, Strategy] = {}
 
     def of_record(self, record: Mapping[str, Any], tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> Strategy:
-        """`strategy_from_record`, worked out once for files whose records differ in nothing but the rank."""
+        """As `strategy_from_record`, computed once for files whose records differ only in the rank."""
         key = (json.dumps({**record, "rank": 0}), frozenset(tensors.items()))
         if key not in self._read:
             self._read[key] = self.one(strategy_from_record(record, tensors))
         return self._read[key]
 
     def check(self, strategy: Strategy) -> None:
-        """Raises UsageError where the other ranks could not read what this one would send them."""
+        """Raises UsageError if the other ranks could not decode this strategy."""
         if id(strategy) not in self._checked:
             Strategy.from_json(strategy.to_json())
-            self._checked[id(strategy)] = strategy  # kept, so that the id stays its own
+            self._checked[id(strategy)] = strategy  # keep it, so that no other object gets its id
 
     def one(self, strategy: Strategy) -> Strategy:
         return self._known.setdefault(strategy, strategy)
@@ -56,7 +56,7 @@ def facts_of(
 ) -> tuple[list[FileFact], list[Rejected]]:
     """The files that can be resumed from, in the order in which a rank's are tried; and those that cannot be used.
 
-    Foreign files and those that are not meant for resuming are in neither. Reads no file: the headers are there.
+    Foreign files and files that are not for resuming are in neither list. Uses the given headers and reads no file.
     """
     strategies = strategies or Strategies()
     facts: list[FileFact] = []
@@ -76,8 +76,8 @@ def facts_of(
         except MemoryError:
             raise  # ours, not the file's
         except Exception as error:
-            # Whatever a record can bring about is the file's own damage. Its tensors are sound all the same: it serves
-            # its own rank, in the same world.
+            # Any error that a record causes is damage of the file. Its tensors are sound all the same: it serves its
+            # own rank, at the same world size.
             reason = f"it serves rank {info.rank} only, since its layout record is malformed: {error!s:.300}"
             rejected.append(Rejected(str(entry.path), reason))
             strategy, replica_digests = single_rank_strategy(info.rank, info.world_size), {}
@@ -104,13 +104,13 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
 
 
 def _base_of(info: CheckpointInfo) -> tuple[int, int] | None:
-    """Attempt and step that the file's attempt went on from, as its header says (`Saver.began_from`)."""
+    """Attempt and step that the file's attempt resumed from, as its header says (`Saver.began_from`)."""
     attempt, step = info.coordinates.get("base_attempt"), info.coordinates.get("base_step")
     return None if attempt is None or step is None else (attempt, step)
 
 
 def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[Strategy, dict[str, str]]:
-    """What a file says of the layout of its tensors, and its replica_digests (see `plan.assumptions`).
+    """The layouts of a file's tensors, from its header, and its replica_digests (see `plan.assumptions`).
 
     Raises UsageError for a record that contradicts itself or the file.
     """
@@ -120,7 +120,7 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
     }
     shapes = {place: (header.entries[n["$tensor"]].dtype, shape_of_node(n, header)) for place, n in places.items()}
     if record.get("version") != RECORD_VERSION:
-        # Files that other programs made with our writer.
+        # Files that another program made with our writer.
         if info.world_size == 1 or info.coordinates.get("replicas") == info.world_size:
             layout = Layout((info.world_size,), (REPLICATE,))
             specs = (TensorSpec(place, shape, layout, dtype) for place, (dtype, shape) in shapes.items())
@@ -140,9 +140,9 @@ def strategy_of(header: Header, strategies: Strategies | None = None) -> tuple[S
 
 
 def _undescribed_digests(tensors: Mapping[str, tuple[tuple[str, tuple[int, ...]], str]]) -> dict[str, str]:
-    """Of components that are neither module nor optimizer: an average of weights (EMA) is as sharded as the weights.
+    """Digests of components that are neither module nor optimizer: an average of weights (EMA) is sharded as they are.
 
-    Floating-point tensors only: generators and counters of a rank are its own, and can be begun anew.
+    Floating-point tensors only: generators and counters differ between ranks, and can begin anew.
     """
     found: dict[str, Any] = {}
     for place, ((dtype, shape), digest) in sorted(tensors.items()):

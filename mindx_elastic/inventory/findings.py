@@ -1,8 +1,8 @@
-"""What one process finds on its disks and in its machine's memory: `list_files`, then `scan`.
+"""Finds what one process can resume from on its disks and in its machine's memory: `list_files`, then `scan`.
 
 Both only read. Processes that see the same files (`Listing.disk`, `Listing.machine`) can share the reading of the
-headers; each then scans its share, and `Inventory.merge` puts the findings together. A start puts damaged files aside
-afterwards, with `put_aside`; everybody else leaves them where they are.
+headers; each then scans its share, and `Inventory.merge` merges the findings. A start moves damaged files to quarantine
+afterwards, with `put_aside`; other callers leave them where they are.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from mindx_elastic.plan.facts import FileFact, Rejected
 __all__ = ["Findings", "Listing", "Place", "Share", "Transport", "list_files", "put_aside", "reader_trust", "scan"]
 
 Place = tuple[int, str]
-"""Number of a directory and path in it, the same on every rank."""
+"""Index of a directory and path in it, the same on every rank."""
 Share = tuple[int, int]
 """(n, count): every count-th file, from the n-th on."""
 EVERYTHING: Share = (0, 1)
 
 
 class Transport(Protocol):
-    """What carries files between ranks; the package's own is `mirror.mirror.Mirror`."""
+    """Carries files between ranks; the package's own implementation is `mirror.mirror.Mirror`."""
 
     def locate(self, path: Path, rank: int) -> Place | None:
-        """The place of a file of `rank`, the same on every rank: number of the directory and path in it."""
+        """The place of a file of `rank`, the same on every rank: index of the directory and path in it."""
 
     def fetch(self, holder: int, root: int, name: str) -> Path:
-        """Get a file of this rank from another rank; returns where it is. Raises OSError or CheckpointError."""
+        """Copy a file of this rank from another rank; returns its path. Raises OSError or CheckpointError."""
 
 
 @dataclass(frozen=True)
 class Listing:
-    """The files that one process sees, unread."""
+    """The files that one process sees; their headers are not read yet."""
 
     directories: tuple[Path, ...]
     files: Mapping[Path, Path]
@@ -82,7 +82,7 @@ def _digest(paths: Iterable[Path]) -> str:
 
 
 def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listing:
-    """What there is to scan. Any thread; blocks on the disk."""
+    """List the files to scan. Any thread; blocks on the disk."""
     files: dict[Path, Path] = {}
     unlisted: list[CatalogEntry] = []
     for directory in directories:
@@ -98,55 +98,55 @@ def list_files(directories: Sequence[Path], arenas: Path | None = None) -> Listi
 
 @dataclass
 class Findings:
-    """What one process has found. `encode` is for the others; the fields after `never_saved` stay here."""
+    """What one process has found. `encode` sends it to other ranks, without the fields after `never_saved`."""
 
     attempt: int = 0
-    """As the launcher counts."""
+    """The attempt, as the launcher counts it."""
     disk: str = ""
     machine: str = ""
     share: Share = EVERYTHING
-    """Which of the files of `disk` were read."""
+    """The share of the files of `disk` that was read."""
     memory_share: Share = EVERYTHING
-    """Which of the snapshots of `machine` were read."""
+    """The share of the snapshots of `machine` that was read."""
     facts: list[FileFact] = field(default_factory=list)
-    """Of the files on disk; all that have the same `disk` see them."""
+    """Facts of the files on disk; all processes with the same `disk` see them."""
     in_memory: list[FileFact] = field(default_factory=list)
-    """Of the snapshots; all that have the same `machine` see them."""
+    """Facts of the snapshots; all processes with the same `machine` see them."""
     places: dict[str, Place] = field(default_factory=dict)
-    """By path, of files on disk that other ranks can fetch from here."""
+    """By path, the places of files on disk that other ranks can fetch from this one."""
     own: dict[int, dict[Moment, OwnState]] = field(default_factory=dict)
-    """By rank, its own small state of a step, to go with a donor's file. `encode` leaves the bytes out."""
+    """By rank, its own small states of steps, to be combined with a donor's file. `encode` omits the bytes."""
     unforeseen: set[Moment] = field(default_factory=set)
-    """Boundaries that came out otherwise than their forecasts, as some rank's file says."""
+    """Boundaries that differ from their forecasts, according to some rank's file."""
     attempts: dict[str, int] = field(default_factory=dict)
     """Highest attempt of each run, in memory or on disk."""
     known: dict[str, float] = field(default_factory=dict)
-    """Run -> its last sign of life, of the runs that files, event logs and markers on disk know."""
+    """Run -> its last sign of life, for the runs that appear in files, event logs and markers on disk."""
     claim: Claim | None = None
-    """What the memory says of the run that it is of."""
+    """The memory's record of its run."""
     rejected: list[Rejected] = field(default_factory=list)
     """Files that cannot be used, or not by every rank."""
     anything: bool = False
-    """There are files of ours on disk, or were."""
+    """There are, or were, files of ours on disk."""
     other: bool = False
-    """Some of them are no sound files of a step: what they were is not known."""
+    """Some of them are not sound files of a step, so it is unknown what they were."""
     never_saved: list[tuple[str, int, int]] = field(default_factory=list)
-    """(run, rank, world size) of the notes of ranks that have never put a file in place."""
+    """(run, rank, world size) of the notes of ranks that have never published a file."""
     entries: dict[str, CatalogEntry] = field(default_factory=dict)
-    """Of all files that were read, by path. Stays here."""
+    """Catalog entries of all files that were read, by path. Not encoded."""
     notes: list[Note] = field(default_factory=list)
-    """The notes behind `never_saved`. Stays here."""
+    """The notes behind `never_saved`. Not encoded."""
     damaged: list[tuple[CatalogEntry, Path]] = field(default_factory=list)
-    """Damaged files in places of ours, each with its directory, for `put_aside`. Stays here."""
+    """Damaged files with names of ours, each with its directory, for `put_aside`. Not encoded."""
 
     @property
     def strategies(self) -> dict[str, Strategy]:
-        """By digest, those of all facts: they are large and few, and are sent apart from `encode`."""
+        """The strategies of all facts, by digest: they are large and few, and are sent separately from `encode`."""
         found = {id(fact.strategy): fact.strategy for fact in (*self.facts, *self.in_memory)}
         return {strategy.digest: strategy for strategy in found.values()}
 
     def encode(self) -> str:
-        """Compact JSON; `decode` is the way back. Strategies are left out, their digests stand in their place."""
+        """Encode as compact JSON; `decode` is the inverse. Strategies are replaced by their digests."""
         facts = (*self.facts, *self.in_memory)
         runs = list(dict.fromkeys(fact.moment[0] for fact in facts))
         digests: dict[int, str] = {}
@@ -183,9 +183,9 @@ class Findings:
 
     @classmethod
     def decode(cls, text: str, strategies: Mapping[str, Strategy]) -> Findings:
-        """What another process has encoded. `strategies`: by digest, of all processes.
+        """Decode another process's findings. `strategies`: those of all processes, by digest.
 
-        Raises ValueError, KeyError or TypeError for a text that `encode` does not make.
+        Raises ValueError, KeyError or TypeError for a text that `encode` cannot produce.
         """
         content = json.loads(text)
         runs = [_text(run) for run in content["runs"]]
@@ -227,7 +227,7 @@ _WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
 
 
 def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy], where: str) -> FileFact:
-    """Raises ValueError for a row that no header can give."""
+    """Decode the facts of one file. Raises ValueError for a row that cannot come from a header."""
     run, attempt, step, strategy, *values = row
     named = dict(zip(_ROW, values, strict=True))
     sound = (
@@ -239,7 +239,7 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
         and all(isinstance(text, str) for text in named["replica_digests"].values())
     )
     if not sound:
-        raise ValueError("no facts of a checkpoint file")
+        raise ValueError("not the facts of a checkpoint file")
     base = named.pop("base")
     return FileFact(
         moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
@@ -252,19 +252,19 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r:.40} is no text")
+        raise ValueError(f"{value!r:.40} is not a text")
     return value
 
 
 def _whole(value: object) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r:.40} is no whole number from 0")
+        raise ValueError(f"{value!r:.40} is not a whole number from 0")
     return value
 
 
 def _time(value: object) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"{value!r:.40} is no time")
+        raise ValueError(f"{value!r:.40} is not a time")
     return float(value)  # type: ignore[arg-type]  # checked
 
 
@@ -284,10 +284,10 @@ def _moment(values: Sequence[Any]) -> Moment:
 
 
 def reader_trust(path: Path) -> Trust:
-    """Whose files count at `path`, a file or a directory, for one who only looks: as for a start, with
-    MINDX_TRUSTED_USERS.
+    """The users whose files count at `path`, a file or a directory, for commands that only read: the same as for a
+    start, with MINDX_TRUSTED_USERS.
 
-    No file is made, so what a file system with mapped users calls ours is not learnt. Raises UsageError.
+    Makes no file, so on a file system with mapped users it does not learn our own mapped id. Raises UsageError.
     """
     trust = Trust(trusted=user_ids(SharingSettings.from_env().trusted_users))
     trust.roots[path] = trust.of(path)
@@ -305,15 +305,15 @@ def scan(
     transport: Transport | None = None,
     attempt: int = 0,
 ) -> Findings:
-    """Read the headers of (a share of) what `listing` names, and the small states of `rank`, or of all ranks.
+    """Read the headers of (a share of) the files in `listing`, and the small states of `rank`, or of all ranks.
 
-    only: files of other steps count for nothing but the number of attempts. transport: tells
-    from where other ranks can fetch the files. Changes nothing; any thread; blocks on the disk.
+    only: use files of other steps for the number of attempts only. transport: gives the places from which other ranks
+    can fetch the files. Changes nothing; any thread; blocks on the disk.
     """
     found = Findings(
         attempt=attempt, disk=listing.disk, machine=listing.machine, share=share, memory_share=memory_share
     )
-    # What is in quarantine is asked by one process of those that see the same.
+    # One process of those that see the same files looks into the quarantine.
     found.other = found.anything = share[0] == 0 and any(map(quarantined, listing.directories))
     on_disk = _read_files(listing, share, trust, found)
     in_memory = [entry for path in listing.snapshots[slice(*_slice(memory_share))] if (entry := _sound(path))]
@@ -355,7 +355,7 @@ def _facts(
 
 
 def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -> list[CatalogEntry]:
-    """The entries of this share of the files, the bad ones too; what the others say about them goes to `found`."""
+    """The entries of this share of the files, bad ones included; notes and problems go to `found`."""
     entries = list(listing.unlisted) if share[0] == 0 else []
     owners = {directory: trust.of(directory) for directory in listing.directories}
     for path in [*listing.files][slice(*_slice(share))]:
@@ -369,12 +369,12 @@ def _read_files(listing: Listing, share: Share, trust: Trust, found: Findings) -
             entries.append(entry)
     for entry in entries:
         found.entries[str(entry.path)] = entry
-        # Somebody else's file under a name of its own (pretrained weights) is none of our business.
+        # Ignore another program's file under a name of its own (pretrained weights).
         ours = entry.info is not None or entry.looks_ours or not entry.foreign
         found.anything |= ours
         found.other |= ours and (entry.info is None or not entry.info.resumable)
         is_file = entry.path in listing.files and not entry.path.is_dir()
-        # Another user's is not ours to move, and may be sound for whoever runs this job under that user next.
+        # Do not move another user's file: it may be sound for a job that runs as that user.
         if entry.info is None and entry.owner is None and entry.looks_ours and is_file:
             found.damaged.append((entry, listing.files[entry.path]))
     return entries
@@ -401,7 +401,7 @@ def _find_known_runs(
     trust: Trust,
     found: Findings,
 ) -> None:
-    """The runs on disk; and, where there is memory to judge, what event logs and the memory itself say of its runs."""
+    """Find the runs on disk; if there is memory to judge, also the runs in event logs and in the memory itself."""
     wanted = {entry.info.run_id for entry in in_memory if entry.info is not None}
     wanted |= {moment[0] for states in found.own.values() for moment in states}
     if listing.arenas is not None and rank_folders(listing.arenas):
@@ -413,8 +413,8 @@ def _find_known_runs(
 
 
 def put_aside(found: Findings) -> None:
-    """Move the damaged files of `found` to the quarantines of their directories, and say what is left out. Starts only:
-    main thread, when nobody lists the files any more."""
+    """Move the damaged files of `found` to the quarantines of their directories, and log what is left out. For starts
+    only: main thread, after all ranks have listed the files."""
     damaged = {entry.path: directory for entry, directory in found.damaged}
     for entry in found.entries.values():
         if entry.info is not None:

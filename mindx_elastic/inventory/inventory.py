@@ -1,12 +1,12 @@
-"""Everything that can be resumed from, on disk and in memory: what it is, what a start would take, what to do without.
+"""Merges findings into one inventory of everything that can be resumed from, and plans from it.
 
-One answer for all who ask: a start (`merge` of what all ranks have found), the holder, the command line, conversion and
-retention (`merge` of one process's own findings). Equal findings give equal answers on every rank. Pure: no file
-system; reading and verifying is the caller's, who tells `forget` what could not be read.
+All callers use it: a start (`merge` of the findings of all ranks), the holder, the command line, conversion and
+retention (`merge` of one process's own findings). Equal findings give equal answers on every rank. Pure: it reads no
+files; the caller reads and verifies them, and calls `forget` for a file that could not be read.
 
-Disks may be shared, or each node has its own, with the same path on each: a file is known by its path and the disk that
-it is on, and for each it is noted which ranks can read it. A copy of a rank's file on another node counts as readable
-by that rank where a transport can fetch it.
+Disks may be shared, or each node has its own under the same path. So a file is identified by its path and its disk, and
+the inventory records which ranks can read it. A copy of a rank's file on another node counts as readable by that rank
+if a transport can fetch it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
-"""What one file on one disk is known by."""
+"""Identifies one file on one disk."""
 
 
 def _key_of(fact: FileFact) -> Key:
@@ -44,67 +44,67 @@ def _key_of(fact: FileFact) -> Key:
 class _File:
     fact: FileFact
     seen_by: frozenset[int]
-    """The ranks that have it before them."""
+    """The ranks that can read it themselves."""
     places: dict[int, Place] = field(default_factory=dict)
-    """By rank, where others can fetch it from."""
+    """By holding rank, the place from which others can fetch it."""
 
 
 @dataclass(frozen=True)
 class _Damage:
-    """A file that could not be used after all."""
+    """A file whose content turned out to be damaged."""
 
     path: str
     moment: Moment
     problem: str
     rank: int | None
-    """That met it; None: there is only this process."""
+    """The rank that found it; None: a process alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of one attempt of one run, judged: can a start of as many ranks go on from it?
+    """One step of one attempt of one run, and whether a start of the same world size can resume from it.
 
-    The planner is asked when the files alone do not tell: what a few small files cost does not depend on how many ranks
-    they claim to be of.
+    It asks the planner only when the files alone do not decide, so that a few small files that claim a huge world size
+    stay cheap.
     """
 
     moment: Moment
     world_size: int
-    """Of the newest file, should they disagree."""
+    """That of the newest file, if they disagree."""
     facts: tuple[FileFact, ...]
-    """Its files that can be resumed from, by rank; of one rank the one to try first in front."""
+    """Its files that can be resumed from, by rank, and within a rank in the order in which to try them."""
     entries: tuple[CatalogEntry, ...]
-    """All its files that this process has read, in the same order; what cannot be resumed from comes last."""
+    """All its files that this process has read, in the same order; files that cannot be resumed from come last."""
     own_states: Collection[int]
-    """Ranks that have their own small state of it."""
+    """The ranks that have their own small state of it."""
     ask: Callable[[], Candidate]
     """The planner's opinion."""
 
     @property
     def missing_ranks(self) -> Sequence[int]:
-        """Ranks without a file of their own to resume from; in huge worlds no list of them is made (`RankGaps`)."""
+        """Ranks without a file of their own to resume from; a lazy sequence for huge worlds (`RankGaps`)."""
         return RankGaps(self.world_size, self.ranks)
 
     @property
     def ranks(self) -> set[int]:
-        """Those with a file to resume from."""
+        """The ranks with a file to resume from."""
         return {fact.rank for fact in self.facts}
 
     @cached_property
     def candidate(self) -> Candidate:
-        """This step as the planner judges it, for as many ranks as wrote it."""
+        """This step as the planner judges it, for the same world size."""
         return self.ask()
 
     @property
     def is_usable(self) -> bool:
-        """A start goes on from it; a rank may have to take another's file."""
+        """Whether a start can resume from it; a rank may have to take another's file."""
         return not self.candidate.problem
 
     @property
     def is_complete(self) -> bool:
-        """A start goes on from it as if nothing had happened. Digests are not checked."""
+        """Whether a start resumes from it exactly, as an uninterrupted run would continue. Digests are not checked."""
         if RankGaps(self.world_size, {*self.ranks, *self.own_states}):
-            return False  # they would begin with new random numbers at best
+            return False  # these ranks would begin with new random numbers at best
         return not (self.candidate.problem or self.candidate.inexact)
 
     @property
@@ -122,22 +122,22 @@ class Step:
 
 
 class Inventory:
-    """What several processes, or one, have found, put together. One thread at a time."""
+    """The merged findings of one or several processes. One thread at a time."""
 
     def __init__(self, world_size: int = 1) -> None:
         self.world_size = world_size
-        """Number of processes that look; of one all is seen by every rank of any world."""
+        """Number of processes with findings; those of a single process count as visible to every rank of any world."""
         self.own_states: dict[Moment, set[int]] = {}
         """For each step the ranks that have their own small state of it."""
         self.unforeseen: set[Moment] = set()
         self.runs: set[str] = set()
-        """Whose memory may be used."""
+        """The runs whose snapshots may be used."""
         self.rejected: list[Rejected] = []
         self.anything = self.other = False
         self.entries: dict[str, CatalogEntry] = {}
-        """By path, what this process has read itself."""
+        """By path, the entries that this process has read itself."""
         self.unread: list[int] = []
-        """Ranks whose disk or memory was not read in whole: the shares of those who see the same do not add up."""
+        """Ranks whose disk or memory was not read completely: some rank with the same view has not read its share."""
         self.launched = 0
         """The highest attempt that a launcher has counted."""
         self._files: dict[Key, _File] = {}
@@ -151,7 +151,7 @@ class Inventory:
 
     @classmethod
     def merge(cls, findings: Sequence[Findings]) -> Inventory:
-        """Of the findings of each rank of a start, in their order; or of one process that looks for itself alone.
+        """Merge the findings of all ranks of a start, in rank order; or take those of a single process.
 
         Raises ValueError for findings that contradict each other.
         """
@@ -198,14 +198,14 @@ class Inventory:
                     self._attempts[moment[0]] = max(moment[1], self._attempts[moment[0]])
 
     def may_use(self, moment: Moment, *, forecast: bool) -> bool:
-        """Whether a rank's own small state of `moment` is worth something: of a run that files know, and come true."""
+        """Whether a rank's own small state of `moment` may be used: files of its run exist, and no forecast failed."""
         return moment[0] in self._attempts and not (forecast and moment in self.unforeseen)
 
     # --- files ---
 
     @property
     def facts(self) -> list[FileFact]:
-        """All usable files as of now, of a rank's several files of a step the one to try first in front."""
+        """All usable files as of now; several files of a rank and step in the order in which to try them."""
         if self._facts is None:
             self._facts = [fact for file in sorted(self._files.values(), key=_order) if (fact := self._visible(file))]
         return self._facts
@@ -220,11 +220,11 @@ class Inventory:
         return file.fact if file.fact.visible_to == visible_to else replace(file.fact, visible_to=visible_to)
 
     def sees(self, rank: int, fact: FileFact) -> bool:
-        """Whether `rank` has the file before itself, and need not fetch it."""
+        """Whether `rank` can read the file itself, without fetching it."""
         return rank in self._files[_key_of(fact)].seen_by
 
     def seen_by(self, fact: FileFact) -> frozenset[int]:
-        """The ranks that have the file before themselves."""
+        """The ranks that can read the file themselves."""
         return self._files[_key_of(fact)].seen_by
 
     def sources(self, rank: int, fact: FileFact) -> list[tuple[int, Place]]:
@@ -233,19 +233,19 @@ class Inventory:
         return [(holder, place) for holder, place in places if holder != rank]
 
     def forget(self, rank: int | None, fact: FileFact, problem: str) -> None:
-        """Do without a file that could not be used. `rank`: that was to read it; None: this process, which is alone.
+        """Remove a file that could not be used. `rank`: the rank that tried to read it; None: a process alone.
 
-        On all ranks in the same order, if several have an inventory.
+        If several ranks have an inventory, call it on all of them in the same order.
         """
         file = self._files[_key_of(fact)]
-        if rank is None or rank in file.seen_by:  # all who have this disk before them see the same bytes
+        if rank is None or rank in file.seen_by:  # all ranks that see this disk see the same bytes
             file.seen_by = frozenset()
-        file.places = {}  # where it was fetched, it may have been spoilt on either side
+        file.places = {}  # if it was fetched, it may be damaged on either side
         self._damage.append(_Damage(fact.path, fact.moment, problem, rank))
         self._facts = self._moments = self._settled = None
 
     def among(self, keep: Callable[[FileFact], bool]) -> Inventory:
-        """What there would be with these files alone. Small states, and what was rejected, stay."""
+        """The inventory with these files alone; small states and rejected files stay."""
         made = copy(self)
         made._files = {key: replace(file) for key, file in self._files.items() if keep(file.fact)}
         made._damage = list(self._damage)
@@ -263,8 +263,8 @@ class Inventory:
         step: int | None = None,
         recorded: Mapping[Moment, Strategy] | None = None,
     ) -> ResumePlan | Refusal:
-        """What a start would do. `only`: the one moment that may be taken; `step`: of any run and attempt, in the order
-        in which a start tries them. `recorded`: strategies known from elsewhere than the files."""
+        """Plan a start. `only`: the one moment that may be taken. `step`: the step that may be taken, of any run and
+        attempt, in the order in which a start tries them. `recorded`: strategies from other sources than the files."""
         facts = self.facts
         damaged = [Rejected(one.path, one.problem) for one in self._damage]
 
@@ -307,12 +307,12 @@ class Inventory:
         return Refusal((*reasons, *known), bool(self.facts), tuple(sorted(worlds)), named)
 
     def _steps_lost(self, plan: ResumePlan) -> int | None:
-        """Counted from everything that was seen, damaged files and steps that were not asked for included."""
+        """Steps between the plan's and the newest one, counting damaged files and steps that were not asked for."""
         newest = max(key[3][2] for key in self._files if key[3][:2] == plan.moment[:2])
         return newest - plan.step if newest > plan.step else None
 
     def lines(self, taken: Moment | None, rejected: Iterable[Rejected]) -> list[str]:
-        """For the log: what was not taken, and why; damage that was found on the way in its place."""
+        """Lines for the log: what was not taken, and why; damaged files by their step."""
         damaged: dict[Moment, list[str]] = {}
         for one in self._damage:
             text = one.problem if one.rank is None else f"rank {one.rank}: {one.problem}"
@@ -323,7 +323,7 @@ class Inventory:
         for each in rejected:
             if each.moment is None:
                 found += [] if (each.what, each.reason) in told else [f"{each.what}: {each.reason}"]
-            elif each.moment not in damaged and each.moment[:2] not in named:  # of an attempt the newest is enough
+            elif each.moment not in damaged and each.moment[:2] not in named:  # one line per attempt: its newest step
                 named.add(each.moment[:2])
                 found.append(str(each))
         for moment, texts in damaged.items():
@@ -333,28 +333,28 @@ class Inventory:
 
     @property
     def is_all_known(self) -> bool:
-        """Whether all that is there are sound files of some step, none damaged or put aside."""
+        """Whether all files are sound files of some step: none is damaged or in quarantine."""
         return not (self.other or self.rejected or self._damage)
 
     @property
     def was_never_complete(self) -> bool:
-        """Whether it is proved that no step here was ever whole, so that a fresh start loses nothing."""
+        """Whether it is proved that no step here was ever complete, so that a fresh start loses nothing."""
         return self.is_all_known and never_complete(self.facts, self._never_saved)
 
     def next_attempt(self, run: str) -> int:
-        """Above every attempt of the run that any rank has seen."""
+        """An attempt number above every attempt of the run that any rank has seen."""
         return max(self.launched, 1 + self._attempts.get(run, 0))
 
     # --- steps ---
 
     @property
     def moments(self) -> list[Moment]:
-        """Those that a start can try, in its order."""
+        """The moments that a start can try, in its order."""
         return order_of_moments(self.facts)
 
     @property
     def steps(self) -> list[Step]:
-        """Every step, judged, the newest run, attempt and step in front; also those that are not for resuming."""
+        """Every step, the newest run, attempt and step first; also steps that are not for resuming."""
         useless = [entry.info for entry in self.entries.values() if entry.info is not None and not entry.info.resumable]
         return [self.judge(moment) for moment in order_of_moments([*self.facts, *useless])]
 
@@ -364,7 +364,7 @@ class Inventory:
         return next((step for moment in moments if (step := self.judge(moment)).is_complete), None)
 
     def judge(self, moment: Moment, recorded: Mapping[Moment, Strategy] | None = None) -> Step:
-        """Whether a start of as many ranks as wrote it can go on from this step: a candidate of the planner."""
+        """The step of `moment`, judged for a start of the same world size."""
         facts = self._by_moment().get(moment, [])
         entries = sorted(self._entries().get(moment, ()), key=preference)
         infos = [entry.info for entry in entries if entry.info is not None]
@@ -404,10 +404,10 @@ class Inventory:
 
 
 def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
-    """`Inventory.newest_complete` of one run, from headers that were read before and no further than needed: for
-    retention, which works beside the training.
+    """As `Inventory.newest_complete` for one run, for retention, which runs beside the training: it uses headers that
+    were read before, and judges no more steps than needed.
 
-    Small states are not looked at: a rank without a file leaves a step incomplete.
+    It ignores small states: a step in which a rank has no file is incomplete.
     """
     moments: dict[Moment, list[CatalogEntry]] = {}
     for entry in entries:
@@ -433,10 +433,10 @@ def _sorted_in(facts: Iterable[FileFact]) -> dict[Moment, list[FileFact]]:
 def until_sound(
     inventory: Inventory, choose: Callable[[], T], check: Callable[[T], Iterable[tuple[int | None, FileFact, str]]]
 ) -> T:
-    """Choose, read what was chosen, forget what turns out damaged, and choose anew until all of it is sound.
+    """Choose, check the chosen files, forget the damaged ones, and choose again until all chosen files are sound.
 
-    check: reads what the choice uses, and names what could not be read: (rank, file, problem); see `Inventory.forget`.
-    It may remember what was sound. Ends because every round forgets a file or is the last.
+    check: reads the files of a choice and returns those that it could not read, as (rank, file, problem); see
+    `Inventory.forget`. It may remember which files are sound. Ends because every round forgets a file or is the last.
     """
     while True:
         chosen = choose()
@@ -448,7 +448,7 @@ def until_sound(
 
 
 def _order(file: _File) -> tuple[Any, ...]:
-    """A file that its own rank has before itself goes before a copy that it would have to fetch."""
+    """Sort key: a file that its rank can read itself goes before a copy that it would have to fetch."""
     fact = file.fact
     kind = KIND_ORDER.index(fact.kind) if fact.kind in KIND_ORDER else len(KIND_ORDER)
     return fact.moment, fact.rank, fact.rank not in file.seen_by, kind, -fact.created, fact.path
@@ -463,7 +463,7 @@ def _usable_runs(findings: Sequence[Findings]) -> set[str]:
 
 
 def _groups(views: Sequence[tuple[str, Share]], unread: list[int]) -> dict[str, frozenset[int]]:
-    """The ranks that see the same; `unread` gets those of whom nobody has read all the shares."""
+    """The ranks that see the same files, by view. Appends to `unread` the ranks of views with an unread share."""
     groups: dict[str, list[int]] = {}
     shares: dict[str, dict[int, set[int]]] = {}
     for rank, (view, (number, count)) in enumerate(views):

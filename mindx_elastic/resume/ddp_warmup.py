@@ -1,9 +1,9 @@
 """Gives a resumed DDP module the bucket layout that the interrupted process had.
 
-DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual cure is a
-throwaway forward and backward of the real model before loading the state, which needs a batch and the loss, disturbs
-BatchNorm buffers and random generators, and costs a step. This replays only what DDP looks at: a graph that touches
-every parameter with zeros, built so that autograd reaches the parameters in the recorded order.
+DDP rebuilds its buckets once, from the order in which gradients arrive in its first backward. The usual solution is a
+throwaway forward and backward of the real model before loading the state, which needs a batch and the loss, changes
+BatchNorm buffers and random generators, and costs a step. This module replays only what DDP observes: a graph that
+uses every parameter with a zero gradient, built so that autograd reaches the parameters in the recorded order.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["replay_gradient_order"]
 def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> str | None:
     """Run one synthetic backward through `module` (a collective: every rank must call it). Main thread.
 
-    Returns None when the layout is restored, else the reason why not. Leaves parameters, buffers, gradients and random
-    generators as they are.
+    Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers,
+    gradients or random generators.
     """
     if module.static_graph or module.find_unused_parameters:
-        # static_graph counts gradient hooks in its first iteration, which ours would falsify; with
+        # static_graph counts gradient hooks in its first iteration, and a replay would change the counts; with
         # find_unused_parameters DDP never rebuilds, so there is nothing to restore.
         return None if module.find_unused_parameters else "static_graph=True: its first step cannot be replayed"
     parameters = GradientOrder(module).parameters
@@ -51,7 +51,7 @@ class _Replay(nn.Module):
 
     def __init__(self, parameters: list[nn.Parameter], order: list[int]) -> None:
         super().__init__()
-        self._touched = [parameters[index] for index in order]  # a plain list: the parameters are not ours
+        self._touched = [parameters[index] for index in order]  # a plain list: it must not register the parameters
 
     def forward(self, anchor: torch.Tensor) -> torch.Tensor:
         total = anchor.sum()

@@ -1,4 +1,4 @@
-"""Reads one rank's share of a plan, every byte verified; says which files could not be used."""
+"""Reads one rank's share of a plan, verifies every byte, and reports the files that could not be used."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ShareReader:
         self._directories, self._rank, self._arenas = directories, rank, arenas
         self._transport, self._trust = transport, trust
         self.path = Path()
-        """The file that was taken last."""
+        """The file that was read last."""
 
     def read(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
-        """The rank's state; or what could not be read, also of the files that it verifies for others.
+        """Return the rank's state; or None and what could not be read, also of the files that it verifies for others.
 
         Raises MismatchError when the files are sound and do not fit this program.
         """
@@ -69,7 +69,7 @@ class ShareReader:
         return None, [(share.rank.file.rank, share.number, "; ".join(problems) or "no rank has it")]
 
     def _paths(self, share: Share) -> Iterator[Path | str]:
-        """Where the file is for this rank, fetched if need be, or why it cannot be had."""
+        """The paths at which this rank can read the file, after fetching a copy if needed; or a str, why it cannot."""
         if share.is_seen:
             yield Path(share.rank.file.path)
             return
@@ -79,14 +79,14 @@ class ShareReader:
             try:
                 path = self._transport.fetch(holder, root, name)
             except (OSError, CheckpointError) as error:
-                yield f"{name} cannot be had from rank {holder}: {error}"
+                yield f"{name} cannot be fetched from rank {holder}: {error}"
                 continue
             step = share.plan.step
             logger.warning("rank %d takes its file of step %d from rank %d: %s", self._rank, step, holder, path)
             yield path
 
     def _outside(self, path: Path) -> str:
-        """Why a path that another rank has told must not be read here; empty where it may be."""
+        """Why a path from another rank's message must not be read here; empty if it may be."""
         places = [*self._directories, *([] if self._arenas is None else [self._arenas])]
         for place in places:
             if path.is_relative_to(place) and ".." not in path.relative_to(place).parts:
@@ -106,10 +106,10 @@ class ShareReader:
             return None, f"{path.name} cannot be read: {error}"
 
     def _put_aside(self, path: Path, problem: str) -> str:
-        """A damaged file goes to quarantine; returns what is to be said about it."""
+        """Move a damaged file to quarantine; returns the problem for the log."""
         try:
             root = next((d for d in self._directories if path.is_relative_to(d)), None)
-            if root is None:  # in memory, which is no place to keep it
+            if root is None:  # in memory, which has no quarantine
                 path.unlink(missing_ok=True)
                 return f"{path} is damaged: {problem}"
             target = quarantine(path, problem, root)
@@ -117,10 +117,10 @@ class ShareReader:
         except OSError as error:
             return f"{path.name} is damaged ({problem}) and could not be moved aside ({error})"
 
-    # --- putting parts together ---
+    # --- assembling a state from parts ---
 
     def _verify(self, path: Path) -> str:
-        """What is wrong with a file; empty: every byte is as it was written."""
+        """The problem of a file; empty: every byte is as it was written."""
         if problem := self._outside(path):
             return problem
         try:
@@ -137,7 +137,7 @@ class ShareReader:
 
     def _assemble(self, share: Share, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]:
         if blueprint is None:
-            raise MismatchError("the state has to be put together from parts, and nothing says what of")
+            raise MismatchError("the state has to be assembled from parts, and no target layout is known")
         self.path = Path(share.rank.file.path)
         try:
             return assemble(share.plan, share.rank, blueprint, self._trust), []

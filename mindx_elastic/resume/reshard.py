@@ -1,7 +1,7 @@
-"""Puts a rank's state together from parts that other ranks have saved, under another layout.
+"""Assembles a rank's state from shards that other ranks have saved under another layout.
 
-Each tensor is made at its final size and filled with the boxes that the old ranks' files have of it. Only the needed
-bytes are read, and memory holds nothing larger than the rank's own part. All else (options of the optimizer, scheduler,
+Each tensor is allocated at its final size and filled with the boxes of it that the old ranks' files contain. Only the
+needed bytes are read, and memory holds at most the rank's own shards. The rest (options of the optimizer, scheduler,
 loader, buffers) comes from one file: that of the old rank of the same number, if there is one.
 """
 
@@ -58,7 +58,7 @@ class Parts:
         if fact.path in self._open:
             self._open[fact.path] = self._open.pop(fact.path)  # the most recently used stay open
             return self._open[fact.path][0]
-        if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used again and again
+        if len(self._open) >= _MOST_OPEN:  # the rank's base file stays open, it is used for every tensor
             oldest = next(path for path in self._open if path != self.base.path)
             self._open.pop(oldest)[1].close()
         stack = ExitStack()
@@ -70,7 +70,7 @@ class Parts:
         return file
 
     def tensor(self, spec: TensorSpec, layout: Layout, rank: int) -> torch.Tensor:
-        """What `rank` holds of the tensor `spec` under `layout`. Raises MismatchError for holes."""
+        """Read what `rank` holds of the tensor `spec` under `layout`. Raises MismatchError for missing elements."""
         segments = layout.segments(spec.shape, layout.shard_of(rank))
         shape = tuple(sum(stop - start for start, stop in each) for each in segments)
         out: torch.Tensor | None = None
@@ -91,14 +91,14 @@ class Parts:
                     missing -= target.numel()
             if not missing and out is not None:
                 break
-        if out is None:  # an empty part: of the right type all the same
+        if out is None:  # an empty shard still needs the right type
             out = torch.empty(shape, dtype=self._any_file(spec).dtype(spec))
         if missing:
             raise MismatchError(f"{missing} elements of {spec.name} are in no file of step {self.plan.step}")
         return out
 
     def _places_of(self, layout: Layout, shape: tuple[int, ...]) -> list[list[tuple[Box, Box]]]:
-        """Of each shard the boxes; the layers of a network have the same few shapes."""
+        """The boxes of each shard, cached: the layers of a network have few different shapes."""
         key = (id(layout), shape)
         if key not in self._places:
             shards = range(layout.num_shards)
@@ -106,7 +106,7 @@ class Parts:
         return self._places[key]
 
     def _shards(self, spec: TensorSpec, layout: Layout, rank: int) -> Sequence[int]:
-        """The shards of `spec` to look at, in order; only one where the rank held the same before."""
+        """The shards of `spec` to read from, in order; only one if the rank held the same shard before."""
         old = spec.layout
         if rank in old and old.segments(spec.shape, old.shard_of(rank)) == layout.segments(
             spec.shape, layout.shard_of(rank)
@@ -115,14 +115,14 @@ class Parts:
         return range(old.num_shards)
 
     def any_state(self, component: str, name: str, specs: Sequence[TensorSpec]) -> tuple[_PartFile, Any]:
-        """A file whose optimizer has parameter `name`, and its tree of the state; None: it had no state (yet)."""
+        """A file whose optimizer has parameter `name`, and the tree of its state; None: it had no state (yet)."""
         for file in self._likely_files(specs or self.plan.source.by_name.get(name, ())):
             if name in file.parameters.get(component, ()):
                 return file, file.state_node(component, name)
         return self.file(self.base), None
 
     def _likely_files(self, specs: Sequence[TensorSpec]) -> Iterator[_PartFile]:
-        """Files that may have it, the likeliest first, opened one by one. Use each before you take the next."""
+        """Files that may have them, the likeliest first, opened one by one. Use each before you take the next."""
         base = self.file(self.base)
         yield base
         for spec in specs[:1]:
@@ -177,7 +177,7 @@ class _PartFile:
         return [place.removeprefix(number) for place in places if place.startswith(number)]
 
     def state_node(self, component: str, parameter: str) -> Any:
-        """The tree of an optimizer's state of a parameter; None: there is none."""
+        """The tree of an optimizer's state of a parameter; None: it has none."""
         names = list(self.parameters.get(component, ()))
         if parameter not in names:
             return None
@@ -186,15 +186,15 @@ class _PartFile:
 
 
 def _shift(common: Box, whole: Box, place: Box) -> Box:
-    """Where `common`, a part of `whole`, is found in a tensor that has `whole` at `place`."""
+    """Translate `common`, a part of `whole`, to its place in a tensor that has `whole` at `place`."""
     moves = [to - first for (first, _), (to, _) in zip(whole, place, strict=True)]
     return tuple((start + move, stop + move) for (start, stop), move in zip(common, moves, strict=True))
 
 
 def assemble(plan: ResumePlan, share: RankPlan, blueprint: Blueprint, trust: Trust | None = None) -> Checkpoint:
-    """The state of the rank that `share` is of, ready for `Collector.load`. Digests of the files were checked before.
+    """Assemble the state of `share`'s rank, ready for `Collector.load`. The digests of the files were checked before.
 
-    Raises MismatchError when the step does not hold what this program has, and what opening and reading files raise.
+    Raises MismatchError when the step lacks something that this program has, and what opening and reading files raise.
     """
     assert plan.world.strategy is not None
     target, rank = plan.world.strategy, share.rank
@@ -217,7 +217,7 @@ def _rest(base: _PartFile, made: set[str]) -> dict[str, Any]:
 
 
 def _volatile(parts: Parts, base: _PartFile, component: str, names: Sequence[str]) -> dict[str, Any]:
-    """Buffers and extra state from the base file; those that it lacks from files of other pipeline stages."""
+    """Buffers and extra state from the base file; missing ones from files of other pipeline stages."""
     state: dict[str, Any] = {}
     for file in chain([base], parts.others(base)):
         tree = file.header.tree.get(component, {})
@@ -295,7 +295,7 @@ def _optimizer(
 
 
 def _check_options(component: str, base: _PartFile, other: _PartFile) -> None:
-    """Check that the options of pipeline stages are the same, where this rank gets parameters of several stages."""
+    """Check that pipeline stages have the same options, if this rank gets parameters of several stages."""
     if other is base:
         return
     mine, theirs = (
@@ -332,7 +332,7 @@ def _state_of(
             return {key: put_together(item, f"{where}.{key}") for key, item in node.items()}
         spec = known.get(where)
         if spec is None:
-            raise MismatchError(f"{where}: its layout over the ranks is not known; start as many as before")
+            raise MismatchError(f"{where}: its layout over the ranks is unknown; start with as many ranks as before")
         like = target is not None and spec.shape == target.shape and spec.shape != ()
         alike.extend([where.removeprefix(f"{component}.state.{name}.")] if like else [])
         whole = Layout((1,), (REPLICATE,), (rank,))

@@ -1,14 +1,14 @@
-"""Chooses what to resume from and reads it: the part of a start that asks what there is.
+"""Chooses what to resume from, and reads it.
 
 The ranks meet three times for it (see `agreement.gather`):
 
-1. *disks*: each tells what its disks and its machine's memory look like from outside. Ranks that see the same share the
-   reading of the headers.
-2. *plan*: each tells what it has found. Rank 0 makes an inventory of it, plans, and tells each rank its share.
-3. *read*: each has read and verified its share, before any state is changed, and tells what could not be used. Then
-   damaged files are in quarantine, rank 0 plans without them, and they meet here again; else all go on.
+1. *disks*: each rank sends digests of the file lists on its disks and in its machine's memory. Ranks that see the same
+   files share the reading of the headers.
+2. *plan*: each rank sends its findings. Rank 0 merges them into an inventory, plans, and sends each rank its share.
+3. *read*: each rank has read and verified its share, before any state is changed, and sends what it could not use. If
+   a file was damaged, it is in quarantine by then, rank 0 plans without it, and the ranks meet here again.
 
-So a job never starts from a mixture of steps, and never silently from nothing while checkpoints are there.
+So a job never starts from a mixture of steps, and never silently from nothing while there are checkpoints.
 """
 
 from __future__ import annotations
@@ -81,42 +81,42 @@ _SHOWN = 8
 
 @dataclass
 class Target:
-    """What the ranks of this start hold."""
+    """The layouts that this start needs."""
 
     own: Strategy
-    """Of this rank."""
+    """The layouts of this rank's tensors."""
     blueprint: Blueprint
-    """Of this rank."""
+    """The objects of this rank that a state is assembled for."""
     strategy: Strategy | None = None
-    """Of all ranks; rank 0 learns it when they meet, the others never."""
+    """The layouts of all ranks; only rank 0 learns it, when they meet."""
 
 
 @dataclass(frozen=True)
 class Resumed:
-    """What a rank resumes from."""
+    """The checkpoint that a rank resumes from."""
 
     path: Path
     checkpoint: Checkpoint
     plan: ResumePlan
-    """On rank 0 for all ranks, on the others what concerns them (see `resume.shares`)."""
+    """On rank 0 the plan for all ranks, on the others the part for this rank (see `resume.shares`)."""
     rejected: Sequence[str] = ()
-    """One line for each newer step or file that could not be used, with the reason; the first ones."""
+    """One line for each newer step or file that could not be used, with the reason; a limited number."""
     donor: int | None = None
-    """The rank whose file this is, where this rank has none of its own."""
+    """The rank whose file this is, if this rank has no file of its own."""
     own: OwnState | None = None
-    """With a donor: this rank's own small state of the same step, where it was kept in memory."""
+    """With a donor: this rank's own small state of the same step, if it was kept in memory."""
     only_in_memory: bool = False
     """All files of the step are snapshots."""
     next_attempt: int = 0
     """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
 
-# --- 0: where to look ---
+# --- 0: the places ---
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where a start looks."""
+    """Where a start looks for checkpoints."""
 
     directories: Sequence[Path]
     resume: str | Path
@@ -126,14 +126,17 @@ class Places:
     arenas: Path | None = None
     """The job's folder in shared memory."""
     trust: Trust = field(default_factory=Trust)
-    """Whose files count."""
+    """The users whose files count."""
 
 
 def places_of(
     directories: Sequence[Path], resume: str | Path, *, arenas: Path | None = None, trust: Trust | None = None
 ) -> Places:
-    """Raises UsageError for a path that is not there or is a link to a file, CorruptCheckpointError and
-    ForeignCheckpointError for a file that is no checkpoint."""
+    """Where a start with this `resume` argument looks.
+
+    Raises UsageError for a path that does not exist or is a link to a file, CorruptCheckpointError and
+    ForeignCheckpointError for a file that is not a checkpoint.
+    """
     trust = trust or Trust()
     if resume in ("auto", "never"):
         return Places(directories, resume, None, arenas, trust)
@@ -167,16 +170,16 @@ def _resolve(resume: str | Path) -> tuple[Path, Moment | None]:
     return root_of(path, info.rank), info.moment
 
 
-# --- 1: who sees the same ---
+# --- 1: which ranks see the same files ---
 
 
 class Disks(Part):
-    """Which ranks see the same disks and the same memory, and which share of the headers each of them reads."""
+    """Finds the ranks that see the same disks and the same memory, and divides the reading of headers among them."""
 
     name = "disks"
 
     def __init__(self, places: Places) -> None:
-        """Call it when the arena is made: from the meeting on the others may look at it."""
+        """Call it after the arena is made: the other ranks may read the arena after the meeting."""
         self._places = places
         self.listing = Listing((), {}) if places.resume == "never" else list_files(places.directories, places.arenas)
         self.share: Share = EVERYTHING
@@ -194,8 +197,8 @@ class Disks(Part):
         self.share, self.memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
 
     def look(self, ranks: RankInfo, transport: Transport | None = None) -> Findings:
-        """Read this rank's share of the headers, after the meeting; damaged files go to the quarantine. `transport`:
-        fetches what only other ranks hold of this rank's files."""
+        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine. `transport`:
+        fetches copies of this rank's files from other ranks."""
         found = scan(
             self.listing,
             trust=self._places.trust,
@@ -211,7 +214,7 @@ class Disks(Part):
 
 
 def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
-    """For each rank its number among those with the same view, and how many they are."""
+    """For each rank its number among the ranks with the same view, and the number of these ranks."""
     sizes: dict[str, int] = {}
     numbers = []
     for view in views:
@@ -220,14 +223,14 @@ def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
     return [(number, sizes[view]) for number, view in zip(numbers, views, strict=True)]
 
 
-# --- strategies, each once ---
+# --- strategies in the store, each once ---
 
 
 def put_strategy(exchange: Exchange, strategy: Strategy) -> list[str]:
     """Write a strategy to the store in pieces; equal ones of several ranks are written once. Returns their digests.
 
-    What only one rank holds stands apart: with an optimizer that is spread over ranks (ZeRO) all strategies differ, and
-    most of each is common.
+    Tensors that only one rank holds are a piece of their own: with an optimizer that is sharded over ranks (ZeRO) all
+    strategies differ, but most of each is common.
     """
     single = [spec for spec in strategy.tensors if spec.layout.size == 1]
     common = [spec for spec in strategy.tensors if spec.layout.size > 1]
@@ -239,7 +242,8 @@ def put_strategy(exchange: Exchange, strategy: Strategy) -> list[str]:
 
 
 def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequence[Sequence[str]]) -> list[Strategy]:
-    """Rank 0: what all ranks have put, each as (world size, digests of its pieces). Equal ones are one object."""
+    """Rank 0: read the strategies of all ranks, each by its world size and the digests of its pieces. Equal ones are
+    one object."""
     digests = list(dict.fromkeys(digest for each in pieces for digest in each))
     texts = exchange.read_pieces(digests)
     parsed = {digest: Strategy.from_json(json.loads(text)) for digest, text in texts.items()}
@@ -257,16 +261,16 @@ def read_strategies(exchange: Exchange, world_sizes: Sequence[int], pieces: Sequ
 
 
 class Reader(Protocol):
-    """What reads a rank's share; `ShareReader`."""
+    """Reads a rank's share; see `ShareReader`."""
 
     path: Path
-    """The file that was taken last."""
+    """The file that was read last."""
 
     def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
 
 
 class PlanPart(Part):
-    """What this rank has found, then what of its share it could not read; rank 0's plan comes back."""
+    """The rank's findings, and later what it could not read of its share; the answer is rank 0's plan."""
 
     name = "plan"
 
@@ -281,16 +285,15 @@ class PlanPart(Part):
         target: Target | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
-        """`findings`: of this rank. `target`: how this start lays its tensors out; without it only what was written by
-        as many ranks, or is whole in each file, can be read. `faults`: what the platform's report says; rank 0's
-        counts."""
+        """`findings`: of this rank. `target`: the layouts of this start; without them a start can only use files of the
+        same world size, or that hold whole tensors. `faults`: from the platform's report; rank 0's counts."""
         self._exchange, self._ranks, self._places = exchange, ranks, places
         self._findings, self._reader = findings, reader
         self._target, self._faults = target, faults
         self._pieces = {digest: put_strategy(exchange, s) for digest, s in self._findings.strategies.items()}
         self._sizes = {digest: s.world_size for digest, s in self._findings.strategies.items()}
         self._problems: list[Problem] | None = None
-        """None: nothing has been read yet."""
+        """None: this rank has not read its share yet."""
         self._heard = ""
         self.resumed: Resumed | None = None
         self.run_id, self.attempt = "", 0
@@ -304,7 +307,7 @@ class PlanPart(Part):
 
     @property
     def findings(self) -> Findings:
-        """Of this rank."""
+        """What this rank has found."""
         return self._findings
 
     def say(self) -> Any:
@@ -323,12 +326,12 @@ class PlanPart(Part):
         for rank, each in enumerate(said):
             if each["heard"] != self._sent[rank]:
                 raise UntrustedMessageError(
-                    f"rank {rank} has not heard the plan that rank 0 has sent: either another program writes to the "
+                    f"rank {rank} has not received the plan that rank 0 has sent: either another program writes to the "
                     "store of the process group, or the ranks run different versions"
                 )
         if not any(each["problems"] for each in said):
             for line in self._lines:
-                if line not in self._told_lines:  # by the file's owner, when it was put aside
+                if line not in self._told_lines:  # else logged by the rank that moved the file to quarantine
                     logger.warning("%s", line)
             return Merged({"go": True})
         files = self._plan.files
@@ -377,7 +380,7 @@ class PlanPart(Part):
         begins_anew = inventory.anything and self._places.resume != "never"
         if begins_anew:
             logger.warning(
-                "the job begins anew: it was cut off in its very first save, and no step of it was ever whole, so "
+                "the job begins anew: it was cut off in its very first save, and no step of it was ever complete, so "
                 "nothing that was saved is lost (%s). Its files stay where they are",
                 "; ".join(lines[:_SHOWN]),
             )
@@ -388,7 +391,7 @@ class PlanPart(Part):
         return Merged({"fresh": True, "run_id": run_id, "attempt": attempt, "keep_notes": begins_anew})
 
     def _refusal(self, plan: Refusal, lines: Sequence[str]) -> MindxError | None:
-        """Why there is no start; None: begin anew."""
+        """The error of this start; None: begin anew."""
         places, inventory = self._places, self._inventory
         directory = places.directories[0]
         if plan.is_other_program:
@@ -438,14 +441,14 @@ class PlanPart(Part):
             raise ValueError("an attempt below 0")
         if common.get("fresh"):
             for note in self._findings.notes if common["keep_notes"] else ():
-                note.touch()  # it will be needed as long as these files are there
+                note.touch()  # the note is needed while these files exist
             return
         self._heard = f"{digest_of(common)}/{digest_of(answer.own)}"
         self._read(answer)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the ranks have to meet (again) to tell how the reading went."""
+        """Whether the ranks have to meet (again) to report what they have read."""
         return self._heard != "" and not self._is_agreed
 
     _is_agreed = False
@@ -480,7 +483,7 @@ def plan_of(
     target: Target | None = None,
     faults: KnownFaults | None = None,
 ) -> PlanPart:
-    """What this rank has to say of its disks and memory; see `PlanPart`."""
+    """Scan this rank's share of disks and memory for the meeting *plan*; see `PlanPart`."""
     reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
     return PlanPart(exchange, ranks, places, disks.look(ranks, transport), reader, target=target, faults=faults)
 

@@ -1,7 +1,7 @@
-"""From a plan for all ranks to what each rank is told of it, and back.
+"""Encodes a plan for all ranks into one answer for each rank, and decodes it there.
 
-Rank 0 plans (see `restore`). Each rank hears a few lines that are the same for all, its own share, and nothing of the
-others': so that a start moves O(ranks) bytes. A rank that puts its tensors together from parts of many files asks for
+Rank 0 plans (see `restore`). Each rank receives a few lines that are the same for all, its own share, and nothing of
+the others', so that a start moves O(ranks) bytes. A rank that assembles its tensors from parts of many files asks for
 their rows when it needs them.
 """
 
@@ -31,21 +31,21 @@ class Share:
     """What one rank reads."""
 
     plan: ResumePlan
-    """As far as this rank needs it: `ranks` is empty, and `files` are asked for one by one."""
+    """What this rank needs of it: `ranks` is empty, and `files` asks rank 0's answer for each old rank's files."""
     rank: RankPlan
     number: int
-    """Of `rank.file` among the files of its old rank."""
+    """The index of this rank's file among the files of its old rank."""
     is_seen: bool
-    """The rank has the file before itself; else it fetches it from one of `sources`."""
+    """The rank can read the file itself; else it fetches it from one of `sources`."""
     sources: Sequence[tuple[int, Place]]
     verify: Sequence[tuple[FileFact, int]]
-    """The files whose digests this rank checks for all, and their numbers: the ranks share that work."""
+    """The files whose digests this rank checks for all ranks, and their indexes: the ranks share that work."""
     uses_own_state: bool
-    """This rank's own small state of the step counts (see `Inventory.may_use`)."""
+    """Whether this rank uses its own small state of the step (see `Inventory.may_use`)."""
 
 
 def digest_of(content: Any) -> str:
-    """Of a part of an answer, on rank 0 and where it was heard."""
+    """The digest of a part of an answer; rank 0 and the receiving rank compute the same."""
     return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
 
@@ -53,7 +53,7 @@ def digest_of(content: Any) -> str:
 
 
 def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> Merged:
-    """What rank 0 answers. `verified`: paths that need not be checked again; those that now are go there."""
+    """Encode rank 0's answer. `verified`: paths that need no further check; the ones to check now are added to it."""
     world_size = plan.world.size
     verify = _verifiers(plan, inventory, verified) if any(share.assembled for share in plan.ranks) else {}
     has_own = inventory.own_states.get(plan.moment, set())
@@ -96,7 +96,7 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> M
 
 
 def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> dict[int, list[tuple[FileFact, int]]]:
-    """By rank the files that it checks: each file that is used by one of the ranks that see it, in turn."""
+    """The files that each rank checks: the used files, divided among the ranks that see them."""
     found: dict[int, list[tuple[FileFact, int]]] = {}
     turns: dict[frozenset[int], tuple[list[int], int]] = {}
     used = plan.used_paths()
@@ -119,7 +119,7 @@ def _row(fact: FileFact) -> list[Any]:
 
 
 def _runs(numbers: Sequence[int]) -> list[list[int]]:
-    """Ascending numbers as [first, how many]."""
+    """Ascending numbers as runs [first, count]."""
     found: list[list[int]] = []
     for number in numbers:
         if found and number == sum(found[-1]):
@@ -133,7 +133,7 @@ def _runs(numbers: Sequence[int]) -> list[list[int]]:
 
 
 def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
-    """What `rank` has heard. `target`: how it lays out its own tensors. Raises ValueError, KeyError or TypeError."""
+    """Decode `rank`'s share. `target`: the layouts of its own tensors. Raises ValueError, KeyError or TypeError."""
     common, own = answer.common, answer.own
     run, attempt, step = common["moment"]
     moment = (str(run), int(attempt), int(step))
@@ -147,7 +147,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
     def fact_of(old: int, row: Sequence[Any]) -> FileFact:
         path, kind, created, nbytes, epoch, step_in_epoch, visible = row
         if not isinstance(path, str) or not isinstance(kind, str) or type(old) is not int or not 0 <= old < old_size:
-            raise ValueError("no file of a rank")
+            raise ValueError("not a file of a rank")
         return FileFact(
             path=path,
             rank=old,
@@ -192,13 +192,13 @@ def _expand(runs: Sequence[Sequence[int]]) -> list[int]:
     found: list[int] = []
     for first, count in runs:
         if type(first) is not int or type(count) is not int or not 0 <= first <= first + count <= MAX_RANKS:
-            raise ValueError("no ranks")
+            raise ValueError("not a list of ranks")
         found += range(first, first + count)
     return found
 
 
 class _FilesOnDemand(Mapping[int, "tuple[FileFact, ...]"]):
-    """The files of each old rank, asked for when they are looked at."""
+    """The files of each old rank, requested at the first access."""
 
     def __init__(self, ranks: Sequence[int], ask: Callable[[int], Sequence[FileFact]]) -> None:
         self._ranks, self._ask = dict.fromkeys(ranks), ask

@@ -1,4 +1,4 @@
-"""What all ranks of a start do together: nobody waits for a rank that cannot go on."""
+"""All ranks of a start together: they share the work, and no rank waits for one that cannot continue."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from mindx_elastic.agreement.gather import meet
-from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
-from mindx_elastic.errors import PeerStartError, UsageError
-from mindx_elastic.guard.job_layouts import ByHand, JobLayouts, WholeShapes, own_target
+from mindx_elastic.errors import PeerStartError
 from mindx_elastic.inventory import findings as looking
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
@@ -123,38 +118,3 @@ def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pyt
     )
     assert all(isinstance(one, Resumed) for one in found)
     assert sorted(map(str, read)) == sorted(map(str, tmp_path.glob("rank_*/*.safetensors")))
-
-
-# --- layouts by hand ---
-
-
-class Part(nn.Module):
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        super().__init__()
-        self.experts = nn.Parameter(torch.zeros(shape))
-
-
-def targets(layout: Layout, shapes: list[tuple[int, ...]]) -> list[Any]:
-    def describe(rank: int, exchange: Any) -> Any:
-        ranks = RankInfo(rank=rank, world_size=len(shapes))
-        collector = Collector({"model": Part(shapes[rank])})
-        collector.set_parallel_setup(
-            ParallelSetup(rank, len(shapes), (), frozenset(), ByHand({"model.*": layout}, ranks))
-        )
-        meet(exchange, "here", [WholeShapes(collector)])
-        layouts = JobLayouts(exchange, own_target(collector, ranks), collector.layouts.set_job_layouts)
-        meet(exchange, "plan", [layouts])
-        return layouts.target.own if rank else layouts.target.strategy
-
-    return on_all_ranks(len(shapes), describe)
-
-
-def test_uneven_parts_by_hand_add_up() -> None:
-    for strategy in targets(rows(4), [(3, 2), (3, 2), (3, 2), (1, 2)]):
-        (spec,) = strategy.tensors
-        assert spec.shape == (10, 2)
-
-
-def test_parts_that_the_layout_does_not_make_are_refused_on_all_ranks() -> None:
-    for error in targets(rows(4), [(4, 2), (2, 2), (3, 2), (1, 2)]):
-        assert isinstance(error, UsageError) and "uneven parts are cut as torch.chunk does" in str(error)

@@ -1,4 +1,4 @@
-"""A start that finds files of which no step is whole: anew where it is proved that none ever was, else refused."""
+"""A start that finds files but no complete step: it begins anew if it is proved that none ever was, else refuses."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_whole_step_of_which_a_file_was_deleted_is_refused(tmp_path: Path) -> 
 
 
 def test_a_damaged_file_beside_it_is_refused(tmp_path: Path) -> None:
-    """Nobody knows of which run and rank it was."""
+    """It is unknown of which run and rank it was."""
     begin(tmp_path)
     saved(tmp_path, 0)
     cut_off_end(saved(tmp_path, 0, 5))

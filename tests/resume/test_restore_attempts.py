@@ -1,4 +1,4 @@
-"""Attempts of one run are branches: which is gone on with, and what is said of those that are not."""
+"""Attempts of one run are branches: a start continues one of them and names the others in the log."""
 
 from __future__ import annotations
 
