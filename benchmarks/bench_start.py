@@ -225,12 +225,21 @@ def measure(mode: str, world_size: int, num_tensors: int) -> Measured:
         findings.memory_share = disks.memory_share
         findings.facts = files(rank)
         findings.known, findings.anything = {"run": 1.0}, True
-        return [layouts, PlanPart(exchanges[rank], ranks[rank], places[rank], findings, ReadsNothing(), target=target)]
+        return [
+            layouts,
+            PlanPart(
+                exchanges[rank], ranks[rank], places[rank], lambda everything: findings, ReadsNothing(), target=target
+            ),
+        ]
 
-    plans = [each[-1] for each in meet("plan", second)]
-    while any(getattr(plan, "goes_on") for plan in plans):  # noqa: B009
+    plans: list[Any] = [each[-1] for each in meet("plan", second)]
+    for plan in plans:
+        plan.follow()
+    while plans[0].goes_on:
         meet("read", lambda r: [plans[r]])
-    assert all(getattr(plan, "resumed") is not None for plan in plans)  # noqa: B009
+        for plan in plans:
+            plan.follow()
+    assert all(plan.resumed is not None for plan in plans)
     meet("loaded", lambda r: [AnsweredFlagsPart(AnsweredFlags())])
     meet("entered", lambda r: [])
     seconds = time.perf_counter() - began

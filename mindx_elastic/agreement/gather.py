@@ -11,6 +11,7 @@ alone. So each rank reads two keys at any size of the job, and all ranks togethe
 ``round{n}/own/{rank}``         rank 0's answer for that rank alone
 ``round{n}/answer``             the answer (compare-and-set): JSON, or ``!`` and the error of a rank
 ``round{n}/heard``              how many ranks have read an error
+``round{n}/welcome/{rank}``     with a job key, of the first round: lets the rank open what comes later (`sealed`)
 ``round{n}/more/{key}``         parts of an answer that a rank may ask for later (`Answer.more`)
 ``piece/{digest}``              large values that several ranks have, written once; ``claim/{digest}`` counts them
 ==============================  ==========================================================================
@@ -36,7 +37,7 @@ import json
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -198,10 +199,10 @@ class Gathering:
                         "give all ranks the same arguments and environment variables"
                     )
             with making_sense(f"what the ranks say of {name!r}"):
-                merged = merge([json.loads(text) for _, _, text in said])
+                values = [json.loads(text) for _, _, text in said]
+            merged = merge(values)
         except BaseException as error:
-            self._told = True
-            self._failure = error
+            self._failure, self._failed_key = error, key
             self._write_first(f"{key}/answer", _failure_text(self.rank, error))
             if not isinstance(error, Exception):
                 raise
@@ -214,20 +215,22 @@ class Gathering:
         self._write_first(f"{key}/answer", _dump([merged.own is not None, merged.common]))
 
     _failure: BaseException | None = None
+    """What rank 0 has failed with in a meeting; and that meeting."""
+    _failed_key = ""
 
     def hear(self, name: str, *, timeout_s: float = START_TIMEOUT_S) -> Answer:
         """Last part of `gather`: wait for the answer and return it."""
         key = f"round{self._round}"
-        self._round += 1
         if not self._wait([f"{key}/answer"], timeout_s + _ANSWER_S):
             raise TimeoutError(f"rank {self.rank} waited {timeout_s:g} s for rank 0 at {name!r} of the start")
+        self._round += 1  # not before: a rank that gives up its wait takes the answer of this round
         self._be_welcomed(key)
         (text,) = self._read([f"{key}/answer"], [None])
+        if text.startswith(_FAILED) and self._failure is not None:
+            raise self._failure  # rank 0's own; `fail` waits for the others to read it
         if text.startswith(_FAILED):
             self._told = True  # the failed rank has informed all others
             self._count(f"{key}/heard")
-            if self._failure is not None:
-                raise self._failure
             raise _error_of(text[len(_FAILED) :])
         with making_sense(f"the answer to {name!r}"):
             has_own, common = json.loads(text)
@@ -274,7 +277,7 @@ class Gathering:
         if self._told:
             return
         self._told = True
-        key = f"round{self._round}"
+        key = self._failed_key if error is self._failure else f"round{self._round}"
         try:
             self._write_first(f"{key}/answer", _failure_text(self.rank, error))
             self._ring(f"{key}/bell")
@@ -296,6 +299,8 @@ class Part:
 
     name = ""
     """The same on all ranks."""
+    only_decodes = True
+    """`merge` does no more than read what was said: an error of python in it is the fault of what was said."""
 
     def say(self) -> Any:
         """This rank's value, JSON-able."""
@@ -329,7 +334,10 @@ def value_of(parts: Sequence[Part]) -> dict[str, Any]:
 
 def merged(parts: Sequence[Part], said: Sequence[Any]) -> Merged:
     """Rank 0's answer for all `parts`."""
-    answers = {part.name: part.merge([each[part.name] for each in said]) for part in parts}
+    answers = {}
+    for part in parts:
+        with making_sense(f"what the ranks say of {part.name!r}") if part.only_decodes else nullcontext():
+            answers[part.name] = part.merge([each[part.name] for each in said])
     own = {name: each.own for name, each in answers.items() if each.own is not None}
     return Merged(
         {name: each.common for name, each in answers.items()},

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from mindx_elastic.core.layout import MAX_RANKS, Layout
+from mindx_elastic.core.layout import MAX_RANKS, Layout, Shard
 from mindx_elastic.errors import UsageError
 
 __all__ = [
@@ -231,9 +231,20 @@ def merge_specs(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
         elif other is not spec:
             known[spec.layout] = _merged(other, spec)
     for name, known in found.items():
-        if len(known) > 1:
+        if len(known) > 1 and name.startswith(MARKER):
+            together = _one_marker(name, known)
+            known.clear()
+            known[together.layout] = together
+        elif len(known) > 1:
             _check_apart(name, known.values())
     return [spec for known in found.values() for spec in known.values()]
+
+
+def _one_marker(name: str, layouts: Iterable[Layout]) -> TensorSpec:
+    """One marker that is split over all ranks that have one: a marker of each rank apart says the same, and a list of
+    all ranks in every file is long."""
+    ranks = sorted({rank for layout in layouts for rank in layout.ranks})
+    return TensorSpec(name, (len(ranks),), Layout((len(ranks),), (Shard(0),), tuple(ranks)))
 
 
 def _merged(one: TensorSpec, other: TensorSpec) -> TensorSpec:

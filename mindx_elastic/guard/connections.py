@@ -23,6 +23,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import open_memory
+from mindx_elastic.memory.snapshots import ANY_INTERVAL
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
 from mindx_elastic.resume.restore import Resumed
 
@@ -108,13 +109,20 @@ class Connections:
 
     def connect(self) -> None:
         """After the first meeting."""
-        if self.memory is not None and self._interval.agreed:
+        if self.memory is None:
+            self.exchange.publish("snapshot_every", ANY_INTERVAL)  # the others need not wait for its measurement
+        elif self._interval.agreed:
             self.memory.take_over(self._interval.agreed)
         self.mirror = self._saver.mirror = self._nodes.open_mirror(
             self._directories, self.exchange, self._saver.events, self._saver.trust
         )
         if self.mirror is not None:
             self._stack.callback(self.mirror.close)
+
+    def greet(self) -> None:
+        """After the second meeting, in which the ranks have told each other where they receive files."""
+        if self.mirror is not None:
+            self.mirror.greet()
 
     @property
     def page(self) -> StatusPage | None:
@@ -160,6 +168,8 @@ class Connections:
                 describe=lambda: saver.describe("snapshot"),
                 resumed=None if resumed is None else resumed.checkpoint.info,
             )
+        if self.mirror is not None:
+            self.mirror.endpoints.close()
         if self.mirror is not None and resumed is not None:
             # The nodes that held its copies may have lost them.
             self.mirror.submit(resumed.path, resumed.checkpoint.info.step)

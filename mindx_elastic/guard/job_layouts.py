@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
@@ -11,7 +11,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.layouts import ParallelSetup
 from mindx_elastic.config import RankInfo
-from mindx_elastic.core.layout import Layout, Shard
+from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.replicas import ignored_parameters, replica_ranks
@@ -138,7 +138,7 @@ class JobLayouts(Part):
     def merge(self, said: Sequence[Any]) -> Merged:
         strategies = read_strategies(self._exchange, [self._world_size] * len(said), said)
         specs = dict.fromkeys(spec for each in {id(s): s for s in strategies}.values() for spec in each.tensors)
-        strategy = self.target.strategy = Strategy(self._world_size, tuple(_markers_together(specs)))
+        strategy = self.target.strategy = Strategy(self._world_size, tuple(specs))
         # Files do not record layouts that are only assumed for other ranks.
         samples = [known[0] for group in strategy.classes if (known := [s for s in group.tensors if not s.assumed])]
         more = {_WHOLE: strategy.to_json()} if self._publish() else {}
@@ -152,21 +152,6 @@ class JobLayouts(Part):
         """The strategy of all ranks; only if `publish` is true. Main thread, after the meeting."""
         (content,) = self._more([_WHOLE])
         return Strategy.from_json(content)
-
-
-def _markers_together(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """Merge markers of single ranks into one that is sharded over them: else every file would list every rank."""
-    found: list[TensorSpec] = []
-    ranks: dict[str, list[int]] = {}
-    for spec in specs:
-        if spec.is_marker and spec.layout.size == 1:
-            ranks.setdefault(spec.name, []).append(spec.layout.ranks[0])
-        else:
-            found.append(spec)
-    for name, holders in ranks.items():
-        holders.sort()
-        found.append(TensorSpec(name, (len(holders),), Layout((len(holders),), (Shard(0),), tuple(holders))))
-    return found
 
 
 def own_target(collector: Collector, ranks: RankInfo) -> Target:

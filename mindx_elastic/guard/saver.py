@@ -23,7 +23,7 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.inventory.inventory import newest_complete
+from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
 from mindx_elastic.persist.first_save import FirstSave
@@ -85,6 +85,7 @@ class Saver:
         """The flag files that have stopped this run."""
         self._queue = SaveQueue()
         self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
+        self._judged: Judged = {}
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -395,7 +396,7 @@ class Saver:
         saves by two (one being written, one waiting or being made); one more than that of the newest own steps stay as
         long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
         """
-        whole = newest_complete(entries, self.events.run_id)
+        whole = newest_complete(entries, self.events.run_id, self._judged)
         behind = [moment for moment in own if whole is None or moment > whole]
         kept = {*own[-1:], *behind[-4 if policy.asynchronous else -2 :]}
         return kept if whole is None else {*kept, whole}

@@ -126,6 +126,7 @@ def start_job(
     plan = plan_of(exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known)
     first_saves = FirstSavesPart(saver, directories[0])
     meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
+    around.greet()
     found = read_together(exchange, plan)
 
     if found is not None and resume == "auto":
@@ -309,6 +310,8 @@ class PeersPart(Part):
 
     def hear(self, answer: Answer) -> None:
         self.identities = {int(peer): str(text) for peer, text in answer.own} | {self._rank: self._own}
+        for text in self.identities.values():
+            space_of(text)
 
 
 class GroupInfoPart(Part):

@@ -29,7 +29,7 @@ from mindx_elastic.plan.candidate import Candidate, Context
 from mindx_elastic.plan.facts import FileFact, KnownFaults, Refusal, Rejected, ResumePlan, World
 from mindx_elastic.plan.planner import never_complete, order_of_moments, plan_resume
 
-__all__ = ["Inventory", "Step", "newest_complete", "until_sound"]
+__all__ = ["Inventory", "Judged", "Step", "newest_complete", "until_sound"]
 
 T = TypeVar("T")
 Key = tuple[str, str, int, Moment, str, float, int]
@@ -403,12 +403,17 @@ class Inventory:
         return self._read
 
 
-def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | None:
+Judged = dict[Moment, tuple[list[CatalogEntry], bool]]
+"""Of a step its files, and whether they made it complete."""
+
+
+def newest_complete(entries: Iterable[CatalogEntry], run_id: str, judged: Judged | None = None) -> Moment | None:
     """As `Inventory.newest_complete` for one run, for retention, which runs beside the training: it uses headers that
-    were read before, and judges no more steps than needed.
+    were read before, and judges no more steps than needed. `judged`: what it has found before, and goes on noting.
 
     It ignores small states: a step in which a rank has no file is incomplete.
     """
+    judged = {} if judged is None else judged
     moments: dict[Moment, list[CatalogEntry]] = {}
     for entry in entries:
         if entry.info is not None and entry.info.resumable and entry.info.run_id == run_id:
@@ -417,8 +422,14 @@ def newest_complete(entries: Iterable[CatalogEntry], run_id: str) -> Moment | No
         infos = [entry.info for entry in moments[moment] if entry.info is not None]
         if RankGaps(max(info.world_size for info in infos), (info.rank for info in infos)):
             continue
-        facts, _ = facts_of(moments[moment])
-        if Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete:
+        known, is_complete = judged.get(moment, ([], False))
+        if len(known) != len(moments[moment]) or any(a is not b for a, b in zip(known, moments[moment], strict=True)):
+            facts, _ = facts_of(moments[moment])
+            is_complete = Inventory.merge([Findings(facts=facts)]).judge(moment).is_complete
+            judged[moment] = moments[moment], is_complete
+        if is_complete:
+            for gone in judged.keys() - moments.keys():
+                del judged[gone]
             return moment
     return None
 

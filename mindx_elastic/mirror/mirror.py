@@ -101,19 +101,22 @@ class NodesPart(Part):
         if not self._is_wanted:
             return None
         server = _listen(self._ranks, roots, self._sources, self._host, exchange.derive, trust)
-        endpoints = EndpointsPart(server, self._partners, exchange.derive)
+        endpoints = EndpointsPart(server, [*self._partners, *self._sources], exchange.derive)
         return Mirror(self._ranks, roots, self._partners, endpoints, server, events, trust)
 
 
 class EndpointsPart(Part):
-    """Where the ranks' servers listen. A rank asks for those that it needs."""
+    """Where the ranks' servers listen.
+
+    A rank hears at the start where its partners and its sources are. To fetch a file it may ask for others, until the
+    start is over (`close`): the store may be gone when a job dies.
+    """
 
     name = "endpoints"
 
-    def __init__(self, server: Server | None, partners: Sequence[int], derive: Callable[[str], str]) -> None:
-        self._server, self._partners, self._derive = server, partners, derive
-        self.on_known: Callable[[], None] = lambda: None
-        """Called when the ranks have met."""
+    def __init__(self, server: Server | None, neighbours: Sequence[int], derive: Callable[[str], str]) -> None:
+        """`neighbours`: the partners and the sources of this rank."""
+        self._server, self._neighbours, self._derive = server, list(dict.fromkeys(neighbours)), derive
         self._known: dict[int, Endpoint | None] = {}
         self._more: Callable[[Sequence[str]], list[Any]] | None = None
 
@@ -128,17 +131,23 @@ class EndpointsPart(Part):
 
     def hear(self, answer: Answer) -> None:
         self._more = answer.more
-        for partner in self._partners:
-            self[partner]
-        self.on_known()
+        self._ask(self._neighbours)
 
-    def __getitem__(self, rank: int) -> Endpoint | None:
-        """Of another rank; None: it keeps and gives no files. Main thread for a rank that was not asked for before."""
-        if rank not in self._known and self._more is not None:
-            (text,) = self._more([f"endpoint/{rank}"])
+    def _ask(self, ranks: Sequence[int]) -> None:
+        assert self._more is not None
+        for rank, text in zip(ranks, self._more([f"endpoint/{rank}" for rank in ranks]), strict=True):
             found = Endpoint.decode(str(text)) if text else None
             self._known[rank] = None if found is None else replace(found, token=self._derive(found.token))
+
+    def __getitem__(self, rank: int) -> Endpoint | None:
+        """Of another rank; None: it keeps and gives no files. Main thread while the start lasts, then any thread."""
+        if rank not in self._known and self._more is not None:
+            self._ask([rank])
         return self._known.get(rank)
+
+    def close(self) -> None:
+        """The start is over: do not ask the store any more. Main thread."""
+        self._more = None
 
 
 def _say_what_is_possible(copies: int, num_nodes: int) -> None:
@@ -217,9 +226,9 @@ class Mirror:
         self._failing: set[int] = set()
         self._channels: set[Channel] = set()
         self._presence: list[Channel] = []
-        endpoints.on_known = self._announce_to_all
 
-    def _announce_to_all(self) -> None:
+    def greet(self) -> None:
+        """Tell the partners that files will come. Main thread, when the ranks have told each other their endpoints."""
         for partner in self.partners:
             self._announce(partner)
 

@@ -165,7 +165,7 @@ class Candidate:
             return str(error)
         facts = [fact for facts in self._files.values() for fact in facts]
         differing = differing_components(facts) if self._assignment.resharded else []
-        if differing and any(group.layout.splitting for group in self._source.classes):
+        if differing and any(t.layout.splitting and not t.is_marker for t in self._source.tensors):
             return (
                 f"{', '.join(differing)} (of stateful=) differs from rank to rank, and its layout is not known: "
                 "leave it out, or start the same number of ranks with the same layouts"

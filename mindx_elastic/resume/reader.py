@@ -154,5 +154,5 @@ def _places_of(share: Share, path: Path) -> list[tuple[int, int]]:
         (old, number)
         for old, facts in share.plan.files.items()
         for number, fact in enumerate(facts)
-        if Path(fact.path) == path
+        if Path(fact.path) == path and fact.seen_by(share.rank.rank)
     ]

@@ -17,14 +17,15 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from mindx_elastic import errors
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
+from mindx_elastic.agreement.validation import making_sense
 from mindx_elastic.capture.layouts import Blueprint
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import logger
@@ -76,6 +77,7 @@ __all__ = [
 
 _LONGEST_RUN_ID = 1000
 _MOST_LINES = 32
+_MOST_ATTEMPTS = 10**9
 _SHOWN = 8
 
 
@@ -181,12 +183,12 @@ class Disks(Part):
     def __init__(self, places: Places) -> None:
         """Call it after the arena is made: the other ranks may read the arena after the meeting."""
         self._places = places
-        self.listing = Listing((), {}) if places.resume == "never" else list_files(places.directories, places.arenas)
+        self._told = self._list()
         self.share: Share = EVERYTHING
         self.memory_share: Share = EVERYTHING
 
     def say(self) -> Any:
-        return [self.listing.disk, self.listing.machine]
+        return [self._told.disk, self._told.machine]
 
     def merge(self, said: Sequence[Any]) -> Merged:
         shares = [_shares([str(each[column]) for each in said]) for column in (0, 1)]
@@ -196,21 +198,31 @@ class Disks(Part):
         (number, count), (memory_number, memory_count) = answer.own
         self.share, self.memory_share = (int(number), int(count)), (int(memory_number), int(memory_count))
 
-    def look(self, ranks: RankInfo, transport: Transport | None = None) -> Findings:
-        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine. `transport`:
-        fetches copies of this rank's files from other ranks."""
+    def look(self, ranks: RankInfo, transport: Transport | None = None, *, everything: bool = False) -> Findings:
+        """Read this rank's share of the headers, after the meeting; move damaged files to quarantine.
+
+        The files are listed once more: while a rank waited for the meeting, a predecessor or another node's agent may
+        have written its last ones. A rank that sees others than it has told reads all of them, and so does every rank
+        with `everything`. `transport`: fetches copies of this rank's files from other ranks.
+        """
+        listing = self._list()
         found = scan(
-            self.listing,
+            listing,
             trust=self._places.trust,
             rank=ranks.rank,
             only=self._places.only,
-            share=self.share,
-            memory_share=self.memory_share,
+            share=self.share if listing.disk == self._told.disk and not everything else EVERYTHING,
+            memory_share=self.memory_share if listing.machine == self._told.machine and not everything else EVERYTHING,
             transport=transport,
             attempt=ranks.attempt,
         )
         put_aside(found)
         return found
+
+    def _list(self) -> Listing:
+        if self._places.resume == "never":
+            return Listing((), {})
+        return list_files(self._places.directories, self._places.arenas)
 
 
 def _shares(views: Sequence[str]) -> list[tuple[int, int]]:
@@ -273,49 +285,53 @@ class PlanPart(Part):
     """The rank's findings, and later what it could not read of its share; the answer is rank 0's plan."""
 
     name = "plan"
+    only_decodes = False
 
     def __init__(
         self,
         exchange: Exchange,
         ranks: RankInfo,
         places: Places,
-        findings: Findings,
+        look: Callable[[bool], Findings],
         reader: Reader,
         *,
         target: Target | None = None,
         faults: KnownFaults | None = None,
     ) -> None:
-        """`findings`: of this rank. `target`: the layouts of this start; without them a start can only use files of the
-        same world size, or that hold whole tensors. `faults`: from the platform's report; rank 0's counts."""
+        """`look`: finds what there is; given True, it leaves no share to other ranks. `target`: the layouts of this
+        start; without them a start can only use files of the same world size, or that hold whole tensors. `faults`:
+        from the platform's report; rank 0's counts."""
         self._exchange, self._ranks, self._places = exchange, ranks, places
-        self._findings, self._reader = findings, reader
+        self._look, self._reader = look, reader
         self._target, self._faults = target, faults
-        self._pieces = {digest: put_strategy(exchange, s) for digest, s in self._findings.strategies.items()}
-        self._sizes = {digest: s.world_size for digest, s in self._findings.strategies.items()}
-        self._problems: list[Problem] | None = None
-        """None: this rank has not read its share yet."""
+        self._find(everything=False)
+        self.goes_on = False
+        """Whether the ranks have to meet again, to tell what they have read."""
+        self._answer: Answer | None = None
         self._heard = ""
         self.resumed: Resumed | None = None
         self.run_id, self.attempt = "", 0
         # Of rank 0:
         self._inventory = Inventory()
         self._plan: ResumePlan | None = None
-        self._verified: set[str] = set()
+        self._verified: set[tuple[str, str]] = set()
         self._sent: list[str] = []
         self._lines: list[str] = []
         self._told_lines: set[str] = set()
 
-    @property
-    def findings(self) -> Findings:
-        """What this rank has found."""
-        return self._findings
+    def _find(self, *, everything: bool) -> None:
+        self._findings = self._look(everything)
+        strategies = self._findings.strategies
+        self._pieces = [[d, s.world_size, put_strategy(self._exchange, s)] for d, s in strategies.items()]
+        self._problems: list[Problem] | None = None
+        """None: this rank has not read its share yet."""
 
     def say(self) -> Any:
         if self._problems is not None:
             return {"heard": self._heard, "problems": self._problems}
         return {
             "findings": self._findings.encode(),
-            "strategies": [[digest, self._sizes[digest], pieces] for digest, pieces in self._pieces.items()],
+            "strategies": self._pieces,
         }
 
     # --- rank 0 ---
@@ -323,28 +339,36 @@ class PlanPart(Part):
     def merge(self, said: Sequence[Any]) -> Merged:
         if self._plan is None:
             return self._first_plan(said)
-        for rank, each in enumerate(said):
-            if each["heard"] != self._sent[rank]:
+        with making_sense("what the ranks could not read"):
+            heard = [str(each["heard"]) for each in said]
+            problems = [
+                (rank, self._plan.files[int(old)][int(number)], str(text))
+                for rank, each in enumerate(said)
+                for old, number, text in each["problems"]
+            ]
+        for rank, digest in enumerate(heard):
+            if digest != self._sent[rank]:
                 raise UntrustedMessageError(
                     f"rank {rank} has not received the plan that rank 0 has sent: either another program writes to the "
                     "store of the process group, or the ranks run different versions"
                 )
-        if not any(each["problems"] for each in said):
-            for line in self._lines:
-                if line not in self._told_lines:  # else logged by the rank that moved the file to quarantine
-                    logger.warning("%s", line)
-            return Merged({"go": True})
-        files = self._plan.files
-        for rank, each in enumerate(said):
-            for old, number, text in each["problems"]:
-                self._inventory.forget(rank, files[int(old)][int(number)], str(text))
-        return self._choose()
+        for rank, fact, text in problems:
+            self._inventory.forget(rank, fact, text)
+        if problems:
+            return self._choose()
+        for line in self._lines:
+            if line not in self._told_lines:  # else logged by the rank that moved the file to quarantine
+                logger.warning("%s", line)
+        return Merged({"go": True})
 
     def _first_plan(self, said: Sequence[Any]) -> Merged:
-        rows = [row for each in said for row in each["strategies"]]
-        strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
-        by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
-        self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
+        with making_sense("what the ranks have found"):
+            rows = [row for each in said for row in each["strategies"]]
+            strategies = read_strategies(self._exchange, [int(size) for _, size, _ in rows], [p for _, _, p in rows])
+            by_digest = {str(row[0]): strategy for row, strategy in zip(rows, strategies, strict=True)}
+            self._inventory = Inventory.merge([Findings.decode(each["findings"], by_digest) for each in said])
+        if self._inventory.unread:  # files came while the ranks met: their shares are not of one list
+            return Merged({"again": True})
         return self._choose()
 
     def _choose(self) -> Merged:
@@ -431,33 +455,31 @@ class PlanPart(Part):
             name, text = common["error"]
             kind = getattr(errors, str(name)) if name in errors.__all__ else CheckpointError
             raise kind(str(text), path=self._places.directories[0])
-        self._problems = []
-        if common.get("go"):
-            self._is_agreed = True
+        self.goes_on = bool(common.get("again") or "plan" in common)
+        self._answer = answer if self.goes_on else None
+        if common.get("go") or common.get("again"):
             return
         self.run_id = printable(str(common["run_id"]), _LONGEST_RUN_ID)
         self.attempt = int(common["attempt"])
-        if self.attempt < 0:
-            raise ValueError("an attempt below 0")
+        if not 0 <= self.attempt <= _MOST_ATTEMPTS:
+            raise ValueError(f"attempt {self.attempt}")
         if common.get("fresh"):
             for note in self._findings.notes if common["keep_notes"] else ():
                 note.touch()  # the note is needed while these files exist
+
+    def follow(self) -> None:
+        """Do what the answer asks for: read this rank's share, or look again. Changes no state of the program."""
+        answer = self._answer
+        if answer is None:
             return
-        self._heard = f"{digest_of(common)}/{digest_of(answer.own)}"
-        self._read(answer)
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the ranks have to meet (again) to report what they have read."""
-        return self._heard != "" and not self._is_agreed
-
-    _is_agreed = False
-
-    def _read(self, answer: Answer) -> None:
-        own_strategy = None if self._target is None else self._target.own
-        share = share_in(
-            Answer(answer.common["plan"], answer.own, answer.digest, answer.more), self._ranks.rank, own_strategy
-        )
+        if answer.common.get("again"):
+            self._find(everything=True)
+            return
+        with making_sense("the answer to 'plan'"):
+            own_strategy = None if self._target is None else self._target.own
+            share = share_in(replace(answer, common=answer.common["plan"]), self._ranks.rank, own_strategy)
+            lines = [str(line) for line in answer.common["lines"]]
+        self._heard = f"{digest_of(answer.common)}/{digest_of(answer.own)}"
         checkpoint, self._problems = self._reader.read(share, None if self._target is None else self._target.blueprint)
         self.resumed = None
         if checkpoint is None:
@@ -467,10 +489,8 @@ class PlanPart(Part):
         own = None
         if donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
-        lines = [str(line) for line in answer.common["lines"]]
-        self.resumed = Resumed(
-            self._reader.path, checkpoint, plan, lines, donor, own, bool(answer.common["only_in_memory"]), self.attempt
-        )
+        in_memory = bool(answer.common["only_in_memory"])
+        self.resumed = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, in_memory, self.attempt)
 
 
 def plan_of(
@@ -485,12 +505,18 @@ def plan_of(
 ) -> PlanPart:
     """Scan this rank's share of disks and memory for the meeting *plan*; see `PlanPart`."""
     reader = ShareReader(places.directories, ranks.rank, transport, places.trust, places.arenas)
-    return PlanPart(exchange, ranks, places, disks.look(ranks, transport), reader, target=target, faults=faults)
+
+    def look(everything: bool) -> Findings:
+        return disks.look(ranks, transport, everything=everything)
+
+    return PlanPart(exchange, ranks, places, look, reader, target=target, faults=faults)
 
 
 def read_together(exchange: Exchange, plan: PlanPart) -> Resumed | None:
     """Meet until every rank has read its share of one plan; None for a fresh start. Main thread, all ranks together,
     after the meeting in which `plan` was made."""
+    plan.follow()
     while plan.goes_on:
         meet(exchange, "read", [plan])
+        plan.follow()
     return plan.resumed

@@ -52,7 +52,7 @@ def digest_of(content: Any) -> str:
 # --- rank 0 ---
 
 
-def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> Merged:
+def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]) -> Merged:
     """Encode rank 0's answer. `verified`: paths that need no further check; the ones to check now are added to it."""
     world_size = plan.world.size
     verify = _verifiers(plan, inventory, verified) if any(share.assembled for share in plan.ranks) else {}
@@ -85,7 +85,6 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> M
         "resharded": plan.resharded,
         "inexact": list(plan.inexact),
         "steps_lost": plan.steps_lost,
-        "faults": len(plan.faults),
     }
     more: dict[str, Any] = {}
     if any(share.assembled for share in plan.ranks):
@@ -95,21 +94,23 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> M
     return Merged(common, own, more)
 
 
-def _verifiers(plan: ResumePlan, inventory: Inventory, verified: set[str]) -> dict[int, list[tuple[FileFact, int]]]:
+def _verifiers(
+    plan: ResumePlan, inventory: Inventory, verified: set[tuple[str, str]]
+) -> dict[int, list[tuple[FileFact, int]]]:
     """The files that each rank checks: the used files, divided among the ranks that see them."""
     found: dict[int, list[tuple[FileFact, int]]] = {}
     turns: dict[frozenset[int], tuple[list[int], int]] = {}
     used = plan.used_paths()
     for facts in plan.files.values():
         for number, fact in enumerate(facts):
-            if fact.path not in used or fact.path in verified:
+            if fact.path not in used or (fact.where, fact.path) in verified:
                 continue
             seen_by = inventory.seen_by(fact)
             readers, turn = turns.get(seen_by) or (sorted(seen_by), 0)
             turns[seen_by] = readers, turn + 1
             if readers:
                 found.setdefault(readers[turn % len(readers)], []).append((fact, number))
-                verified.add(fact.path)
+                verified.add((fact.where, fact.path))  # nodes may have other bytes under the same path
     return found
 
 

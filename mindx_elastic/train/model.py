@@ -12,7 +12,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import all_or_none
+from mindx_elastic.agreement.gather import all_or_none, meet
 from mindx_elastic.capture.components import Stateful
 from mindx_elastic.core.events import logger
 from mindx_elastic.data import from_loader
@@ -124,6 +124,8 @@ class Model(ModelParts):
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too
+                elif exchange is not None:
+                    meet(exchange, "prepared", [])
             display = self._add_display(states, losses, progress)
             stack.callback(display.close)
             self._run(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindx_elastic.core.layout import Layout, parse_placement
+from mindx_elastic.core.layout import REPLICATE, Layout, Shard, parse_placement
 from mindx_elastic.core.strategy import Strategy, TensorSpec, merge_specs, strategy_from_record
 from mindx_elastic.errors import UsageError
 from mindx_elastic.plan.targets import bytes_by_rank
@@ -340,3 +340,13 @@ def test_records_of_all_ranks_merge_into_one_strategy() -> None:
         found = strategy_from_record(record(rank=rank, tensors={"w": [1, [9, 4]]}), {"w": ("F32", shape)})
         specs += found.tensors
     assert Strategy(4, tuple(specs)).tensors == (replace(STRATEGY.tensors[0], dtype="F32"),)
+
+
+def test_markers_of_single_ranks_and_a_split_one_are_the_same() -> None:
+    """Files of version 0.1 list every rank that has its own part of an optimizer; later ones say it in one entry."""
+    single = [TensorSpec("@optimizer.state", (), Layout((1,), (REPLICATE,), (rank,))) for rank in range(4)]
+    split = TensorSpec("@optimizer.state", (4,), Layout((4,), (Shard(0),)))
+    for markers in (single, [split], [*single, split], [split, single[2]]):
+        (marker,) = Strategy(4, tuple(markers)).tensors
+        assert marker == split
+        assert marker.layout.holders == split.layout.holders

@@ -60,6 +60,7 @@ class Job:
             mirror = nodes.open_mirror([self.root(rank)], exchange, events)
             if mirror is not None:
                 meet(exchange, "plan", [mirror.endpoints])
+                mirror.greet()
             return mirror
 
         self.mirrors = on_all_ranks(self.world_size, work)

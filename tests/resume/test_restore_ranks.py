@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
@@ -16,8 +19,9 @@ from mindx_elastic.inventory import findings as looking
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.resume import reader as reading
+from mindx_elastic.resume import restore
 from mindx_elastic.resume.reader import ShareReader
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.resume.restore import Disks, Resumed, places_of, plan_of, read_together
 from tests.checkpoint_files import flip_bit_in_data, write_step
 from tests.resume.finding import find_and_read
 from tests.resume.shared_store import on_all_ranks
@@ -118,3 +122,87 @@ def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pyt
     )
     assert all(isinstance(one, Resumed) for one in found)
     assert sorted(map(str, read)) == sorted(map(str, tmp_path.glob("rank_*/*.safetensors")))
+
+
+# --- what changes while the ranks meet, and disks that are not shared ---
+
+
+def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:
+    """A predecessor's last file: the other ranks have listed the directory before it was there."""
+    replicas: dict[str, Any] = {"world_size": 3, "coordinates": {"replicas": 3}}
+    write_step(tmp_path / "c", 7, **replicas)
+    old = set((tmp_path / "c").rglob("*.safetensors"))
+    write_step(tmp_path / "c", 20, **replicas)
+    newest = {path.parent.name: path for path in set((tmp_path / "c").rglob("*.safetensors")) - old}
+    late = newest.pop("rank_1")
+    for path in newest.values():
+        path.unlink()
+    late.rename(tmp_path / "late")
+    come = threading.Barrier(3)
+
+    def start_late(rank: int, exchange: Any) -> Resumed | None:
+        places = places_of([tmp_path / "c"], "auto")
+        if rank != 1:
+            disks = Disks(places)
+            come.wait(60)
+        else:
+            come.wait(60)
+            (tmp_path / "late").rename(late)
+            disks = Disks(places)
+        info = RankInfo(rank=rank, world_size=3)
+        meet(exchange, "here", [disks])
+        plan = plan_of(exchange, info, places, disks)
+        meet(exchange, "plan", [plan])
+        return read_together(exchange, plan)
+
+    found = on_all_ranks(3, start_late)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [20, 20, 20], found
+
+
+def test_shares_of_two_lists_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank sees a file that came after the others had listed: what it leaves to them is read by none."""
+    write_step(tmp_path, 7, world_size=4)
+    real, listed = looking.list_files, threading.local()
+
+    def list_files(directories: Any, arenas: Any = None) -> Any:
+        found = real(directories, arenas)
+        listed.count = getattr(listed, "count", 0) + 1
+        odd = threading.current_thread().name.endswith("rank 2") and listed.count == 2
+        return dataclasses.replace(found, disk="another") if odd else found
+
+    monkeypatch.setattr(restore, "list_files", list_files)
+
+    def named(rank: int, exchange: Any) -> Resumed | None:
+        threading.current_thread().name = f"rank {rank}"
+        return find_and_read([tmp_path], RankInfo(rank=rank, world_size=4), exchange)
+
+    found = on_all_ranks(4, named)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+
+
+def test_copies_of_one_path_on_two_disks_are_both_verified(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes with copies of all files under the same paths: each assembles from its own disk."""
+    real_list, real_verify = looking.list_files, reading.ShareReader._verify
+    checked: list[tuple[str, str]] = []
+    node = threading.local()
+
+    def list_files(directories: Any, arenas: Any = None) -> Any:
+        found = real_list(directories, arenas)
+        return dataclasses.replace(found, disk=f"{found.disk} of {node.name}")
+
+    def verify(self: ShareReader, path: Path) -> str:
+        checked.append((node.name, path.parent.name))
+        return real_verify(self, path)
+
+    monkeypatch.setattr(restore, "list_files", list_files)
+    monkeypatch.setattr(reading.ShareReader, "_verify", verify)
+    columns = Layout((2,), (parse_placement("S(1)"),))
+
+    def on_its_node(rank: int, exchange: Any) -> Resumed | None:
+        node.name = "AB"[rank]
+        target = target_of(2, {"w": ((12, 3), columns)}, rank=rank)
+        return find_and_read([saved], RankInfo(rank=rank, world_size=2), exchange, target=target)
+
+    found = on_all_ranks(2, on_its_node)
+    assert all(isinstance(each, Resumed) for each in found), found
+    assert sorted(checked) == [(name, f"rank_{rank}") for name in "AB" for rank in range(4)]
