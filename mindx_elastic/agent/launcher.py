@@ -31,7 +31,7 @@ from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.config import FaultPaths, KeySettings, Settings
-from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.memory.agent_folder import AgentFolder
 
@@ -97,7 +97,7 @@ def _share_signals(inbox: SignalInbox) -> None:
 def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     options, config = plan.options, plan.config
     _set_environment(plan, folder)
-    events = EventLog(options.run_dir / "events.jsonl", run_id=config.run_id)
+    events = EventLog(options.run_dir / EVENTS_FILE, run_id=config.run_id)
     events.emit(
         "agent_start",
         pid=os.getpid(),

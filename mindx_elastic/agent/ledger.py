@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from mindx_elastic.agent.endings import Ending
 
 __all__ = [
-    "EVENTS_FILE",
     "FAILED",
     "FINISHED",
     "NEW_NODE",
@@ -447,7 +446,6 @@ def _count(number: int, noun: str) -> str:
 # --- the records, read back from events.jsonl ---
 
 
-EVENTS_FILE = "events.jsonl"
 _START, _END = "agent_start", "agent_end"
 _ATTEMPTS = ("attempt_start", "attempt_end", "attempt")
 _OURS = (_START, _END, "summary", *_ATTEMPTS)

@@ -69,6 +69,14 @@ class Seal:
         """
         return self._open(name, message, author, limit)[0]
 
+    def open_early(self, name: str, message: bytes | str) -> str:
+        """The same for a message whose author was not bound to this start yet. A message of an earlier start under the
+        same key and scope opens, too: for what can do no harm. Raises NotOursError."""
+        content, nonce = self._open(name, message, None, None, session="")
+        if not nonce and self._key is not None:
+            raise NotOursError("it is bound to another start")
+        return content
+
     def join(self, names: Sequence[str], messages: Sequence[bytes | str]) -> tuple[list[str], list[str]]:
         """Rank 0: open the first values of all ranks, in rank order, and bind all later messages to this start. Returns
         the nonces (none without a key), for `welcomes`, and the contents. Raises NotOursError."""
@@ -105,7 +113,9 @@ class Seal:
             return text
         return self._mac(_DERIVED, 0, "", text)
 
-    def _open(self, name: str, message: bytes | str, author: int | None, limit: int | None) -> tuple[str, str]:
+    def _open(
+        self, name: str, message: bytes | str, author: int | None, limit: int | None, session: str | None = None
+    ) -> tuple[str, str]:
         if limit is not None and len(message) > limit + 200:
             raise NotOursError(f"{len(message)} bytes are too many")
         try:
@@ -119,7 +129,7 @@ class Seal:
         mark, mac, rank, nonce, content = [*text.split(".", 4), "", "", "", ""][:5]
         if mark != _MARK or not rank.isascii() or not rank.isdecimal() or len(rank) > 9:
             raise NotOursError("it is not sealed with the job's key")
-        if not hmac.compare_digest(mac.encode(), self._mac(name, int(rank), nonce, content).encode()):
+        if not hmac.compare_digest(mac.encode(), self._mac(name, int(rank), nonce, content, session).encode()):
             raise NotOursError("it is sealed with another key, or for another place or start")
         if author is not None and int(rank) != author:
             raise NotOursError(f"it is sealed by rank {rank}")

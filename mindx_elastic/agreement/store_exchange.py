@@ -34,7 +34,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
-from mindx_elastic.agreement.gather import Gathering
+from mindx_elastic.agreement.gather import Gathering, is_failure
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -363,7 +363,16 @@ class StoreExchange(Gathering):
         try:
             return self.seal.open(key, message, author=author)
         except NotOursError as error:
+            if author is None and (early := self._early_failure(key, message)):
+                return early
             raise UntrustedMessageError(self._complaint(key, author, error)) from None
+
+    def _early_failure(self, key: str, message: bytes) -> str:
+        """The error of a rank that left inside the first meeting, before it had entered the session; empty: none."""
+        with suppress(NotOursError):
+            text = self.seal.open_early(key, message)
+            return text if is_failure(text) else ""
+        return ""
 
     def _welcome(self, key: str) -> None:
         self._meet()

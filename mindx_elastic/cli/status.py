@@ -59,7 +59,8 @@ def status_command(
     mindx-elastic status mindx-run
     mindx-elastic status mindx-run --json | jq '.totals'
     """
-    from mindx_elastic.agent.ledger import EVENTS_FILE, load_runs
+    from mindx_elastic.agent.ledger import load_runs
+    from mindx_elastic.core.events import EVENTS_FILE
 
     file = path / EVENTS_FILE if is_folder(path) else path
     try:

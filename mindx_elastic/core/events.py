@@ -26,6 +26,7 @@ from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.core.ready_thread import ReadyThread
 
 __all__ = [
+    "EVENTS_FILE",
     "GENERATION_BYTES",
     "READ_BYTES",
     "EventLog",
@@ -35,6 +36,9 @@ __all__ = [
     "logger",
     "older_generation",
 ]
+
+EVENTS_FILE = "events.jsonl"
+"""Name of the event log, in a checkpoint directory and in an agent's run directory."""
 
 
 class _Fallback(logging.Filter):

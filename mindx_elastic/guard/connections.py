@@ -71,8 +71,7 @@ class Connections:
         *,
         evaluates: bool = False,
     ) -> None:
-        """`evaluates`: the guard does not train, so it takes no snapshots. Raises UsageError for impossible settings.
-        All ranks together."""
+        """`evaluates`: the guard does not train and takes no snapshots. Raises UsageError for impossible settings."""
         ranks = self._ranks = saver.ranks
         self.evaluates = self.is_guest = evaluates
         """`is_guest`: this guard does not train, and must not remove what a training has left here."""

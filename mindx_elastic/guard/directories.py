@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, SharingSettings
-from mindx_elastic.core.events import logger
+from mindx_elastic.core.events import EVENTS_FILE, logger
 from mindx_elastic.core.folders import step_folders_of_rank
 from mindx_elastic.core.owners import Owners, Trust, check_place, user_ids
 from mindx_elastic.errors import SaveError, UnsafeDirectoryError
@@ -20,9 +20,7 @@ from mindx_elastic.persist.first_save import settle
 from mindx_elastic.persist.format import flatten
 from mindx_elastic.persist.storage import check_free_space, prepare_owned_directory, remove_stale_temps
 
-__all__ = ["EVENTS_FILE", "check_state_and_space", "hold_directories", "prepare_directories"]
-
-EVENTS_FILE = "events.jsonl"
+__all__ = ["check_state_and_space", "hold_directories", "prepare_directories"]
 
 
 def prepare_directories(

@@ -28,7 +28,7 @@ from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.core.events import EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
@@ -211,7 +211,7 @@ class Guard:
         evaluates = evaluates and not self._periodic
         if not evaluates:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
-        log = directories[0] / "events.jsonl"
+        log = directories[0] / EVENTS_FILE
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
         self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)

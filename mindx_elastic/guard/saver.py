@@ -390,11 +390,12 @@ class Saver:
             self.delete(path)
 
     def _protected(self, policy: PeriodicPolicy, entries: Sequence[CatalogEntry], own: Sequence[Moment]) -> set[Moment]:
-        """The newest whole step, the step just written, and those that may become whole yet.
+        """The newest complete step, the step just written, and those that may become complete yet.
 
-        A step is whole when every rank's file is there. The other ranks may be behind: by one save, or with background
-        saves by two (one being written, one waiting or being made); one more than that of the newest own steps stay as
-        long as they are not whole. Where the other ranks' folders cannot be seen (node-local disks) none ever is.
+        `newest_complete` judges it as a start would, from the files alone. The other ranks may be behind: by one
+        save, or with background saves by two (one being written, one waiting or being made); one more than that of the
+        newest own steps stay as long as they are not complete. Where the other ranks' folders cannot be seen
+        (node-local disks) none ever is.
         """
         whole = newest_complete(entries, self.events.run_id, self._judged)
         behind = [moment for moment in own if whole is None or moment > whole]

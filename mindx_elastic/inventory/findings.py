@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import xxhash
 
 from mindx_elastic.config import SharingSettings
-from mindx_elastic.core.events import logger
+from mindx_elastic.core.events import EVENTS_FILE, logger
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust, user_ids
@@ -70,8 +70,11 @@ class Listing:
 
 
 def _digest(paths: Iterable[Path]) -> str:
+    """Of all but the event log, which grows while the ranks meet."""
     digest = xxhash.xxh3_128()
     for path in paths:
+        if path.name.startswith(EVENTS_FILE):
+            continue
         try:
             status = os.lstat(path)
         except OSError:

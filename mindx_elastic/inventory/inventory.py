@@ -1,7 +1,7 @@
 """Merges findings into one inventory of everything that can be resumed from, and plans from it.
 
 All callers use it: a start (`merge` of the findings of all ranks), the holder, the command line, conversion and
-retention (`merge` of one process's own findings). Equal findings give equal answers on every rank. Pure: it reads no
+retention (`merge` of one process's own findings). Pure: it reads no
 files; the caller reads and verifies them, and calls `forget` for a file that could not be read.
 
 Disks may be shared, or each node has its own under the same path. So a file is identified by its path and its disk, and
@@ -233,10 +233,7 @@ class Inventory:
         return [(holder, place) for holder, place in places if holder != rank]
 
     def forget(self, rank: int | None, fact: FileFact, problem: str) -> None:
-        """Remove a file that could not be used. `rank`: the rank that tried to read it; None: a process alone.
-
-        If several ranks have an inventory, call it on all of them in the same order.
-        """
+        """Remove a file that could not be used. `rank`: the rank that tried to read it; None: a process alone."""
         file = self._files[_key_of(fact)]
         if rank is None or rank in file.seen_by:  # all ranks that see this disk see the same bytes
             file.seen_by = frozenset()

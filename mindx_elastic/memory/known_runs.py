@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
-from mindx_elastic.core.events import lines_backwards, logger, older_generation
+from mindx_elastic.core.events import EVENTS_FILE, lines_backwards, logger, older_generation
 from mindx_elastic.core.owners import Owners, Trust
 from mindx_elastic.core.posix import open_regular
 from mindx_elastic.memory.folders import read_owner
@@ -86,7 +86,7 @@ def logged_runs(
 ) -> dict[str, float]:
     """Run -> time of its newest line in the event log of `directory`; see `known_runs`."""
     found: dict[str, float] = {}
-    newest = directory / "events.jsonl"
+    newest = directory / EVENTS_FILE
     for path in (newest, older_generation(newest)):
         for line in lines_backwards(path, owners=owners):
             start = line.find(_RUN_ID)

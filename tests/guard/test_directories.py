@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from mindx_elastic.config import RankInfo, SharingSettings
+from mindx_elastic.core.events import EVENTS_FILE
 from mindx_elastic.core.owners import find_owners
 from mindx_elastic.errors import DirectoryInUseError, GracefulExit, MismatchError, UnsafeDirectoryError
-from mindx_elastic.guard.directories import EVENTS_FILE, hold_directories, prepare_directories
+from mindx_elastic.guard.directories import hold_directories, prepare_directories
 from mindx_elastic.guard.policy import ExitPolicy, breakpoint_policy
 from mindx_elastic.persist import directory_lock as lock_module
 from mindx_elastic.persist.directory_lock import hold_directory

@@ -41,7 +41,7 @@ class Told:
     def answer(self, rank: int) -> Answer:
         assert self.merged.own is not None
         common, own = json.loads(json.dumps([self.merged.common, self.merged.own[rank]]))
-        return Answer(common, own, "", self.more)
+        return Answer(common, own, self.more)
 
     def share(self, rank: int, target: Strategy | None = None) -> Share:
         return share_in(self.answer(rank), rank, target)
