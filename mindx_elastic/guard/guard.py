@@ -47,6 +47,7 @@ from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermos
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -93,11 +94,13 @@ class Guard:
       ``MINDX_TRUSTED_USERS``.
     * `snapshot_every`: steps between snapshots in shared memory, 0, or ``"auto"``; default ``MINDX_SNAPSHOT_EVERY``.
     * `layouts`: patterns of parameter names (``model.experts.*``) -> `Layout`, for parts that no DTensor describes.
+    * `unmanaged`: ``"error"`` or ``"warn"`` where state of the training is certain not to be kept (an optimizer or a
+      loader that is not named, ...); default ``MINDX_UNMANAGED`` or ``"error"``.
     * `redundancy`: on how many nodes to keep each file, for disks that they do not share; ``MINDX_REDUNDANCY`` or 1.
 
-    Raises on entering: UsageError, DirectoryInUseError, UnsafeDirectoryError, UnsupportedStateError, MismatchError,
-    NoUsableCheckpointError. On every rank: what one of them raises, the others raise with its number in front, or as
-    PeerStartError.
+    Raises on entering: UsageError, UnmanagedStateError (also at boundaries), DirectoryInUseError, UnsafeDirectoryError,
+    UnsupportedStateError, MismatchError, NoUsableCheckpointError. On every rank: what one of them raises, the others
+    raise with its number in front, or as PeerStartError.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class Guard:
         snapshot_every: int | str | None = None,
         redundancy: int | None = None,
         layouts: Mapping[str, Layout] | None = None,
+        unmanaged: str | None = None,
     ) -> None:
         self._options = GuardOptions(
             directory=directory,
@@ -143,6 +147,7 @@ class Guard:
             snapshot_every=snapshot_every,
             redundancy=redundancy,
             layouts=layouts,
+            unmanaged=unmanaged,
         )
         self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
         self.loader = loader
@@ -196,6 +201,7 @@ class Guard:
         options = self._options
         settings = self._settings = options.settings()
         ranks = self.ranks
+        self._unmanaged = Unmanaged(settings.unmanaged)
         self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
         if (console := attach_console(self._log_filter, settings.log_level)) is not None:
             stack.callback(logger.removeHandler, console)
@@ -228,6 +234,7 @@ class Guard:
             replicated=replicated,
             trust=trust,
             names=job_names(options.prefix, [*self._policies, *self._periodic]),
+            unmanaged=self._unmanaged,
         )
         self._around = Connections(
             stack,
