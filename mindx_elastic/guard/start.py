@@ -40,6 +40,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -94,7 +95,7 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
+    loaders: Loaders,
     saver: Saver,
     resume: str | Path,
     around: Connections,
@@ -140,7 +141,7 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        _load(found, collector, targets, loader, ranks)
+        _load(found, collector, targets, loaders, ranks)
     meet(exchange, "loaded", [flags])
     if found is not None:
         _tell(found, saver, began)
@@ -190,7 +191,7 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loaders: Loaders, ranks: RankInfo) -> None:
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -203,7 +204,7 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         logger.warning("%s", note)
     restore = _how_to_restore_rng(found, state["rng"], ranks)
     restore()
-    _call_when_ready(loader, restore)
+    loaders.call_when_ready(restore)
     collector.copy(collector.position)
 
 
@@ -237,17 +238,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
