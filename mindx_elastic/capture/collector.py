@@ -204,6 +204,6 @@ class Collector:
     def _mark_devices(self) -> None:
         # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
         # thread waits for them only, and not for the next step's kernels, which may hang.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()

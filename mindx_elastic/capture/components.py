@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
-from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_tensors
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -133,20 +133,23 @@ class ModuleComponent:
         self._shapes: list[torch.Size | None] = []
         self._dense = False
 
-    @torch.no_grad()
     def copy(self) -> None:
         if sum(map(len, self._tables)) != self._num_buffers:
             self._find_slots()  # a buffer was registered or deleted since
+        if self._slots or not self._dense:
+            self._copy_live()
+        self._extra_copies = self.look() if self._extras else {}
+
+    @torch.no_grad()
+    def _copy_live(self) -> None:
         live = [slots[key] for slots, key in self._slots]
         if self._dense and all(map(is_, live, self._live)) and [t.shape for t in live] == self._shapes:
-            if live:
-                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+            torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
         else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
             self._block = BufferBlock(live)
             self._copies = self._block.views
             self._live, self._dense = live, None not in live
             self._shapes = [None if t is None else t.shape for t in live]
-        self._extra_copies = self.look()
 
     @torch.no_grad()
     def copy_ahead(self) -> bool:
@@ -186,6 +189,7 @@ class ModuleComponent:
             for one, other in outside
         )
 
+    @torch.no_grad()
     def look(self) -> dict[str, Any]:
         """Extra state as it is now, in the form of `extras`."""
         return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
@@ -307,10 +311,7 @@ class OptimizerComponent:
 
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""
-        return [
-            {key: copy_tree(value) for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
+        return [copy_items(group, but="params") for group in self.optimizer.param_groups]
 
     @property
     def groups(self) -> list[dict[str, Any]]:
