@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
@@ -16,7 +17,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order")
+RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls")
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -56,6 +57,9 @@ class Collector:
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
         self.gradient_order: dict[str, list[int]] = {}
+        self.compiled = CompiledCalls(targets)
+        """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
+        self._compiled_calls = b""
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
@@ -94,6 +98,7 @@ class Collector:
         for component in self.components.values():
             component.copy()
         self._rng = capture_rng(self._rng)
+        self._compiled_calls = self.compiled.at_boundary()
         self.position = position
         self._mark_devices()
 
@@ -103,6 +108,8 @@ class Collector:
         state["rng"] = pack_rng(self._rng)
         state["progress"] = asdict(self.position)
         state["gradient_order"] = self.gradient_order
+        if self._compiled_calls:
+            state["compiled_calls"] = self._compiled_calls
         return state
 
     def volatile(self) -> dict[str, Any]:
@@ -119,6 +126,7 @@ class Collector:
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
+            "compiled_calls": self._compiled_calls,
         }
 
     def copy_ahead(self) -> dict[str, Any] | None:
@@ -133,7 +141,7 @@ class Collector:
             return None
         self._ahead_rng = capture_rng(self._ahead_rng)
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
+        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
 
     def forecast_came_true(self) -> bool | None:
         """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
@@ -163,6 +171,8 @@ class Collector:
                     own[name] = {**state[name], "param_groups": merged}
             elif name in volatile.get("plain", {}):
                 own[name] = volatile["plain"][name]
+        if volatile.get("compiled_calls"):
+            own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
     @property

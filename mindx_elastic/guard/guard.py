@@ -34,6 +34,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
@@ -253,6 +254,7 @@ class Guard:
             saver=self._saver,
             resume=options.resume,
             around=self._around,
+            unmanaged=self._unmanaged,
         )
         if self._around.is_guest and not evaluates and start.resumed is not None:
             self._around.keeps_nothing = True
@@ -294,6 +296,8 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._collector.compiled.listen()
+        stack.callback(self._collector.compiled.stop)
         self._window = UpdateWindow(self._collector, self._update_gate)
         self._orders = GradientOrders(
             self._targets,
@@ -396,6 +400,8 @@ class Guard:
             return
         self._orders.at_boundary()
         self._copy_boundary()
+        if self._collector.compiled.problems:
+            tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(self._step)
         if not self._warned_of_window:
             self._warn_of_window()

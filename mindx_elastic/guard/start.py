@@ -7,7 +7,7 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
            must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
-loaded     the state is in the live objects, on every rank
+loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
 entered    every rank is ready to train
 =========  ===================================================================================================
 
@@ -38,11 +38,13 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
+from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -98,6 +100,7 @@ def start_job(
     saver: Saver,
     resume: str | Path,
     around: Connections,
+    unmanaged: Unmanaged,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together.
 
@@ -134,14 +137,17 @@ def start_job(
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
+    collector.compiled.only_names, kept = collector.is_sharded, b""
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        _load(found, collector, targets, loader, ranks)
-    meet(exchange, "loaded", [flags])
+        kept = _load(found, collector, targets, loader, ranks)
+    compiled = CompiledPart(kept)
+    meet(exchange, "loaded", [flags, compiled])
+    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began)
         saver.began_from(found.checkpoint.info)
@@ -190,7 +196,8 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> bytes:
+    """Returns the calls that torch.compile had compiled; empty where they do not count."""
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -205,6 +212,7 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
     restore()
     _call_when_ready(loader, restore)
     collector.copy(collector.position)
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b""))
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
