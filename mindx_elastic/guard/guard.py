@@ -471,7 +471,7 @@ class Guard:
         """
         self._require_entered("outside_step()")
         before = self._collector.buffer_versions()
-        with kept_rng(), self._stoppable():
+        with kept_rng(), self._collector.kept_streams_and_flags(), self._stoppable():
             yield
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
         if changed:

@@ -36,6 +36,7 @@ from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
@@ -134,6 +135,7 @@ def start_job(
 
     if found is not None and resume == "auto":
         _refuse_another_job(found, saver.names)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
@@ -144,14 +146,13 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept = _load(found, collector, targets, loader, ranks)
+        kept = _load(found, collector, targets, loader, ranks, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began)
         saver.began_from(found.checkpoint.info)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -196,8 +197,13 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> bytes:
-    """Returns the calls that torch.compile had compiled; empty where they do not count."""
+def _load(
+    found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo, *, with_flags: bool
+) -> bytes:
+    """Returns the calls that torch.compile had compiled; empty where they do not count.
+
+    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
+    """
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -208,11 +214,28 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         state = collector.compose(state, own)
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore = _how_to_restore_rng(found, state["rng"], ranks)
-    restore()
+    restore_rng_ = _how_to_restore_rng(found, state["rng"], ranks)
+    if with_flags:
+        _say_flags(collector.load_flags(state))
+
+    def restore() -> None:
+        restore_rng_()
+        collector.load_streams(state)
+        if with_flags:  # `model.train()` at the loop's head runs before the first batch
+            collector.load_flags(state)
+
+    restore_rng_()
     _call_when_ready(loader, restore)
     collector.copy(collector.position)
     return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b""))
+
+
+def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
+    """One line on flags that the program begins with and the boundary had otherwise."""
+    words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
+    told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
+    if told:
+        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
