@@ -38,13 +38,12 @@ def name_targets(
     if stateful is not None and not isinstance(stateful, Mapping):
         raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
     named: dict[str, Any] = {}
-    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
+    for name, value in objects.items():
         if isinstance(value, (list, tuple)):
             named.update({f"{name}_{index}": one for index, one in enumerate(value)})
         elif value is not None:
             named[name] = value
-    if loader is not None:
-        named["loader"] = loader
     for name, value in (stateful or {}).items():
         if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
             raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")

@@ -187,6 +187,13 @@ class UpdateGate:
                 self._changed.notify_all()
         return not torn
 
+    def pass_unknown(self) -> None:
+        """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
+        with self._lock:
+            self._updates = {}
+            self._versions = [p._version for p in self._parameters]
+            self._total = sum(self._versions)
+
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
         self._writers += 1

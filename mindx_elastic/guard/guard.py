@@ -32,7 +32,7 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
@@ -41,6 +41,7 @@ from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
@@ -151,9 +152,16 @@ class Guard:
             unmanaged=unmanaged,
         )
         self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
-        self.loader = loader
+        self._loaders = Loaders(loader, stateful)
+        self.loader = self._loaders.first
+        """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
         self._targets = name_targets(
-            model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            scaler=scaler,
+            loader=self._loaders.argument,
+            stateful=self._loaders.stateful,
         )
         self.resumed_from_step: int | None = None
         """Step of the checkpoint that this run went on from; None on a fresh start."""
@@ -161,6 +169,7 @@ class Guard:
         self.run_id = ""
         self._step = self._epoch = self._step_in_epoch = 0
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
+        self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
         self._warned_of_window = self._warned_of_buffers = False
@@ -174,6 +183,10 @@ class Guard:
         """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
+
+    def expect_no_look_ahead(self) -> None:
+        """For layers above, before entering: their loop uses each batch before it fetches the next one."""
+        self._loaders.expect_no_look_ahead()
 
     def __enter__(self) -> Guard:
         with ExitStack() as stack:
@@ -220,9 +233,9 @@ class Guard:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         log = directories[0] / EVENTS_FILE
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
-        self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
         self._events.write_aside()
+        self._loaders.begin(stack)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts))
@@ -250,7 +263,7 @@ class Guard:
             directories,
             collector=self._collector,
             targets=self._targets,
-            loader=self.loader,
+            loaders=self._loaders,
             saver=self._saver,
             resume=options.resume,
             around=self._around,
@@ -287,8 +300,7 @@ class Guard:
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        if hasattr(self.loader, "worker_grace_s"):
-            self.loader.worker_grace_s = settings.grace_s
+        self._loaders.enter(self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -389,14 +401,17 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        current_epoch = self._current_epoch()
+        self._known = self._loaders.at_boundary()
+        current_epoch = self._loaders.epoch()
         if self._epoch == 0 or current_epoch not in (0, self._epoch):
             self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
         self._step += 1
         self._step_in_epoch += 1
         self._finished_step = False
-        self._cut = not (self._accumulates and self._update_gate.window_open())
+        self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
         if not self._cut:
+            if not self._known:
+                self._update_gate.pass_unknown()
             return
         self._orders.at_boundary()
         self._copy_boundary()
@@ -544,8 +559,7 @@ class Guard:
             return
         if not isinstance(error, GracefulExit):
             self._complete_step(error)
-        if hasattr(self.loader, "shutdown"):
-            self.loader.shutdown()  # a stuck loader worker would delay the exit
+        self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
             self._leave()
             return
@@ -559,6 +573,8 @@ class Guard:
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        if self._step and not self._known and self._finished_step and self._loaders.settle():
+            self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():
             raise self._leave()

@@ -42,6 +42,7 @@ from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -97,7 +98,7 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
+    loaders: Loaders,
     saver: Saver,
     resume: str | Path,
     around: Connections,
@@ -146,7 +147,7 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept = _load(found, collector, targets, loader, ranks, with_flags=not around.is_guest)
+        kept = _load(found, collector, targets, loaders, ranks, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -198,7 +199,13 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 
 
 def _load(
-    found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo, *, with_flags: bool
+    found: Resumed,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    loaders: Loaders,
+    ranks: RankInfo,
+    *,
+    with_flags: bool,
 ) -> bytes:
     """Returns the calls that torch.compile had compiled; empty where they do not count.
 
@@ -225,7 +232,7 @@ def _load(
             collector.load_flags(state)
 
     restore_rng_()
-    _call_when_ready(loader, restore)
+    loaders.call_when_ready(restore)
     collector.copy(collector.position)
     return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b""))
 
@@ -268,17 +275,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
