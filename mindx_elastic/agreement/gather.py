@@ -51,6 +51,7 @@ from mindx_elastic.errors import (
     CheckpointError,
     MindxError,
     PeerStartError,
+    UnmanagedStateError,
     UnsupportedStateError,
     UntrustedMessageError,
     UsageError,
@@ -402,7 +403,7 @@ def _error_of(text: str) -> MindxError:
         rank, name, message = -1, "", text
     name, message = printable(str(name), 200), printable(str(message), _MOST_CHARACTERS)
     kind = getattr(errors, name, None) if name in errors.__all__ else None
-    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError | UntrustedMessageError):
+    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError | UntrustedMessageError | UnmanagedStateError):
         return kind(f"rank {rank}: {message}")
     if kind is UnsupportedStateError:
         return UnsupportedStateError(f"rank {rank}", message)

@@ -21,6 +21,7 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, all_or_none, meet
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.alarm import REFUSAL
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector, name_targets
@@ -33,7 +34,8 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.position import num_batches
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.checks import Checks
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
@@ -275,7 +277,13 @@ class Guard:
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
+        trains = not (evaluates or self._around.is_guest)
+        self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._epoch)
+        if trains:
+            self._checks.at_entry()
         self._start_stages(stack, settings, start.peers, relay, closing)
+        if trains:
+            self._checks.watch(self._update_gate)
         self._around.enter(
             start.resumed,
             start.run_id,
@@ -295,6 +303,7 @@ class Guard:
         self.resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        self._unmanaged.inherit(start.notes)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
@@ -418,6 +427,7 @@ class Guard:
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(self._step)
+        self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
 
@@ -435,9 +445,11 @@ class Guard:
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
         if self._step_gate.arrive(self._step):
+            self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self.position):
+                self._checks.before_save()
                 self.save_periodic(policy)
 
     def _copy_boundary(self) -> None:
@@ -486,7 +498,7 @@ class Guard:
         """
         self._require_entered("outside_step()")
         before = self._collector.buffer_versions()
-        with kept_rng(), self._collector.kept_streams_and_flags(), self._stoppable():
+        with kept_rng(), self._collector.kept_streams_and_flags(), self._checks.paused(), self._stoppable():
             yield
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
         if changed:
@@ -554,18 +566,26 @@ class Guard:
 
     def _conclude(self, error: BaseException | None) -> None:
         """The block is over: finished, stopped gracefully, or failed."""
+        refusal = self._unmanaged.refusal
+        if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
+            self._conclude(refusal)  # the program has caught it, or has made another exception of it
+            if error is None:
+                raise refusal
+            return
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             self._finish()
             return
-        if not isinstance(error, GracefulExit):
+        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
             self._complete_step(error)
         self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
             self._leave()
             return
         self.stopper.on_exception(error)
+        self._drop_refused()
         alarm = self.stopper.alarm
-        if alarm is not None and alarm.kind != "exception":
+        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
+        if alarm is not None and not own:
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)
             raise self._leave() from error
@@ -593,8 +613,15 @@ class Guard:
         self.stopper.after_save()
         leaving = self.stopper.exit()
         self._around.leave(self.stopper)
+        self._drop_refused()
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
+
+    def _drop_refused(self) -> None:
+        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind == REFUSAL and self.resumed_from_step is None:
+            self._around.keep_memory = False
 
     def _complete_step(self, error: BaseException) -> None:
         """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""

@@ -88,6 +88,11 @@ class Start:
         return arenas is None or not found.path.is_relative_to(arenas)
 
     @property
+    def notes(self) -> Sequence[str]:
+        """What is known against an exact resume, according to the file that this rank goes on from."""
+        return () if self.resumed is None else self.resumed.checkpoint.info.unmanaged
+
+    @property
     def step(self) -> int | None:
         """The step that the run goes on from; None on a fresh start."""
         return None if self.resumed is None else self.resumed.checkpoint.info.step
