@@ -52,6 +52,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.guard.witness import HEARD_S, Witness, open_witness
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -175,6 +176,8 @@ class Guard:
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
         self._warned_of_window = self._warned_of_buffers = False
+        self._witness: Witness | None = None
+        """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
@@ -227,7 +230,12 @@ class Guard:
         relay.open()
         closing = stack.enter_context(ExitStack())
         wanted = [options.folder, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        self._resolved, trust = prepare_directories(wanted, self.ranks, options.sharing())
+        places = wanted
+        if (witness := open_witness(ranks)) is not None:
+            places = witness.redirected(wanted)
+            self._policies = tuple(replace(policy, after_save=None) for policy in self._policies)
+        resolved, trust = prepare_directories(places, self.ranks, options.sharing())
+        self._resolved = {path: resolved[place] for path, place in zip(wanted, places, strict=True)}
         directories = list(dict.fromkeys(self._resolved.values()))
         evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
         evaluates = evaluates and not self._periodic
@@ -294,6 +302,29 @@ class Guard:
             replicas=outermost_replicas(self._targets) if replicated else [],
             next_step=lambda: self._step + 1,
         )
+        if witness is not None and not evaluates:
+            self._witness = witness
+            self._enter_witness(stack, witness)
+
+    def _enter_witness(self, stack: ExitStack, witness: Witness) -> None:
+        witness.enter(
+            stack,
+            directory=self._options.folder,
+            prefix=self._options.prefix,
+            targets=self._targets,
+            loaders=[] if self.loader is None else [self.loader],
+            collector=self._collector,
+            position=self.position,
+            resumed=self.resumed_from_step,
+            resumed_path=self.resumed_path,
+            signals=[number for policy in self._policies for number in policy.signals],
+            outside=lambda: bool(getattr(self, "_outside", False)),
+            end=self._end_unsaved,
+        )
+
+    def _end_unsaved(self, reason: str) -> None:
+        self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
+        self.request_stop(reason, 0)
 
     def _take_over(self, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
@@ -405,6 +436,8 @@ class Guard:
         are accepted for logging.
         """
         self.boundary()
+        if self._witness is not None:
+            self._witness.scalars = scalars
         self.finish_step()
 
     def boundary(self) -> None:
@@ -444,6 +477,8 @@ class Guard:
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
+        if self._witness is not None and self._witness.at_boundary(self.position, is_cut=self._cut):
+            self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(self._step):
             self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
@@ -539,6 +574,8 @@ class Guard:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
+            if self._witness is not None and target is not None:
+                target = self._witness.redirected_file(target)
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
@@ -572,6 +609,9 @@ class Guard:
             if error is None:
                 raise refusal
             return
+        if self._witness is not None:
+            outcome = "finished" if error is None else type(error).__name__
+            self._witness.leave(outcome, self._unmanaged.notes)
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             self._finish()
             return
