@@ -79,7 +79,9 @@ class Adoption:
         loader = self.resumable
         if isinstance(loader, ReplayLoader):
             skipped = "loaded and dropped" if loader._skipper is None else "skipped"
-            return f"{what} keeps its own order; after a resume its epoch begins again, and the batches before are {skipped}"
+            return (
+                f"{what} keeps its own order; after a resume its epoch begins again: earlier batches are {skipped}"
+            )
         sampler = loader._sampler
         if sampler.shuffle:
             order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"

@@ -6,6 +6,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch.utils.data import (
 )
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
@@ -118,7 +120,7 @@ class ResumableLoader(DataLoader[Any]):
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
 
     @classmethod
-    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | FunctionLoader:
         """See `mindx_elastic.data.from_loader`."""
         return from_loader(loader, seed)
 
@@ -151,6 +153,7 @@ class ResumableLoader(DataLoader[Any]):
             opened,
             progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
             announce=self._announce,
+            can_be_read_beside=self.num_workers > 0,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,6 +199,17 @@ class ResumableLoader(DataLoader[Any]):
         """
         self._engine.shutdown()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """For an evaluation on this very loader: in here it is iterated from its first batch, and afterwards its
+        position, and the iteration under way, are as before."""
+        ready, self.on_iterator_ready = self.on_iterator_ready, None
+        try:
+            with self._engine.aside():
+                yield
+        finally:
+            self.on_iterator_ready = ready
+
     @property
     def _sampler(self) -> ResumableBatchSampler:
         assert isinstance(self.batch_sampler, ResumableBatchSampler)
@@ -231,7 +245,7 @@ class ResumableLoader(DataLoader[Any]):
             collate_fn,
             generator=generator,
             grace_s=self.worker_grace_s,
-            persistent=self.persistent_workers,
+            persistent=self.persistent_workers and not self._engine.is_aside,
         )
 
     def _warn_of_padding(self, plan: EpochPlan) -> None:
@@ -262,7 +276,7 @@ def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, oth
             raise UsageError(f"rank={rank} is not below world_size={size}")
 
 
-def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | FunctionLoader:
     """A resumable loader with the settings of `loader`, which is left as it is.
 
     A DataLoader over a map-style data set with torch's own SequentialSampler, RandomSampler (without
@@ -278,7 +292,7 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
 
     Raises UsageError for an iterator, which can be gone through only once.
     """
-    if isinstance(loader, (ResumableLoader, ReplayLoader)):
+    if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
         return loader
     order = _stock_order(loader) if isinstance(loader, DataLoader) else None
     if order is None:

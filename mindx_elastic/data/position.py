@@ -68,6 +68,8 @@ class Cursor:
     """Number of the newest iteration; older iterators no longer move the position."""
     requested: int | None = None
     """Epoch asked for by `set_epoch` while an iteration is live."""
+    size: int | None = None
+    """Batches of the newest epoch, where only its end would tell."""
     track: Track | None = None
     """Follows what is handed out, while a guard is entered."""
 
@@ -91,14 +93,15 @@ class Cursor:
 
     def begin(self) -> int:
         """A new iteration begins; returns its token."""
+        if self.track is not None:
+            ended = self.finished or (self.size is not None and self.batch >= self.size)
+            self.track.begin(has_more=bool(self.batch) and not (ended or self.pending))
         if self.requested is not None:
             self.move_to(self.requested)
         elif not self.pending:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
         self.token += 1
-        if self.track is not None:
-            self.track.begin()
         return self.token
 
     def abandon(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from mindx_elastic.data.permutation import mix, mix_array
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeededDataset,
+    SeparateStreams,
+    advance_streams,
     as_collated,
     capture_streams,
-    preserved_streams,
-    restore_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Mark
@@ -47,10 +48,8 @@ class ReplayLoader:
     What is weaker than `ResumableLoader`:
     - skipping takes time in proportion to the batches consumed, and for iterable data sets as long as
       loading them;
-    - the order is exact only if it follows from the noted state: a sampler that draws from a *global*
-      stream in the middle of the epoch, or an iterable data set with ``num_workers=0`` that does, sees
-      other numbers after a resume, because the model's own draws are not replayed. One that seeds itself at
-      the start, or runs in workers, is exact;
+    - the order is exact only if it follows from the noted state. What samplers and iterable data sets draw from
+      the *global* streams does: in each epoch they have streams of their own, which begin as the global ones;
     - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
       exactly. With ``per_sample_seed=False`` it comes from the workers' running streams and differs after a
       resume when workers are used; iterable data sets replay their worker streams, so there `num_workers`
@@ -79,6 +78,7 @@ class ReplayLoader:
         self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
+        self._kept: dict[str, Any] | None = None  # what decides the order, as it was before an evaluation
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
             self._skipper = _SkippingSampler(self._stock, seeded=per_sample_seed)
@@ -110,16 +110,21 @@ class ReplayLoader:
         announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
+            cursor.size = self._length()
+            if self._engine.is_aside and self._kept is None:
+                self._kept = self._capture()
             if cursor.start is None:
                 # Streams are restored before torch draws from them, as in a run that was never stopped.
                 self._announce()
                 cursor.start = self._capture()
-                opened = self._open(0)
+                advance_streams()  # or the next epoch would begin with the same ones, if the training draws none
+                skip = 0
             else:
                 announce = self._announce
-                with preserved_streams():
-                    self._restore(cursor.start)
-                    opened = self._open(cursor.batch)
+                self._restore(cursor.start)
+                skip = cursor.batch
+            self._streams = SeparateStreams(cursor.start["streams"])
+            opened = self._open(skip)
         except BaseException:
             cursor.abandon()
             raise
@@ -164,10 +169,25 @@ class ReplayLoader:
         """
         self._engine.shutdown()
 
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """See `ResumableLoader.aside`. What decides the order (generators, epoch, state) is as before as well."""
+        ready, self.on_iterator_ready = self.on_iterator_ready, None
+        self._kept = None
+        try:
+            with self._engine.aside():
+                yield
+        finally:
+            self.on_iterator_ready = ready
+            if (kept := self._kept) is not None:
+                for name, part in self._parts().items():
+                    _restore_part(part, kept["parts"].get(name, {}), self.loader)
+
     @property
     def _persistent(self) -> bool:
         # Workers of an iterable data set must start each epoch with new streams, or no later epoch could be replayed.
-        return self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
+        wanted = self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
+        return wanted and not self._engine.is_aside
 
     def _announce(self) -> None:
         if self.on_iterator_ready is not None:
@@ -183,18 +203,20 @@ class ReplayLoader:
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
-            self._skipper.begin_at(skip, self._hash(_SAMPLE))
+            self._skipper.begin_at(skip, self._hash(_SAMPLE), self._streams)
             opened = self._engine.open(self._build, persistent=self._persistent)
             self._skipper.skip_now()
             return opened
-        if self._stock is None:
-            opened = self._open_foreign()
-        else:
-            opened = self._engine.open(self._build, persistent=False)
+        with self._streams.used():
+            if self._stock is None:
+                opened = self._open_foreign()
+            else:
+                opened = self._engine.open(self._build, persistent=False)
+        batches = _Apart(opened[0], self._streams)
         for done in range(skip):
-            if next(opened[0], _END) is _END:
+            if next(batches, _END) is _END:
                 raise _too_short(done, skip)
-        return opened
+        return batches, opened[1]
 
     def _open_foreign(self) -> tuple[Iterator[Any], WorkerSet | None]:
         loader = self.loader
@@ -256,7 +278,6 @@ class ReplayLoader:
             _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
         check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
-        restore_streams(start["streams"])
 
     def _length(self) -> int | None:
         try:
@@ -266,6 +287,17 @@ class ReplayLoader:
 
 
 _END = object()
+
+
+class _Apart(Iterator[Any]):
+    """Fetches with streams of its own: a replay, in which the training draws nothing, comes out the same."""
+
+    def __init__(self, batches: Iterator[Any], streams: SeparateStreams) -> None:
+        self.wrapped, self._streams = batches, streams
+
+    def __next__(self) -> Any:
+        with self._streams.used():
+            return next(self.wrapped)
 
 
 class _AsItWas:
@@ -313,10 +345,11 @@ class _SkippingSampler(Sampler[Any]):
         self._skip = 0
         self._prefix = 0
         self._walk: _Walk | None = None
+        self.streams: SeparateStreams
 
-    def begin_at(self, skip: int, prefix: int) -> None:
-        """Where the next ``iter`` begins."""
-        self._skip, self._prefix = skip, prefix
+    def begin_at(self, skip: int, prefix: int, streams: SeparateStreams) -> None:
+        """Where the next ``iter`` begins, and what the sampler draws from in place of the global streams."""
+        self._skip, self._prefix, self.streams = skip, prefix, streams
 
     def skip_now(self) -> None:
         """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
@@ -327,7 +360,8 @@ class _SkippingSampler(Sampler[Any]):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        self._walk = _Walk(iter(self.inner), self)
+        with self.streams.used():
+            self._walk = _Walk(iter(self.inner), self)
         return self._walk
 
 
@@ -337,6 +371,7 @@ class _Walk(Iterator[Any]):
 
     def __init__(self, items: Iterator[Any], sampler: _SkippingSampler) -> None:
         self._items = items
+        self._streams = sampler.streams
         self._skip = sampler._skip
         self._prefix = sampler._prefix
         self._batched = sampler.batched
@@ -347,7 +382,8 @@ class _Walk(Iterator[Any]):
         wanted, self._skip = self._skip, 0
         for done in range(wanted):
             try:
-                item = next(self._items)
+                with self._streams.used():
+                    item = next(self._items)
             except StopIteration:
                 raise _too_short(done, wanted) from None
             self._place += len(item) if self._batched else 1
@@ -355,7 +391,8 @@ class _Walk(Iterator[Any]):
     def __next__(self) -> Any:
         if self._skip:
             self.skip_now()
-        item = next(self._items)
+        with self._streams.used():
+            item = next(self._items)
         count = len(item) if self._batched else 1
         first, self._place = self._place, self._place + count
         if not self._seeded:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
+import torch
+
 from mindx_elastic.data.look_ahead import Fetches
 
-__all__ = ["Mark", "Track"]
+__all__ = ["Mark", "Track", "fetching"]
+
+_FIRST = 3
+
+fetching: set[int] = set()
+"""Threads in which a followed loader is fetching: what a data set does with DataLoaders of its own is its business."""
 
 
 class Mark(NamedTuple):
@@ -30,13 +38,18 @@ class Track:
         self._oldest = 0
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
+        self._dropped: Fetches | None = None
+        self._first_batches: list[weakref.ref[torch.Tensor]] = []
+        self._handed_before = self._handed_at_begin = 0
+        self.left_early = False
+        """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
     @property
     def fetches(self) -> Fetches:
-        return Fetches(self._handed, self._asked, self._iterations, self._exhausted)
+        return Fetches(self._handed, self._asked, self._iterations, self._exhausted, self._dropped)
 
     def mark_after(self, number: int) -> Mark:
         """The position after `number` batches, which are at least those of the last `forget_before`."""
@@ -48,15 +61,45 @@ class Track:
             self._marks.popleft()
             self._oldest += 1
 
+    def at_boundary(self) -> int:
+        """A step has ended. Returns how many batches were handed out since the last one."""
+        number, self._handed_before = self._handed - self._handed_before, self._handed
+        return number
+
+    @property
+    def batches_of_epoch(self) -> int:
+        """Handed out by the newest iteration."""
+        return self._handed - self._handed_at_begin
+
+    @property
+    def kept_batches(self) -> int:
+        """How many of its first batches the program has kept, as far as that can be seen."""
+        return sum(one() is not None for one in self._first_batches)
+
     # --- called by the loader ---
 
-    def begin(self) -> None:
+    def begin(self, *, has_more: bool) -> None:
+        """`has_more`: of the epoch before."""
         self._iterations += 1
+        self._handed_at_begin = self._handed
+        if has_more:
+            self.left_early |= self._handed == self._handed_before
+            self._dropped = Fetches(self._handed, self._asked, self._iterations - 1)
 
     def ask(self) -> None:
         self._asked += 1
-        if threading.get_ident() != self._thread:
+        thread = threading.get_ident()
+        if thread != self._thread:
             self.other_thread = threading.current_thread().name
+
+    def see(self, batch: Any) -> None:
+        """The next batch to be handed out."""
+        if self.batches_of_epoch < _FIRST:
+            if not self.batches_of_epoch:
+                self._first_batches.clear()
+            tensor = _some_tensor(batch)
+            if tensor is not None:
+                self._first_batches.append(weakref.ref(tensor))
 
     def hand_out(self, mark: Mark) -> None:
         self._marks.append(mark)
@@ -65,3 +108,15 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
+
+
+def _some_tensor(batch: Any) -> torch.Tensor | None:
+    for _depth in range(4):
+        if isinstance(batch, torch.Tensor):
+            return batch
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        if not isinstance(batch, (list, tuple)) or not batch:
+            return None
+        batch = batch[0]
+    return None

@@ -284,7 +284,7 @@ class Guard:
             self._policies = tuple(replace(policy, save=False) for policy in self._policies)
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
-        self._take_over(start, settings)
+        self._take_over(stack, start, settings)
         trains = not (evaluates or self._around.is_guest)
         self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._epoch)
         if trains:
@@ -326,7 +326,7 @@ class Guard:
         self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
         self.request_stop(reason, 0)
 
-    def _take_over(self, start: Start, settings: Settings) -> None:
+    def _take_over(self, stack: ExitStack, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         position = self._collector.position
@@ -340,7 +340,7 @@ class Guard:
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        self._loaders.enter(self._unmanaged, settings.grace_s)
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -443,7 +443,7 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        self._known = self._loaders.at_boundary()
+        self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         current_epoch = self._loaders.epoch()
         if self._epoch == 0 or current_epoch not in (0, self._epoch):
             self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
@@ -533,7 +533,8 @@ class Guard:
         """
         self._require_entered("outside_step()")
         before = self._collector.buffer_versions()
-        with kept_rng(), self._collector.kept_streams_and_flags(), self._checks.paused(), self._stoppable():
+        kept = self._collector.kept_streams_and_flags()
+        with kept_rng(), kept, self._checks.paused(), self._loaders.outside(), self._stoppable():
             yield
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
         if changed:

@@ -6,32 +6,34 @@ of the batches that steps have used (`data.look_ahead`), not of those that the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import epoch_reader
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "Loaders"]
 
+_Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
 
 
 class FollowedLoader:
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
-    def __init__(self, name: str, loader: ResumableLoader | ReplayLoader, adoption: Adoption | None) -> None:
+    def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
         self.name, self.loader, self.adoption = name, loader, adoption
         self.engine: Engine = loader._engine
         self.track: Track | None = None
@@ -75,7 +77,9 @@ class FollowedLoader:
             self.adoption.end()
 
     def epoch(self) -> int:
-        """Of the newest batch that was used."""
+        """Of the newest batch that was used; 0 where there are no epochs."""
+        if isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None:
+            return 0
         if self.track is None or not self.look_ahead.ahead:
             return self.engine.cursor.epoch
         return self.track.mark_after(self.look_ahead.used).epoch
@@ -93,6 +97,25 @@ class FollowedLoader:
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
             )
         return True
+
+    def tell(self, unmanaged: Unmanaged) -> None:
+        """What the fetches since the last boundary show."""
+        track = self.track
+        assert track is not None
+        if track.other_thread is not None:
+            name, track.other_thread = track.other_thread, None
+            unmanaged.certain(
+                f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
+                "not known",
+                "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
+            )
+        if track.left_early:
+            track.left_early = False
+            unmanaged.risk(
+                f"the loop leaves an epoch of {self.name} right after a step, with batches left: a run that stops at "
+                "that very step goes on with this epoch, and a resumed one counts its batches from the resumed one",
+                "Leave it before the step: `for i, batch in guard.enumerate(loader): if i == n: break`",
+            )
 
 
 class Loaders:
@@ -129,7 +152,7 @@ class Loaders:
         if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not _keeps_state(loader):
             adoption = Adoption(loader)
             loader = adoption.resumable
-        if isinstance(loader, (ResumableLoader, ReplayLoader)):
+        if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
             followed = FollowedLoader(name, loader, adoption)
             self._followed.append(followed)
             self.named.append(loader)
@@ -147,11 +170,18 @@ class Loaders:
             stack.callback(followed.leave)
             followed.begin()
 
-    def enter(self, unmanaged: Unmanaged, worker_grace_s: float) -> None:
+    def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
         """The state is back: follow the loaders from here."""
         for loader in self.named:
             if hasattr(loader, "worker_grace_s"):
                 loader.worker_grace_s = worker_grace_s
+        adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
+        self._unmanaged = unmanaged
+        self._watch = LoaderWatch(unmanaged, adopted, self._now)
+        self._watch.has_named = bool(self.named)
+        self._watch.enter(stack)
+        self._has_fetched = self._told_idle = False
+        self._idle_after_end = 0
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -166,6 +196,27 @@ class Loaders:
             followed.follow()
             if followed.adoption is not None:
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
+
+    def _now(self) -> tuple[int, int] | None:
+        """Batches handed out by the first loader, and the number of its iteration, while there is one."""
+        followed = self._followed[0] if self._followed else None
+        if followed is None or followed.track is None or not followed.engine.cursor.live:
+            return None
+        seen = followed.track.fetches
+        return (seen.handed, seen.iteration) if not followed.look_ahead.ahead else None
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """In here batches are for an evaluation, also those of the loaders themselves."""
+        was, self._watch.is_outside = self._watch.is_outside, True
+        try:
+            with ExitStack() as stack:
+                if not was:
+                    for followed in self._followed:
+                        stack.enter_context(followed.loader.aside())
+                yield
+        finally:
+            self._watch.is_outside = was
 
     def call_when_ready(self, restore: Callable[[], None]) -> None:
         """Call `restore` when the first iterator of any loader exists and its first batch has not been fetched."""
@@ -187,12 +238,56 @@ class Loaders:
 
     # --- steps ---
 
-    def at_boundary(self) -> bool:
-        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders."""
-        known = True
+    def at_boundary(self, rng: Any) -> bool:
+        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders.
+
+        `rng`: torch's stream at the last boundary. Raises UnmanagedStateError for batches that no position covers.
+        """
+        known, fetched, idle = True, 0, bool(self._followed)
         for followed in self._followed:
+            track = followed.track
+            assert track is not None
+            before = followed.look_ahead.used
             known = followed.at_boundary() and known
+            fetched += track.at_boundary()
+            idle = idle and followed.look_ahead.used == before
+            if track.other_thread is not None or track.left_early:
+                followed.tell(self._unmanaged)
+        self._watch.at_boundary(rng)
+        if fetched:
+            self._has_fetched = True
+        elif idle and known and self._has_fetched and not self._told_idle:
+            self._tell_idle()
         return known
+
+    def _tell_idle(self) -> None:
+        """A step without a batch, after steps with one."""
+        followed = self._followed[0]
+        assert followed.track is not None
+        if not followed.engine.cursor.live:
+            self._idle_after_end += 1
+            if self._idle_after_end == 2 and find_cycle(followed.track.batches_of_epoch):
+                self._told_idle = True
+                self._unmanaged.certain(
+                    f"itertools.cycle({followed.name}) keeps the batches of its first epoch, and steps use them again: "
+                    "no file has them",
+                    "Begin each epoch anew: `while True: yield from loader`, or `for epoch in guard.epochs(n): "
+                    "for batch in loader:`",
+                )
+            if self._idle_after_end == 2 and followed.track.kept_batches > 1:
+                self._told_idle = True
+                self._unmanaged.risk(
+                    f"steps go on after the end of an epoch of {followed.name}, and the program keeps its batches: a "
+                    "resumed run has only those that came after the stop",
+                    "Iterate the loader anew in each epoch, instead of a list of its batches",
+                )
+            return
+        self._told_idle = True
+        self._unmanaged.risk(
+            f"a step has ended without a batch of {followed.name}, in the middle of an epoch: if it uses an earlier "
+            "batch again, a run that stops before it goes on with the next batch",
+            "Call step_end() once a batch, after all that is done with it",
+        )
 
     def settle(self) -> bool:
         """The training ends: take what was fetched as used where that is not known. Returns whether it was not."""
