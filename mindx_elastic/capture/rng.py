@@ -33,13 +33,10 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
 
     `earlier` is a captured state whose parts may be taken over where the generator has not moved since.
     """
-    python, numpy = python_state(), numpy_state() if "numpy" in sys.modules else None
-    if earlier is not None:
-        python = earlier["python"] if earlier["python"] == python else python
-        numpy = earlier["numpy"] if _equal_numpy(earlier.get("numpy"), numpy) else numpy
-    state: dict[str, Any] = {"python": python, "torch": torch.default_generator.get_state()}
-    if numpy is not None:
-        state["numpy"] = numpy
+    old = earlier or {}
+    state = {"python": python_state(old.get("python")), "torch": torch.default_generator.get_state()}
+    if "numpy" in sys.modules:
+        state["numpy"] = numpy_state(old.get("numpy"))
     if torch.cuda.is_initialized() and torch.cuda.is_available():
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
     return state
@@ -69,8 +66,8 @@ def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _equal_numpy(one: Any, other: Any) -> bool:
-    if isinstance(one, NumpyState) or one is None or other is None:
-        return one is not None and bool(one == other)
+    if isinstance(one, NumpyState):
+        return one == other
     if isinstance(one, dict):
         return (
             isinstance(other, dict) and one.keys() == other.keys() and all(_equal_numpy(one[k], other[k]) for k in one)

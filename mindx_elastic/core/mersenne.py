@@ -70,15 +70,18 @@ class _PythonAccess:
 _python = _PythonAccess(None)
 
 
-def python_state() -> PythonState | tuple[Any, ...]:
-    """What `random.getstate` says; as it gives it where that is the only way."""
+def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
+    """What `random.getstate` says; as it gives it where that is the only way. `earlier` itself where that is equal."""
     global _python
     access = _python
     if access.getstate is not random.getstate:  # the first time, or it was replaced since
         access = _python = _PythonAccess(random.getstate)
     if access.block is None:
         return random.getstate()
-    return PythonState(access.block.raw, access.owner.gauss_next)
+    raw, gauss = access.block.raw, access.owner.gauss_next
+    if type(earlier) is PythonState and earlier.raw == raw and earlier.gauss == gauss:
+        return earlier
+    return PythonState(raw, gauss)
 
 
 def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
@@ -194,14 +197,18 @@ def _numpy_access() -> _NumpyAccess:
     return access
 
 
-def numpy_state() -> NumpyState | dict[str, Any]:
-    """What ``numpy.random.get_state(legacy=False)`` says; as it gives it where that is the only way."""
+def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
+    """What ``numpy.random.get_state(legacy=False)`` says; as it gives it where that is the only way. `earlier` itself
+    where that is equal."""
     access = _numpy_access()
     if access.words is None:
         import numpy
 
         return dict(numpy.random.get_state(legacy=False))
-    return NumpyState(access.words.raw, access.gauss.raw)
+    raw, gauss = access.words.raw, access.gauss.raw
+    if type(earlier) is NumpyState and earlier.raw == raw and earlier.gauss == gauss:
+        return earlier
+    return NumpyState(raw, gauss)
 
 
 def put_back_numpy(state: NumpyState | dict[str, Any]) -> None:
