@@ -39,9 +39,11 @@ _RawGauss = ctypes.c_char * _GAUSS.size
 class PythonState:
     """The state of Python's global generator. Never changed."""
 
-    __slots__ = ("gauss", "raw")
+    __slots__ = ("gauss", "packed", "raw")
 
     def __init__(self, raw: bytes, gauss: float | None) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
         self.raw = raw
         """The index and the words, as in memory."""
         self.gauss = gauss
@@ -51,6 +53,11 @@ class PythonState:
         return isinstance(other, PythonState) and self.raw == other.raw and self.gauss == other.gauss
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def words(self) -> bytes:
+        """The words and the index, 4 bytes each in the order of `as_tuple`."""
+        return self.raw[_INDEX.size :] + self.raw[: _INDEX.size]
 
     def as_tuple(self) -> tuple[int, tuple[int, ...], float | None]:
         """The same as `random.getstate` gives it."""
@@ -137,9 +144,11 @@ def _python_is_as_expected() -> bool:
 class NumpyState:
     """The state of numpy's global generator, a Mersenne twister. Never changed."""
 
-    __slots__ = ("gauss", "raw")
+    __slots__ = ("gauss", "packed", "raw")
 
     def __init__(self, raw: bytes, gauss: bytes) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
         self.raw = raw
         """The words and the index, as in memory."""
         self.gauss = gauss
