@@ -22,6 +22,7 @@ __all__ = [
     "FaultPaths",
     "KeySettings",
     "MemorySettings",
+    "ProveSettings",
     "RankInfo",
     "RedundancySettings",
     "Settings",
@@ -100,6 +101,8 @@ class Settings:
     """``MS_ENABLE_GRACEFUL_EXIT``: 1 watches the flag file, 0 never; unset: only where a file is named."""
     final_save: bool = True
     """``MINDX_FINAL_SAVE``: 1 keeps the last boundary of a training that ends by itself, 0 does not."""
+    unmanaged: str = "error"
+    """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
 
@@ -112,6 +115,9 @@ class Settings:
         final = env.get("MINDX_FINAL_SAVE", "").strip() or "1"
         if final not in ("0", "1"):
             raise UsageError(f"environment variable MINDX_FINAL_SAVE={final!r}: give 1, 0 or nothing")
+        unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
+        if unmanaged not in ("error", "warn"):
+            raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
@@ -121,6 +127,7 @@ class Settings:
             flag_poll_s=_number(env, "MINDX_FLAG_POLL_S", 0.2, low=0.02, high=60),
             graceful_exit=None if flag == "" else flag == "1",
             final_save=final == "1",
+            unmanaged=unmanaged,
             log_level=level,
         )
 
@@ -243,6 +250,20 @@ class RedundancySettings:
             return f"{socket.gethostname()}/{boot_id()}"
         except OSError:
             return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveSettings:
+    """Set by `mindx-elastic prove` for the runs that it starts."""
+
+    control: Path | None = None
+    """``MINDX_PROVE``: the control file of the run; None: an ordinary run."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ProveSettings:
+        env = os.environ if env is None else env
+        text = env.get("MINDX_PROVE", "").strip()
+        return cls(control=Path(text) if text else None)
 
 
 @dataclass(frozen=True, kw_only=True)

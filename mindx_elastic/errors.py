@@ -6,6 +6,7 @@
     +-- UsageError (ValueError)              a wrong argument, a call from the wrong thread, a wrong order of calls
     |   +-- DirectoryInUseError               another running job uses the directory
     +-- UntrustedMessageError (ValueError)   a value in the store was not written by a rank of this job
+    +-- UnmanagedStateError (RuntimeError)   state of the training that no checkpoint has: a resumed run would differ
     +-- UnsupportedStateError (TypeError)    a value that a checkpoint cannot hold (sparse tensor, arbitrary object)
     +-- PeerStartError (RuntimeError)        another rank could not start, and why
     +-- CheckpointError
@@ -42,6 +43,7 @@ __all__ = [
     "NoUsableCheckpointError",
     "PeerStartError",
     "SaveError",
+    "UnmanagedStateError",
     "UnsafeDirectoryError",
     "UnsupportedStateError",
     "UntrustedFileError",
@@ -70,6 +72,14 @@ class UntrustedMessageError(MindxError, ValueError):
     """A value in the job's store was not written by its ranks: their keys differ, or another program writes there.
 
     Raised at the start, before anything is changed.
+    """
+
+
+class UnmanagedStateError(MindxError, RuntimeError):
+    """The program has state that its guard does not keep, so that a resumed run would differ without a word.
+
+    Raised when the guard is entered or at a boundary, as soon as it is certain; nothing is saved then.
+    ``Guard(unmanaged="warn")`` makes it a warning.
     """
 
 

@@ -11,6 +11,7 @@ from mindx_elastic.config import Settings, SharingSettings
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, breakpoint_policy, check_policies
+from mindx_elastic.guard.unmanaged import MODES
 
 __all__ = ["DEFAULT_SIGNALS", "GuardOptions"]
 
@@ -51,6 +52,8 @@ class GuardOptions:
     """Steps between snapshots in shared memory, 0, or ``auto``; None: as the environment says."""
     redundancy: int | None = None
     """On how many nodes to keep each file; None: as the environment says."""
+    unmanaged: str | None = None
+    """``error`` or ``warn``: state that is certain not to be kept; None: as the environment says."""
     layouts: Mapping[str, Layout] | None = None
     """Layouts of parameters that no DTensor describes, by name pattern."""
 
@@ -59,6 +62,8 @@ class GuardOptions:
             raise UsageError(f"directory={self.directory!r}: give the path of the folder for checkpoints")
         if self.final_save is not None and not isinstance(self.final_save, bool):
             raise UsageError(f"final_save={self.final_save!r}: give True, False or None")
+        if self.unmanaged not in (None, *MODES):
+            raise UsageError(f'unmanaged={self.unmanaged!r}: give "error", "warn" or None')
         check_policies([*self.exit_policies(), *self.periodic])
 
     @property
@@ -86,6 +91,8 @@ class GuardOptions:
         settings = Settings.from_env()
         if self.final_save is not None:
             settings = replace(settings, final_save=self.final_save)
+        if self.unmanaged is not None:
+            settings = replace(settings, unmanaged=self.unmanaged)
         return settings if self.grace_s is None else settings.with_grace(self.grace_s)
 
     def sharing(self) -> SharingSettings:

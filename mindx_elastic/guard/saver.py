@@ -23,6 +23,7 @@ from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
 from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
@@ -54,11 +55,13 @@ class Saver:
         replicated: bool = False,
         trust: Trust | None = None,
         names: Sequence[str] = (),
+        unmanaged: Unmanaged | None = None,
     ) -> None:
         self.trust = trust or Trust()
         """Whose files count."""
         self.names = tuple(names)
         """The prefixes of this job's files."""
+        self._unmanaged = unmanaged or Unmanaged("error")
         self.collector, self.ranks, self.events = collector, ranks, events
         self._resolved = resolved or {}  # directories as given -> as resolved once, at the start
         self.replicated = replicated
@@ -86,6 +89,11 @@ class Saver:
         self._queue = SaveQueue()
         self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
         self._judged: Judged = {}
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the training was refused (`UnmanagedStateError`): nothing of it may be saved."""
+        return self._unmanaged.refusal is not None
 
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
@@ -299,6 +307,7 @@ class Saver:
             torch_version=torch.__version__,
             flags=self.flags.identities,
             names=self.names,
+            unmanaged=self._unmanaged.notes,
         )
 
     def _write(

@@ -124,6 +124,8 @@ class CheckpointInfo:
     """Identities of the flag files that have stopped this run, see `platforms.flag_file`."""
     names: Sequence[str] = ()
     """What the job calls its files (prefixes): files of a job with none of these names are another job's."""
+    unmanaged: Sequence[str] = ()
+    """What was known against an exact resume of this run, in words: state that no file has."""
 
     def __post_init__(self) -> None:
         problem = _info_problem(self)
@@ -133,6 +135,7 @@ class CheckpointInfo:
         object.__setattr__(self, "append_info", tuple(self.append_info))
         object.__setattr__(self, "flags", tuple(self.flags))
         object.__setattr__(self, "names", tuple(self.names))
+        object.__setattr__(self, "unmanaged", tuple(map(_one_text, self.unmanaged)))
         object.__setattr__(self, "coordinates", dict(self.coordinates))
 
     @property
@@ -230,6 +233,10 @@ def _info_problem(info: Any) -> str | None:  # Any: what from_json() found can b
         return f"names must be a list of {MAX_NAMES} at most"
     if not all(_is_plain(name) for name in info.names):
         return "names must be strings of reasonable length"
+    if not isinstance(info.unmanaged, (list, tuple)) or len(info.unmanaged) > MAX_NAMES:
+        return f"unmanaged must be a list of {MAX_NAMES} at most"
+    if not all(isinstance(each, str) for each in info.unmanaged):
+        return "unmanaged must be strings"
     return None
 
 
