@@ -198,4 +198,3 @@ class ContainerLook:
         if now.length > self.length:
             return True
         return type(container) is deque and now.length == container.maxlen and now.last != self.last
-

@@ -28,7 +28,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-__all__ = ["Found", "Seen", "attributes_of", "find_bound", "inner_schedulers", "kind_of", "look", "program_frames", "reachable"]
+__all__ = [
+    "Found",
+    "Seen",
+    "attributes_of",
+    "find_bound",
+    "inner_schedulers",
+    "kind_of",
+    "look",
+    "program_frames",
+    "reachable",
+]
 
 _MOST_OBJECTS = 6000
 _DEPTH = 4
@@ -38,12 +48,54 @@ _OPTIMIZED = 0x1  # code flag: the locals are a snapshot, not a namespace
 
 # Libraries whose objects keep no state of a training, or none that could be found by looking into them.
 _LIBRARIES = frozenset(
-    (
-        "IPython PIL _pytest absl accelerate click comm cv2 debugpy fire fsspec hydra ipykernel ipywidgets jedi "
-        "jupyter_client matplotlib numpy omegaconf packaging pandas pip pkg_resources pluggy pyarrow pydantic pytest "
-        "requests rich scipy setuptools sklearn sympy tensorboard torch torchvision tornado tqdm traitlets "
-        "triton typer typing_extensions wandb xxhash yaml zmq"
-    ).split()
+    [
+        "IPython",
+        "PIL",
+        "_pytest",
+        "absl",
+        "accelerate",
+        "click",
+        "comm",
+        "cv2",
+        "debugpy",
+        "fire",
+        "fsspec",
+        "hydra",
+        "ipykernel",
+        "ipywidgets",
+        "jedi",
+        "jupyter_client",
+        "matplotlib",
+        "numpy",
+        "omegaconf",
+        "packaging",
+        "pandas",
+        "pip",
+        "pkg_resources",
+        "pluggy",
+        "pyarrow",
+        "pydantic",
+        "pytest",
+        "requests",
+        "rich",
+        "scipy",
+        "setuptools",
+        "sklearn",
+        "sympy",
+        "tensorboard",
+        "torch",
+        "torchvision",
+        "tornado",
+        "tqdm",
+        "traitlets",
+        "triton",
+        "typer",
+        "typing_extensions",
+        "wandb",
+        "xxhash",
+        "yaml",
+        "zmq",
+    ]
 )
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -363,7 +415,7 @@ def _elements(value: Any, most: int = 4) -> list[Any]:
 
 
 def _holds_arrays(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds tensors or arrays, or tuples and dicts of those; a number as a tensor does not count."""
+    """Whether a container holds tensors or arrays, or tuples and dicts of those; numbers as tensors do not count."""
     if isinstance(value, dict):
         some = [item for _, item in _items(value)]
     elif isinstance(value, (list, tuple, deque)):
@@ -432,7 +484,7 @@ def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     for name, module in list(sys.modules.items()):
-        if type(module) is types.ModuleType and module is not main and not _is_library(name):
-            if getattr(module, "__file__", None) is not None:
-                found.append(module)
+        is_own = type(module) is types.ModuleType and module is not main and not _is_library(name)
+        if is_own and getattr(module, "__file__", None) is not None:
+            found.append(module)
     return found
