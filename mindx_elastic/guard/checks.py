@@ -1,8 +1,8 @@
 """Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, modules, generators.
 
 At entry, and at the boundaries 1, 2, 3, 4, 8, 16, ... of the process, it looks through the program's variables (see
-`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only whether
-an optimizer has stepped that it does not know, which the update gate's hook notes.
+`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only
+whether an optimizer has stepped that it does not know, which the update gate's hook notes.
 
 ===============================================================  ==================================================
 found                                                            certain when
@@ -418,7 +418,7 @@ class Checks:
             now = NumbersLook.at(attributes_of(value))
             if moved := watched.look.moved(now):
                 self._unmanaged.risk(
-                    f"{watched.name} belongs to an optimizer of the guard, changes ({listed(moved, 3)}) and is not named",
+                    f"{watched.name} has an optimizer of the guard, is not named, and changes: {listed(moved, 3)}",
                     "If it sets the learning rate, name it: Guard(lr_scheduler=..., ...); it needs state_dict and "
                     "load_state_dict",
                 )
@@ -582,8 +582,8 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _global_generators() -> set[int]:
     """The generators that the guard keeps anyway."""
-    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
-    found.add(id(np.random.mtrand._rand._bit_generator))  # type: ignore[attr-defined]
+    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
+    found.add(id(np.random.mtrand._rand._bit_generator))
     if torch.cuda.is_available():
         found.update(map(id, torch.cuda.default_generators))
     return found
