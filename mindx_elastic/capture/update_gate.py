@@ -43,11 +43,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
+from operator import attrgetter
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 __all__ = ["GateState", "UpdateGate"]
+
+_version_of = attrgetter("_version")  # with `map` half the time of a comprehension, at each boundary
 
 
 class GateState(Enum):
@@ -174,7 +177,7 @@ class UpdateGate:
             torn = self._running > 0
             before, self._state = self._state, GateState.PASSING
         copy_volatile()  # runs code of the program (`state_dict`), so not under the lock
-        versions = [p._version for p in self._parameters]
+        versions = list(map(_version_of, self._parameters))
         with self._lock:
             self._running = 0
             self.unguarded |= before is GateState.CLEAN and versions != self._versions
@@ -193,6 +196,13 @@ class UpdateGate:
             if self._waiters:
                 self._changed.notify_all()
         return not torn
+
+    def pass_unknown(self) -> None:
+        """A step has ended, and its boundary cannot be told: what the steps up to the next one do is not compared."""
+        with self._lock:
+            self._updates = {}
+            self._versions = [p._version for p in self._parameters]
+            self._total = sum(self._versions)
 
     def _wait_for_readers(self) -> None:
         began = time.perf_counter()
@@ -257,7 +267,7 @@ class UpdateGate:
 
     def changed_since_boundary(self) -> str | None:
         """A text if parameters were changed outside of any optimizer, else None. Call it holding the gate."""
-        now = [p._version for p in self._parameters]
+        now = list(map(_version_of, self._parameters))
         if now == self._versions:
             return None
         count = sum(a != b for a, b in zip(now, self._versions, strict=True))

@@ -7,7 +7,7 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
            must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
-loaded     the state is in the live objects, on every rank
+loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
 entered    every rank is ready to train
 =========  ===================================================================================================
 
@@ -36,13 +36,17 @@ from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
+from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -99,10 +103,11 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
+    loaders: Loaders,
     saver: Saver,
     resume: str | Path,
     around: Connections,
+    unmanaged: Unmanaged,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together.
 
@@ -136,21 +141,24 @@ def start_job(
 
     if found is not None and resume == "auto":
         _refuse_another_job(found, saver.names)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
+    collector.compiled.only_names, kept = collector.is_sharded, b""
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        _load(found, collector, targets, loader, ranks)
-    meet(exchange, "loaded", [flags])
+        kept = _load(found, collector, targets, loaders, ranks, with_flags=not around.is_guest)
+    compiled = CompiledPart(kept)
+    meet(exchange, "loaded", [flags, compiled])
+    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began)
         saver.began_from(found.checkpoint.info)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -199,7 +207,19 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+def _load(
+    found: Resumed,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    loaders: Loaders,
+    ranks: RankInfo,
+    *,
+    with_flags: bool,
+) -> bytes:
+    """Returns the calls that torch.compile had compiled; empty where they do not count.
+
+    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
+    """
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -210,10 +230,28 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         state = collector.compose(state, own)
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore = _how_to_restore_rng(found, state["rng"], ranks)
-    restore()
-    _call_when_ready(loader, restore)
+    restore_rng_ = _how_to_restore_rng(found, state["rng"], ranks)
+    if with_flags:
+        _say_flags(collector.load_flags(state))
+
+    def restore() -> None:
+        restore_rng_()
+        collector.load_streams(state)
+        if with_flags:  # `model.train()` at the loop's head runs before the first batch
+            collector.load_flags(state)
+
+    restore_rng_()
+    loaders.call_when_ready(restore)
     collector.copy(collector.position)
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b""))
+
+
+def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
+    """One line on flags that the program begins with and the boundary had otherwise."""
+    words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
+    told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
+    if told:
+        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
@@ -246,17 +284,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:

@@ -12,6 +12,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 
@@ -37,7 +38,7 @@ def start(
             [directory],
             collector=collector,
             targets=targets,
-            loader=targets.get("loader"),
+            loaders=Loaders(targets.get("loader"), None),
             saver=saver,
             resume="auto",
             around=around,
