@@ -404,7 +404,9 @@ def _error_of(text: str) -> MindxError:
         rank, name, message = -1, "", text
     name, message = printable(str(name), 200), printable(str(message), _MOST_CHARACTERS)
     kind = getattr(errors, name, None) if name in errors.__all__ else None
-    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError | UntrustedMessageError | UnmanagedStateError):
+    if isinstance(kind, type) and issubclass(
+        kind, CheckpointError | UsageError | UntrustedMessageError | UnmanagedStateError
+    ):
         return kind(f"rank {rank}: {message}")
     if kind is UnsupportedStateError:
         return UnsupportedStateError(f"rank {rank}", message)

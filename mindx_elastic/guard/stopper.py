@@ -159,7 +159,11 @@ class Stopper:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
         if not self._accept(alarm):
             return
-        cannot_go_on = alarm.kind in ("exception", "peer", REFUSAL)  # of some rank: no coming boundary is sure to be reached
+        cannot_go_on = alarm.kind in (
+            "exception",
+            "peer",
+            REFUSAL,
+        )  # of some rank: no coming boundary is sure to be reached
         offer = 0 if cannot_go_on else self.step_gate.close()  # before logging, which may take a moment
         self._log_alarm(alarm)
         if alarm.origin == self.ranks.rank:
