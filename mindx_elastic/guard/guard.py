@@ -34,6 +34,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.changes import Changes
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
@@ -294,6 +295,10 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._collector.on_new_parameters = self._update_gate.follow
+        self._collector.watch()
+        stack.callback(self._collector.unwatch)
+        self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
         self._window = UpdateWindow(self._collector, self._update_gate)
         self._orders = GradientOrders(
             self._targets,
@@ -427,6 +432,7 @@ class Guard:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+        self._changes.at_boundary()
 
     def _warn_of_window(self) -> None:
         """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
