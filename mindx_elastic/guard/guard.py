@@ -7,7 +7,7 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,6 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
@@ -41,6 +40,7 @@ from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.loops import Loops, positioned_loaders
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -154,11 +154,10 @@ class Guard:
         self._targets = name_targets(
             model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
         )
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._resumed_from_step: int | None = None
         self.resumed_path: Path | None = None
         self.run_id = ""
-        self._step = self._epoch = self._step_in_epoch = 0
+        self._loops = Loops(positioned_loaders(loader, stateful))
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
@@ -219,7 +218,6 @@ class Guard:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         log = directories[0] / EVENTS_FILE
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
-        self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
         self._events.write_aside()
         self._collector = Collector(self._targets)
@@ -249,7 +247,6 @@ class Guard:
             directories,
             collector=self._collector,
             targets=self._targets,
-            loader=self.loader,
             saver=self._saver,
             resume=options.resume,
             around=self._around,
@@ -275,9 +272,8 @@ class Guard:
     def _take_over(self, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        position = self._collector.position
-        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step = start.step
+        self._loops.take_over(self._collector.position, start.restore_streams)
+        self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
@@ -303,7 +299,7 @@ class Guard:
         )
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate, self._past_epochs = StepGate(self._step), False
+        self._step_gate = StepGate(self._step)
         stack.callback(peers.close)
         self._listeners = Listeners(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listeners.hear_signal)
@@ -331,6 +327,13 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._loops.enter(
+            self._collector,
+            self._unmanaged,
+            late_boundary=self._late_boundary,
+            leave_step=self._step_gate.leave_step,
+            enter_step=self._enter_step,
+        )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
 
@@ -338,8 +341,28 @@ class Guard:
 
     @property
     def position(self) -> Position:
-        """The last boundary passed."""
-        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+        """The last boundary passed. Right after a resume it is the resumed one."""
+        self._loops.asked = True
+        return self._loops.position
+
+    @property
+    def step(self) -> int:
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first.
+
+        What is done every so many steps goes by it: ``if guard.step % 100 == 0:``.
+        """
+        self._loops.asked = True
+        return self._loops.step
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._loops.asked = True
+        return self._resumed_from_step
+
+    @property
+    def _step(self) -> int:
+        return self._loops.step
 
     @property
     def rank(self) -> int:
@@ -351,26 +374,43 @@ class Guard:
         """Number of ranks; known once the guard is entered."""
         return self.ranks.world_size
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+    def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
+        """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
+        resumed one.
 
         An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
         so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
-        the stop.
+        the stop. Checkpoints count from 1, whatever `start` is.
+
+        A second loop goes on where the first one has ended: ``epochs(2)`` and then ``epochs(5)`` are 2 and 3 epochs.
+        Without a loader an epoch is either one step (all data at once), or has an inner loop over `steps`.
         """
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
-            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
-        if self._past_epochs:  # a second loop in the same block
-            self._past_epochs = False
-            self._step_gate.enter_step()
-        for epoch in range(max(1, self._epoch), num_epochs + 1):
-            if epoch != self._epoch:
-                self._epoch, self._step_in_epoch = epoch, 0
-            if hasattr(self.loader, "set_epoch"):
-                self.loader.set_epoch(epoch)
-            yield epoch
-        self._past_epochs = True
-        self._step_gate.leave_step()
+        return self._loops.epochs(num_epochs, start)
+
+    def steps(self, num_steps: int, start: int = 1) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, until `num_steps` boundaries have been passed in all.
+
+        ::
+
+            batches = iter(loader)
+            for step in guard.steps(10_000):
+                try:
+                    x, y = next(batches)
+                except StopIteration:  # the next epoch
+                    batches = iter(loader)
+                    x, y = next(batches)
+                ...
+                guard.step_end()
+
+        The first number is `start`; after a resume, that of the step behind the resumed one. Inside a loop over
+        `epochs` the steps of each epoch are counted. An iteration that calls no `step_end` does not count.
+        """
+        return self._loops.steps(num_steps, start)
+
+    def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+        """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
+        its epoch."""
+        return self._loops.enumerate(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -385,15 +425,14 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        current_epoch = self._current_epoch()
-        if self._epoch == 0 or current_epoch not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
-        self._step += 1
-        self._step_in_epoch += 1
+        loops = self._loops
+        loops.count()
         self._finished_step = False
-        self._cut = not (self._accumulates and self._update_gate.window_open())
-        if not self._cut:
-            return
+        self._cut = not (self._accumulates and self._update_gate.window_open()) and loops.is_boundary()
+        if self._cut:
+            self._pass_boundary()
+
+    def _pass_boundary(self) -> None:
         self._orders.at_boundary()
         self._copy_boundary()
         self._window.at_boundary(self._step)
@@ -416,11 +455,17 @@ class Guard:
         if self._step_gate.arrive(self._step):
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
-            if self._cut and policy.due(self.position):
+            if self._cut and policy.due(self._loops.position):
                 self.save_periodic(policy)
 
+    def _late_boundary(self) -> None:
+        """The loop has gone on, which shows that the step counted last is one to resume from."""
+        self._cut = True
+        self._pass_boundary()
+        self.finish_step()
+
     def _copy_boundary(self) -> None:
-        position = self.position
+        position = self._loops.position
         self._has_stepped = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
@@ -492,8 +537,11 @@ class Guard:
             with self._around.between_steps():
                 yield
         finally:
-            if self._step_gate.enter_step():
-                self.stopper.at_limit(is_cut=True)
+            self._enter_step()
+
+    def _enter_step(self) -> None:
+        if self._step_gate.enter_step():
+            self.stopper.at_limit(is_cut=True)
 
     # --- saves and stops that the program asks for ---
 
@@ -553,6 +601,7 @@ class Guard:
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        self._loops.leave()
         self._saver.drain()
         if self.stopper.at_end():
             raise self._leave()

@@ -12,8 +12,8 @@ entered    every rank is ready to train
 =========  ===================================================================================================
 
 The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
-The generators are restored once more when the loader's iterator exists, because creating it, and the program's own code
-before the first batch, may draw numbers.
+The generators are restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an
+iterator, and the program's own code before the first batch, may draw numbers.
 """
 
 from __future__ import annotations
@@ -74,6 +74,8 @@ class Start:
     attempt: int
     resumed: Resumed | None
     peers: PeerWatch
+    restore_streams: Callable[[], None] | None
+    """Puts the random generators back as at the resumed boundary; None on a fresh start."""
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
@@ -94,7 +96,6 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
     saver: Saver,
     resume: str | Path,
     around: Connections,
@@ -134,13 +135,14 @@ def start_job(
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
+    restore_streams = None
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        _load(found, collector, targets, loader, ranks)
+        restore_streams = _load(found, collector, targets, ranks)
     meet(exchange, "loaded", [flags])
     if found is not None:
         _tell(found, saver, began)
@@ -153,7 +155,7 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank))
+    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore_streams)
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
@@ -190,7 +192,8 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo) -> Callable[[], None]:
+    """Put the state into the live objects. Returns what puts the random generators back."""
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -203,8 +206,8 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         logger.warning("%s", note)
     restore = _how_to_restore_rng(found, state["rng"], ranks)
     restore()
-    _call_when_ready(loader, restore)
     collector.copy(collector.position)
+    return restore
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
@@ -237,17 +240,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:

@@ -37,7 +37,6 @@ def start(
             [directory],
             collector=collector,
             targets=targets,
-            loader=targets.get("loader"),
             saver=saver,
             resume="auto",
             around=around,
