@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
+from mindx_elastic.capture.compiled_calls import CompiledCalls
+from mindx_elastic.capture.components import (
+    Component,
+    ModuleComponent,
+    OptimizerComponent,
+    PlainComponent,
+    component_for,
+)
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.core.position import Position
@@ -16,7 +24,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order")
+RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -30,13 +38,12 @@ def name_targets(
     if stateful is not None and not isinstance(stateful, Mapping):
         raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
     named: dict[str, Any] = {}
-    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
+    for name, value in objects.items():
         if isinstance(value, (list, tuple)):
             named.update({f"{name}_{index}": one for index, one in enumerate(value)})
         elif value is not None:
             named[name] = value
-    if loader is not None:
-        named["loader"] = loader
     for name, value in (stateful or {}).items():
         if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
             raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")
@@ -59,6 +66,11 @@ class Collector:
         """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
         self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
+        self.compiled = CompiledCalls(targets)
+        """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
+        self._compiled_calls = b""
+        self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._streams = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_stream]
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
@@ -97,6 +109,7 @@ class Collector:
         for component in self.components.values():
             component.copy()
         self._rng = capture_rng(self._rng)
+        self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
         self._mark_devices()
 
@@ -106,6 +119,9 @@ class Collector:
         state["rng"] = pack_rng(self._rng)
         state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
+        if self._compiled_calls:
+            state["compiled_calls"] = self._compiled_calls
+        state["module_extras"] = {name: module.flags.state() for name, module in self._modules.items()}
         return state
 
     def volatile(self) -> dict[str, Any]:
@@ -122,6 +138,7 @@ class Collector:
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
+            "compiled_calls": self._compiled_calls,
         }
 
     def _progress(self) -> dict[str, Any]:
@@ -139,7 +156,7 @@ class Collector:
             return None
         self._ahead_rng = capture_rng(self._ahead_rng)
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
+        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
 
     def forecast_came_true(self) -> bool | None:
         """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
@@ -169,6 +186,8 @@ class Collector:
                     own[name] = {**state[name], "param_groups": merged}
             elif name in volatile.get("plain", {}):
                 own[name] = volatile["plain"][name]
+        if volatile.get("compiled_calls"):
+            own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
     @property
@@ -209,9 +228,38 @@ class Collector:
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
+    def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Set what `state` says of modules beside their state_dict: `training` and `requires_grad`.
+
+        Returns what was set anew, by list. Files of older versions say nothing.
+        """
+        changed: dict[str, list[str]] = {}
+        for name, module in self._modules.items():
+            for key, places in module.flags.load(state.get("module_extras", {}).get(name, {})).items():
+                changed.setdefault(key, []).extend(f"{name}.{place}" if place else name for place in places)
+        return changed
+
+    def load_streams(self, state: Mapping[str, Any]) -> None:
+        """Set the named generators once more: code before the first batch may have drawn from them."""
+        for component in self._streams:
+            component.load(state[component.name])
+
+    @contextmanager
+    def kept_streams_and_flags(self) -> Iterator[None]:
+        """Named generators and flags are afterwards as they were, whatever an evaluation does with them."""
+        streams = [component.look() for component in self._streams]
+        flags = {name: module.flags.look() for name, module in self._modules.items()}
+        try:
+            yield
+        finally:
+            for component, before in zip(self._streams, streams, strict=True):
+                component.put_back(before)
+            for name, module in self._modules.items():
+                module.flags.put_back(flags[name])
+
     def _mark_devices(self) -> None:
         # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
         # thread waits for them only, and not for the next step's kernels, which may hang.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, Subset, get_worker_info
 
+from mindx_elastic.core.mersenne import numpy_state, put_back_numpy, put_back_python, python_state
 from mindx_elastic.data.permutation import mix
 
 __all__ = ["SeededDataset", "as_collated", "capture_streams", "preserved_streams", "restore_streams", "seed_streams"]
@@ -53,13 +54,13 @@ def restore_streams(streams: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved_streams() -> Iterator[None]:
-    """Put the global CPU streams back at the end of the block. Takes about 75 us."""
-    python, numpy, generator = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    """Put the global CPU streams back at the end of the block. Takes about 5 us."""
+    python, numpy, generator = python_state(), numpy_state(), torch.default_generator.get_state()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
+        put_back_python(python)
+        put_back_numpy(numpy)
         torch.default_generator.set_state(generator)
 
 

@@ -15,7 +15,7 @@ from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
-from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeededDataset,
     as_collated,
@@ -24,6 +24,7 @@ from mindx_elastic.data.random_streams import (
     restore_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
+from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -74,6 +75,7 @@ class ReplayLoader:
         self.seed = whole_number("seed", seed)
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
+        self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
         self._skipper: _SkippingSampler | None = None
@@ -127,16 +129,19 @@ class ReplayLoader:
 
         About 10 KB of arrays, which the dicts of one epoch share: do not change them in place.
         """
+        return self.state_at(self._engine.cursor)
+
+    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
+        """The same for an earlier position."""
         if self._settings is None:
             self._settings = self._current_settings()
-        cursor = self._engine.cursor
         return {
             **self._settings,
-            "epoch": cursor.epoch,
-            "batch": cursor.batch,
+            "epoch": at.epoch,
+            "batch": at.batch,
             "samples": 0,
-            "finished": cursor.finished,
-            "start": cursor.start,
+            "finished": at.finished,
+            "start": at.start,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -195,7 +200,7 @@ class ReplayLoader:
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
             life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
             loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
-        iterator, workers = open_iterator(loader)
+        iterator, workers = open_iterator(_AsItWas(loader, self._kind))
         # Its persistent workers are its own; they stay known to the exit hook.
         return iterator, None if getattr(loader, "persistent_workers", False) else workers
 
@@ -263,6 +268,21 @@ class ReplayLoader:
 
 
 _END = object()
+
+
+class _AsItWas:
+    """An iterable with the iterator of class `kind`, which its own class may hide."""
+
+    def __init__(self, loader: Any, kind: type) -> None:
+        self._loader = loader
+        self._kind: Any = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = self._kind.__iter__(self._loader)
+        return iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:

@@ -17,38 +17,31 @@ of a loop that has nothing left to do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.core.position import Position
-from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Loops", "positioned_loaders"]
+__all__ = ["Loops"]
 
 _IDLE_ITERATIONS = 1000
 _STREAMS, _ONE_STEP = "epoch_streams", "one_step_epochs"  # the keys of `Collector.loop`
 
 
-def positioned_loaders(loader: Any, stateful: Mapping[str, Any] | None) -> list[Any]:
-    """The loaders that a program has named: those in `loader`, and those in `stateful` that have a position."""
-    named = [] if loader is None else list(loader) if isinstance(loader, (list, tuple)) else [loader]
-    others = stateful.values() if isinstance(stateful, Mapping) else ()
-    return [*named, *(other for other in others if hasattr(other, "on_iterator_ready"))]
-
-
 class Loops:
     """One per guard. Training thread only."""
 
-    def __init__(self, loaders: Sequence[Any]) -> None:
+    def __init__(self, loaders: Loaders) -> None:
         self.step = self.epoch = self.step_in_epoch = 0
         """Of the last boundary, as in `Position`."""
-        self.loaders = list(loaders)
-        """The loaders that are named, the one that `num_batches` asks first."""
+        self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
         self._restore: Callable[[], None] | None = None
@@ -75,7 +68,6 @@ class Loops:
         `leave_step`, `enter_step`: around code that belongs to no step."""
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
-        self._current_epoch = epoch_reader(self.loaders[0] if self.loaders else None)
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -89,11 +81,11 @@ class Loops:
     @property
     def position(self) -> Position:
         """The last boundary passed."""
-        return Position(self.step, self.epoch, self.step_in_epoch, num_batches(self.loaders[0]) if self.loaders else 0)
+        return Position(self.step, self.epoch, self.step_in_epoch, num_batches(self._loaders.first))
 
     def count(self) -> None:
         """A step has ended."""
-        current = self._current_epoch()
+        current = self._loaders.epoch()
         if self.epoch == 0 or current not in (0, self.epoch):
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
         self.step += 1
@@ -177,8 +169,9 @@ class Loops:
     def _copied(self, loader: Any) -> Mapping[str, Any]:
         """The state of `loader` at the last boundary."""
         for component in self._collector.components.values():
-            if isinstance(component, PlainComponent) and component.target is loader:
-                state = component.state()
+            target = component.target if isinstance(component, PlainComponent) else None
+            if target is loader or (isinstance(target, FollowedLoader) and target.loader is loader):
+                state = component.state()  # type: ignore[union-attr]
                 return state if isinstance(state, Mapping) else {}
         return {}
 

@@ -23,7 +23,7 @@ __all__ = [
     "strategy_of",
 ]
 
-_NO_PART_OF_IT = ("rng", "progress", "gradient_order")
+_NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 
 
 class Strategies:

@@ -95,7 +95,7 @@ def test_using_a_kept_normal_deviate_is_noticed() -> None:
     np.random.randn()
     earlier = capture_rng()
     np.random.randn()  # draws nothing: the words stay as they are
-    assert not capture_rng(earlier)["numpy"]["has_gauss"]
+    assert not pack_rng(capture_rng(earlier))["numpy"]["has_gauss"]
 
 
 def test_another_bit_generator_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:

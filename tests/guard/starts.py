@@ -14,6 +14,7 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["start"]
 
@@ -40,4 +41,5 @@ def start(
             saver=saver,
             resume="auto",
             around=around,
+            unmanaged=Unmanaged("error"),
         )
