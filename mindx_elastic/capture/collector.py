@@ -63,6 +63,9 @@ class Collector:
         self.layouts = LayoutRecorder(self.components, ParallelSetup())
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
+        self.loop: dict[str, Any] = {}
+        """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
+        self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
         self.compiled = CompiledCalls(targets)
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
@@ -163,14 +166,14 @@ class Collector:
             component.copy()
         self._rng = capture_rng(self._rng)
         self._compiled_calls = self.compiled.at_boundary()
-        self.position = position
+        self.position, self._loop = position, self.loop
         self._mark_devices()
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self._rng)
-        state["progress"] = asdict(self.position)
+        state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
@@ -186,13 +189,16 @@ class Collector:
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
             "rng": pack_rng(self._rng),
-            "progress": asdict(self.position),
+            "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
             "compiled_calls": self._compiled_calls,
         }
+
+    def _progress(self) -> dict[str, Any]:
+        return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
     def copy_ahead(self) -> dict[str, Any] | None:
         """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
@@ -277,7 +283,9 @@ class Collector:
             component.load(state[name])
         for name, module in self._modules.items():
             module.load_beside(beside.get(name, {}))
-        self.position = Position(**state["progress"])
+        progress = dict(state["progress"])
+        self.loop = self._loop = dict(progress.pop("loop", {}))
+        self.position = Position(**progress)
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
