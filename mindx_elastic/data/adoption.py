@@ -104,6 +104,12 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
         def set_epoch(self, epoch: int) -> None:
             self.__dict__[_KEY].set_epoch(epoch)
 
+        def state_dict(self) -> dict[str, Any]:
+            return self.__dict__[_KEY].state_dict()  # type: ignore[no-any-return]
+
+        def load_state_dict(self, state: Any) -> None:
+            self.__dict__[_KEY].load_state_dict(state)
+
         def __reduce_ex__(self, protocol: Any) -> Any:
             plain = kind.__new__(kind)
             plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _KEY})

@@ -205,6 +205,11 @@ class Loaders:
         seen = followed.track.fetches
         return (seen.handed, seen.iteration) if not followed.look_ahead.ahead else None
 
+    @property
+    def is_outside(self) -> bool:
+        """An evaluation runs, see `outside`."""
+        return self._watch.is_outside
+
     @contextmanager
     def outside(self) -> Iterator[None]:
         """In here batches are for an evaluation, also those of the loaders themselves."""
@@ -217,18 +222,6 @@ class Loaders:
                 yield
         finally:
             self._watch.is_outside = was
-
-    def call_when_ready(self, restore: Callable[[], None]) -> None:
-        """Call `restore` when the first iterator of any loader exists and its first batch has not been fetched."""
-        waiting = [loader for loader in self.named if hasattr(loader, "on_iterator_ready")]
-
-        def once() -> None:
-            for loader in waiting:
-                loader.on_iterator_ready = None
-            restore()
-
-        for loader in waiting:
-            loader.on_iterator_ready = once
 
     def shutdown(self) -> None:
         """End the workers: a stuck one would delay the exit."""
