@@ -15,13 +15,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from mindx_elastic.data.loader import ResumableLoader, from_loader
-from mindx_elastic.data.replay import ReplayLoader
+from mindx_elastic.data.replay import ReplayLoader, is_torchdata
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Adoption"]
 
 _KEY = "_mindx_resumable"
+_MASK = (1 << 63) - 1
 _FOLLOWED = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn")
 """What programs set on a DataLoader after they have made it."""
 
@@ -44,14 +45,14 @@ class Adoption:
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
-            given = getattr(loader.sampler, "generator", None) is not None or hasattr(loader.sampler, "num_replicas")
-            self._own_seed = not given
+            given = not is_torchdata(type(loader.sampler)) and getattr(loader.sampler, "generator", None) is not None
+            self._own_seed = not (given or hasattr(loader.sampler, "num_replicas"))
             if not hasattr(loader.sampler, "num_replicas"):
                 sampler.ranks = partial(rank_and_world_size, 0, 1)
 
     def begin(self) -> None:
         if self._own_seed:
-            self._seed(torch.initial_seed() & ((1 << 63) - 1))
+            self._seed(torch.initial_seed() & _MASK)
         self.loader.__dict__[_KEY] = self.resumable
         object.__setattr__(self.loader, "__class__", _adopted(self._kind, self.resumable))
 
@@ -60,6 +61,10 @@ class Adoption:
         self.loader.__dict__.pop(_KEY, None)
         object.__setattr__(self.loader, "__class__", self._kind)
         self.resumable.shutdown()
+
+    def is_native(self, state: Any) -> bool:
+        """Whether a loader with a state of its own (torchdata's) wrote `state`, before it was adopted."""
+        return is_torchdata(self._kind) and "kind" not in state
 
     def take_seed(self, state: Any) -> None:
         """Go on with the seed of the run that wrote `state`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -91,8 +91,8 @@ class FunctionLoader:
         """The position: plain numbers and strings, a new dict each time."""
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
-        """The same for an earlier position."""
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
         return {
             "kind": _KIND,
             "seed": self.seed,

@@ -5,7 +5,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, as_collated
-from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
+from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
@@ -160,8 +160,8 @@ class ResumableLoader(DataLoader[Any]):
         """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
-        """The same for an earlier position."""
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
         return {
@@ -328,14 +328,14 @@ def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
     if not (
         iterates_as_stock(loader)
-        and type(loader.batch_sampler) is BatchSampler
+        and _plain_kind(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
         and hasattr(loader.dataset, "__len__")
     ):
         return None
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler
-    kind = type(sampler)
+    kind = _plain_kind(sampler)
     order: dict[str, Any] = {"shuffle": False, "whole_rounds": False, "own_seed": None}
     if kind is DistributedSampler:
         source = sampler.dataset
@@ -359,3 +359,15 @@ def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     else:
         return None
     return order if source is loader.dataset or len(source) == len(loader.dataset) else None
+
+
+def _plain_kind(sampler: Any) -> type:
+    """The class of torch's that a sampler of torchdata's stands for, else its own."""
+    kind = type(sampler)
+    if is_torchdata(kind):
+        return {
+            "BatchSampler": BatchSampler,
+            "RandomSampler": RandomSampler,
+            "StatefulDistributedSampler": DistributedSampler,
+        }.get(kind.__name__, kind)
+    return kind

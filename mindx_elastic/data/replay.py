@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ReplayLoader", "iterates_as_stock"]
+__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock"]
 
 _KIND = "replay"
 _STREAMS = "datasets.iterable_dataset"
@@ -78,6 +78,7 @@ class ReplayLoader:
         self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
+        self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
         self._kept: dict[str, Any] | None = None  # what decides the order, as it was before an evaluation
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
@@ -113,6 +114,8 @@ class ReplayLoader:
             cursor.size = self._length()
             if self._engine.is_aside and self._kept is None:
                 self._kept = self._capture()
+            if cursor.start is None and self._following:
+                cursor.start = self._following.pop(0)
             if cursor.start is None:
                 # Streams are restored before torch draws from them, as in a run that was never stopped.
                 self._announce()
@@ -137,11 +140,11 @@ class ReplayLoader:
         """
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
-        """The same for an earlier position."""
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
-        return {
+        state = {
             **self._settings,
             "epoch": at.epoch,
             "batch": at.batch,
@@ -149,6 +152,10 @@ class ReplayLoader:
             "finished": at.finished,
             "start": at.start,
         }
+        begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
+        if begun:
+            state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration replays up to this position.
@@ -160,6 +167,7 @@ class ReplayLoader:
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
+        self._following = list(state.get("following") or ())
         self._settings = None
 
     def shutdown(self) -> None:
@@ -318,7 +326,20 @@ class _AsItWas:
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:
     """Whether the batches of `loader` are those of its samplers: a subclass with its own ``__iter__`` may differ."""
     kind = type(loader)
+    if kind.__name__ == "StatefulDataLoader" and is_torchdata(kind):
+        return True
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def is_torchdata(kind: type) -> bool:
+    """Whether it is a class of torchdata's, which need not be installed."""
+    return kind.__module__.split(".")[0] == "torchdata"
+
+
+def is_stream(value: Any) -> bool:
+    """Whether it is a stream of Hugging Face's `datasets`: the order of an epoch follows from the epoch's number alone,
+    and its own state, which is a position inside of the epoch, leaves out the shuffle buffer."""
+    return any(kind.__name__ == "IterableDataset" and kind.__module__ == _STREAMS for kind in type(value).__mro__)
 
 
 # --- skipping what was consumed, without loading it ---
@@ -409,14 +430,14 @@ def _capture_part(part: Any, loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"rngs": {name: state_of(rng) for name, rng in _generators(part, loader).items()}}
     if isinstance(epoch := _epoch_of(part), int):
         found["epoch"] = epoch
-    if _keeps_state(part) and not _begins_by_epoch(part) and part is not loader:  # some loaders start workers to answer
+    if _keeps_state(part) and not is_stream(part) and part is not loader:  # some loaders start workers to answer
         found["state"] = copy.deepcopy(part.state_dict())
     return found
 
 
 def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
     """Put back what `_capture_part` found; what is no longer there is left out."""
-    if "state" in found and _keeps_state(part) and not _begins_by_epoch(part):
+    if "state" in found and _keeps_state(part) and not is_stream(part):
         part.load_state_dict(copy.deepcopy(found["state"]))
     if "epoch" in found and isinstance(_epoch_of(part), int):
         if hasattr(part, "set_epoch"):
@@ -437,13 +458,7 @@ def _generators(part: Any, loader: Any) -> dict[str, Any]:
 
 
 def _epoch_of(part: Any) -> Any:
-    return part.epoch if _begins_by_epoch(part) else getattr(part, "__dict__", {}).get("epoch")
-
-
-def _begins_by_epoch(part: Any) -> bool:
-    """Whether it is a stream of Hugging Face's `datasets`: the order of an epoch follows from the epoch's number alone,
-    and its own state, which is a position inside of the epoch, leaves out the shuffle buffer."""
-    return any(kind.__name__ == "IterableDataset" and kind.__module__ == _STREAMS for kind in type(part).__mro__)
+    return part.epoch if is_stream(part) else getattr(part, "__dict__", {}).get("epoch")
 
 
 def _keeps_state(part: Any) -> bool:

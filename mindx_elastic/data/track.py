@@ -55,6 +55,10 @@ class Track:
         """The position after `number` batches, which are at least those of the last `forget_before`."""
         return self._marks[number - self._oldest]
 
+    def marks_from(self, number: int) -> list[Mark]:
+        """The same after that number of batches, and after each one since."""
+        return list(self._marks)[number - self._oldest :]
+
     def forget_before(self, number: int) -> None:
         """Positions before that batch are not asked for again."""
         while self._oldest < number:

@@ -691,7 +691,8 @@ class Guard:
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
         self._loops.leave()
-        if self._loops.step and not self._known and self._finished_step and self._loaders.settle():
+        if self._loops.step and not self._known and self._finished_step:
+            self._loaders.settle()
             self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():

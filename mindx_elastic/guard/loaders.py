@@ -19,6 +19,7 @@ from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import epoch_reader
+from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loader_watch import LoaderWatch, find_cycle
@@ -38,9 +39,14 @@ class FollowedLoader:
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
+        self.native: Any = None if adoption is None else adoption.loader
+        self.is_native = False
+        """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
+        if self.is_native:
+            return self.native.state_dict()  # type: ignore[no-any-return]
         state, ahead = self._position(), self.look_ahead.ahead
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
@@ -53,10 +59,18 @@ class FollowedLoader:
         seen = track.fetches
         # Which of the last batches of an epoch are used, only the boundary itself tells.
         used = look_ahead.used if seen.exhausted else look_ahead.used_by(seen)
-        return self.loader.state_dict() if used == seen.handed else self.loader.state_at(track.mark_after(used))
+        if used == seen.handed:
+            return self.loader.state_dict()
+        at, *later = track.marks_from(used)
+        return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
+            if self.adoption.is_native(state):
+                self.is_native = True
+                self.adoption.end()
+                self.native.load_state_dict(state)
+                return
             self.adoption.take_seed(state)
         self.loader.load_state_dict(state)
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
@@ -89,9 +103,14 @@ class FollowedLoader:
         track, look_ahead = self.track, self.look_ahead
         assert track is not None
         was_known = look_ahead.ahead is not None
-        if not look_ahead.at_boundary(track.fetches):
+        seen = track.fetches
+        if not look_ahead.at_boundary(seen):
             return False
         track.forget_before(look_ahead.used)
+        if look_ahead.ahead and seen.exhausted and look_ahead.used == seen.handed:
+            # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
+            # reads ahead takes its first one for granted: the job stops at the next epoch's first step.
+            return False
         if look_ahead.ahead and not was_known:
             logger.info(
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
@@ -149,7 +168,14 @@ class Loaders:
 
     def _target(self, name: str, loader: Any) -> Any:
         adoption = None
-        if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not _keeps_state(loader):
+        if is_stream(loader):
+            raise UsageError(
+                f"{name} is a stream of Hugging Face's datasets, whose own state leaves out the shuffle buffer: its "
+                "samples would be lost. Write before the guard: loader = mindx_elastic.data.from_loader(loader), or a "
+                "DataLoader over it; and iterate that"
+            )
+        adoptable = isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader)
+        if adoptable and (not _keeps_state(loader) or is_torchdata(type(loader))):
             adoption = Adoption(loader)
             loader = adoption.resumable
         if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
@@ -182,6 +208,13 @@ class Loaders:
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = False
         self._idle_after_end = 0
+        for followed in [f for f in self._followed if f.is_native]:
+            self._followed.remove(followed)
+            unmanaged.risk(
+                f"{followed.name} goes on from a position that torchdata has written, so it is not known which "
+                "batches a loop fetches ahead, and with workers augmentation differs",
+                "A run that is begun anew keeps them",
+            )
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -282,14 +315,11 @@ class Loaders:
             "Call step_end() once a batch, after all that is done with it",
         )
 
-    def settle(self) -> bool:
-        """The training ends: take what was fetched as used where that is not known. Returns whether it was not."""
-        unknown = False
+    def settle(self) -> None:
+        """The training ends at a step that is no boundary yet: take what was fetched as used."""
         for followed in self._followed:
-            if followed.track is not None and followed.look_ahead.ahead is None:
-                unknown = unknown or followed.look_ahead.used != followed.track.fetches.handed
+            if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)
-        return unknown
 
 
 def _keeps_state(loader: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from mindx_elastic import Guard
 from tests.harness import wait_until
 
-__all__ = ["BATCHES", "EPOCHS", "FORMS", "Pictures", "Run", "run_loop"]
+__all__ = ["BATCHES", "EPOCHS", "FORMS", "TAKES_A_BATCH_FOR_GRANTED", "Pictures", "Run", "run_loop"]
 
 EPOCHS, BATCHES = 3, 5
 
@@ -118,23 +118,21 @@ class Prefetcher:
 def nvidia(run: Run, loader: Any) -> None:
     for _ in run.guard.epochs(EPOCHS):
         prefetcher = Prefetcher(loader)
-        batch = prefetcher.next() if prefetcher.following is not None else None
+        batch = prefetcher.next()
         while batch is not None:
             run.train(batch)
             batch = prefetcher.next()
 
 
 def one_ahead(loader: Any) -> Iterator[Any]:
-    """timm's: a generator that is one batch ahead of what it yields."""
+    """timm's: a generator that is one batch ahead of what it yields, and that takes the first one for granted."""
     first = True
-    held = None
     for following in loader:
         if not first:
-            yield held
+            yield held  # noqa: F821
         first = False
         held = following
-    if not first:
-        yield held
+    yield held
 
 
 def timm(run: Run, loader: Any) -> None:
@@ -249,6 +247,10 @@ FORMS: dict[str, Callable[[Run, Any], None]] = {
         accumulated_nano,
     )
 }
+
+
+TAKES_A_BATCH_FOR_GRANTED = ("accumulated_ahead", "timm")
+"""An epoch without batches, as the last one is for a finished run, is an error in it."""
 
 
 def run_loop(
