@@ -84,9 +84,7 @@ class Adoption:
         loader = self.resumable
         if isinstance(loader, ReplayLoader):
             skipped = "loaded and dropped" if loader._skipper is None else "skipped"
-            return (
-                f"{what} keeps its own order; after a resume its epoch begins again: earlier batches are {skipped}"
-            )
+            return f"{what} keeps its own order; after a resume its epoch begins again: earlier batches are {skipped}"
         sampler = loader._sampler
         if sampler.shuffle:
             order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
@@ -116,12 +114,17 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
             self.__dict__[_KEY].load_state_dict(state)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            plain = kind.__new__(kind)
-            plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _KEY})
-            return plain.__reduce_ex__(protocol)
+            return _plain, (kind, {name: value for name, value in self.__dict__.items() if name != _KEY})
 
     if isinstance(resumable, ResumableLoader):
         Adopted.__len__ = lambda self: len(self.__dict__[_KEY])  # type: ignore[method-assign]
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Adopted, name, getattr(kind, name))
     return Adopted
+
+
+def _plain(kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
+    """A copy of an adopted loader that is of its own class again."""
+    loader = kind.__new__(kind)
+    loader.__dict__.update(attributes)
+    return loader

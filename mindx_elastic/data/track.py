@@ -40,7 +40,10 @@ class Track:
         self._exhausted = False
         self._dropped: Fetches | None = None
         self._first_batches: list[weakref.ref[torch.Tensor]] = []
-        self._handed_before = self._handed_at_begin = 0
+        self._handed_before = self._handed_at_begin = self._boundaries = 0
+        self._left_at_boundary = False
+        self.peeked = False
+        """Batches were fetched and their epoch was left before the first step."""
         self.left_early = False
         """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
@@ -67,6 +70,7 @@ class Track:
 
     def at_boundary(self) -> int:
         """A step has ended. Returns how many batches were handed out since the last one."""
+        self._boundaries += 1
         number, self._handed_before = self._handed - self._handed_before, self._handed
         return number
 
@@ -82,13 +86,18 @@ class Track:
 
     # --- called by the loader ---
 
-    def begin(self, *, has_more: bool) -> None:
-        """`has_more`: of the epoch before."""
+    def begin(self, *, moved_on: bool) -> None:
+        """`moved_on`: to the next epoch, though batches of the one before were left."""
         self._iterations += 1
         self._handed_at_begin = self._handed
-        if has_more:
-            self.left_early |= self._handed == self._handed_before
-            self._dropped = Fetches(self._handed, self._asked, self._iterations - 1)
+        self.left_early |= self._left_at_boundary
+        self.peeked |= moved_on and not self._boundaries
+        self._left_at_boundary = False
+
+    def drop(self) -> None:
+        """The iteration was given up, and its epoch has more batches."""
+        self._left_at_boundary = self._handed == self._handed_before
+        self._dropped = Fetches(self._handed, self._asked, self._iterations)
 
     def ask(self) -> None:
         self._asked += 1

@@ -40,7 +40,7 @@ class FollowedLoader:
         self.track: Track | None = None
         self.look_ahead = LookAhead()
         self.native: Any = None if adoption is None else adoption.loader
-        self.is_native = False
+        self.is_native = self.is_resumed = False
         """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,20 +73,23 @@ class FollowedLoader:
                 return
             self.adoption.take_seed(state)
         self.loader.load_state_dict(state)
+        self.is_resumed = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
             self.look_ahead = LookAhead(ahead, per_step)
 
     def begin(self) -> None:
-        self.look_ahead = LookAhead()
+        self.look_ahead, self.is_resumed = LookAhead(), False
         if self.adoption is not None:
             self.adoption.begin()
 
     def follow(self) -> None:
-        self.track = self.engine.cursor.track = Track(self.engine.cursor.mark())
+        cursor = self.engine.cursor
+        self.track = cursor.track = Track(cursor.mark())
+        cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
 
     def leave(self) -> None:
-        self.track = self.engine.cursor.track = None
+        self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
         if self.adoption is not None:
             self.adoption.end()
 
@@ -103,11 +106,12 @@ class FollowedLoader:
         track, look_ahead = self.track, self.look_ahead
         assert track is not None
         was_known = look_ahead.ahead is not None
-        seen = track.fetches
+        self.engine.cursor.loaded = None
+        seen, before = track.fetches, look_ahead.used
         if not look_ahead.at_boundary(seen):
             return False
         track.forget_before(look_ahead.used)
-        if look_ahead.ahead and seen.exhausted and look_ahead.used == seen.handed:
+        if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
             # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
             # reads ahead takes its first one for granted: the job stops at the next epoch's first step.
             return False
@@ -128,6 +132,14 @@ class FollowedLoader:
                 "not known",
                 "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
             )
+        if track.peeked:
+            track.peeked = False
+            if not self.is_resumed:
+                unmanaged.risk(
+                    f"a batch of {self.name} is fetched before the first step and its epoch is left, as "
+                    "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
+                    "Do it before `with guard:`, or in `with guard.outside_step():`",
+                )
         if track.left_early:
             track.left_early = False
             unmanaged.risk(
@@ -277,7 +289,7 @@ class Loaders:
             known = followed.at_boundary() and known
             fetched += track.at_boundary()
             idle = idle and followed.look_ahead.used == before
-            if track.other_thread is not None or track.left_early:
+            if track.other_thread is not None or track.left_early or track.peeked:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:

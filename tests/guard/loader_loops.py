@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -45,6 +44,8 @@ class Run:
         self.guard, self.model, self.optimizer, self.stop_at = guard, model, optimizer, stop_at
         self.steps: list[tuple[int, list[list[int]]]] = []
         self._seen: list[list[int]] = []
+        self.before: Any = None
+        """An iterator made before the guard was entered."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         x, index = batch[0], batch[1]
@@ -260,6 +261,8 @@ def run_loop(
     stop_at: int | None = None,
     workers: int = 0,
     make: Callable[[], Any] | None = None,
+    unnamed: bool = False,
+    iterate_before: bool = False,
     **options: Any,
 ) -> tuple[Run, dict[str, torch.Tensor]]:
     """One process of the job. Raises GracefulExit where it is stopped; `Run` is in its `args` then."""
@@ -269,13 +272,15 @@ def run_loop(
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = make() if make else DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
-    guard = Guard(model=model, optimizer=optimizer, loader=loader, directory=directory, final_save=False, **options)
+    before = iter(loader) if iterate_before else None
+    named = {} if unnamed else {"loader": loader}
+    guard = Guard(model=model, optimizer=optimizer, directory=directory, final_save=False, **named, **options)
     run = Run(guard, model, optimizer, stop_at)
+    run.before = before
     try:
         with guard:
             form(run, loader)
     except BaseException as error:
         error.run = run  # type: ignore[attr-defined]
         raise
-    assert threading.active_count() >= 1
     return run, {name: value.clone() for name, value in model.state_dict().items()}
