@@ -6,6 +6,7 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -192,6 +193,7 @@ class Guard:
         self._loaders.expect_no_look_ahead()
 
     def __enter__(self) -> Guard:
+        self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             self._exchange = self._shared_exchange or open_exchange(self.ranks)
