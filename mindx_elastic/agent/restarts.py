@@ -79,7 +79,6 @@ class Failure:
     """Whether the worker told where it stood. If not, nothing is known about its step, and nothing is judged:
     such a script is restarted as torchrun restarts it."""
 
-
     @property
     def is_refusal(self) -> bool:
         """Whether the guard has refused the program, here or on another node."""
@@ -192,15 +191,13 @@ def _cleared(suspect: Failure, failure: Failure) -> bool:
 
 
 def _explain_refusal(failure: Failure) -> str:
-    return "\n".join(
-        [
-            "The guard has refused the training, because a checkpoint would lack part of its state. Every attempt would "
-            "be refused, so the job is stopped.",
-            f"  what:       {failure.cause}",
-            f"  where:      {_place(failure)}; {_ranks([failure])}",
-            '  to go on:   correct the program as it says, or Guard(unmanaged="warn") (MINDX_UNMANAGED=warn)',
-        ]
-    )
+    lines = [
+        "The guard has refused the training: a checkpoint would lack part of its state. So would every attempt.",
+        f"  what:       {failure.cause}",
+        f"  where:      {_place(failure)}; {_ranks([failure])}",
+        '  to go on:   correct the program as it says, or Guard(unmanaged="warn") (MINDX_UNMANAGED=warn)',
+    ]
+    return "\n".join(lines)
 
 
 def _explain_loop(row: Sequence[Failure]) -> str:

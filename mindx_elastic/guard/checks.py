@@ -1,15 +1,15 @@
 """Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, modules, generators.
 
 At entry, and at the boundaries 1, 2, 3, 4, 8, 16, ... of the process, it looks through the program's variables (see
-`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only whether
-an optimizer has stepped that it does not know, which the update gate's hook notes.
+`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only
+whether an optimizer has stepped that it does not know, which the update gate's hook notes.
 
 ===============================================================  ==================================================
 found                                                            certain when
 ===============================================================  ==================================================
 a parameter of a named optimizer, in no named object             it is trained
 an optimizer that steps and is not named                         its state is carried from one step into another
-a scheduler of a named optimizer, not named                      it is new; one that has stepped before: it steps
+a scheduler of a named optimizer, not named                      it steps (one line at entry says so before)
 a `GradScaler`, not named                                        it is enabled and has moved
 a module, not named                                              its parameters change between two boundaries of an
                                                                  epoch; buffers, or between epochs: a risk
@@ -42,6 +42,15 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.movements import (
+    ContainerLook,
+    GeneratorLook,
+    Movement,
+    NumbersLook,
+    TensorsLook,
+    is_sharded_in_part,
+)
+from mindx_elastic.guard.strangers import Strangers, storage_of
 from mindx_elastic.guard.surroundings import (
     Found,
     Seen,
@@ -52,15 +61,6 @@ from mindx_elastic.guard.surroundings import (
     look,
     reachable,
 )
-from mindx_elastic.guard.movements import (
-    ContainerLook,
-    GeneratorLook,
-    Movement,
-    NumbersLook,
-    TensorsLook,
-    is_sharded_in_part,
-)
-from mindx_elastic.guard.strangers import Strangers, storage_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Checks"]
@@ -116,6 +116,7 @@ class _Watched:
     look: Any
     epoch: int
     moves: int = 0
+    remedy: str = ""
 
 
 @dataclass
@@ -322,20 +323,14 @@ class Checks:
                 continue
             if key in self._watch.schedulers:
                 continue
-            if _steps_of(found.value) > 1:
-                # It may be left over from an earlier training, and never step again.
-                self._watch.schedulers[key] = _Watched(
-                    weakref.ref(found.value), _shown(found), _steps_of(found.value), 0
-                )
-            else:
-                self._refuse_scheduler(found, seen)
-
-    def _refuse_scheduler(self, found: Found, seen: Seen) -> None:
-        optimizer = _optimizer_of(found.value)
-        name = seen.optimizers[id(optimizer)].name if id(optimizer) in seen.optimizers else type(optimizer).__name__
-        what = f'scheduler {_shown(found)} belongs to the guard\'s optimizer "{name}" and is not named'
-        added = found if found.name else Found("the scheduler", "", found.value)
-        self._unmanaged.certain(what, f"Write {self._line('lr_scheduler', seen, [added])}, or delete it if it is unused")
+            # It may be unused, or left over from an earlier training: it is refused when it steps.
+            steps = _steps_of(found.value)
+            added = found if found.name else Found("the_scheduler", "", found.value)
+            remedy = f"Write {self._line('lr_scheduler', seen, [added])}"
+            self._watch.schedulers[key] = _Watched(weakref.ref(found.value), _shown(found), steps, 0, remedy=remedy)
+            if steps <= 1:
+                what = f"scheduler {_shown(found)} belongs to an optimizer of the guard and is not named"
+                self._unmanaged.hint(f"{what}: its first step will be refused", remedy)
 
     def _check_steps_of_schedulers(self) -> None:
         for key, watched in list(self._watch.schedulers.items()):
@@ -344,8 +339,8 @@ class Checks:
                 del self._watch.schedulers[key]
             elif _steps_of(scheduler) != watched.look:
                 watched.look = _steps_of(scheduler)
-                what = f"scheduler {watched.name} steps, belongs to an optimizer of the guard and is not named"
-                self._unmanaged.certain(what, "Write Guard(lr_scheduler=..., ...) with it")
+                what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
+                self._unmanaged.certain(what, watched.remedy)
 
     # --- what moves ---
 
@@ -423,7 +418,7 @@ class Checks:
             now = NumbersLook.at(attributes_of(value))
             if moved := watched.look.moved(now):
                 self._unmanaged.risk(
-                    f"{watched.name} belongs to an optimizer of the guard, changes ({listed(moved, 3)}) and is not named",
+                    f"{watched.name} has an optimizer of the guard, is not named, and changes: {listed(moved, 3)}",
                     "If it sets the learning rate, name it: Guard(lr_scheduler=..., ...); it needs state_dict and "
                     "load_state_dict",
                 )
@@ -587,8 +582,8 @@ def _reference(value: Any) -> Callable[[], Any]:
 
 def _global_generators() -> set[int]:
     """The generators that the guard keeps anyway."""
-    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}  # type: ignore[attr-defined]
-    found.add(id(np.random.mtrand._rand._bit_generator))  # type: ignore[attr-defined]
+    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
+    found.add(id(np.random.mtrand._rand._bit_generator))
     if torch.cuda.is_available():
         found.update(map(id, torch.cuda.default_generators))
     return found

@@ -33,6 +33,7 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.changes import Changes
 from mindx_elastic.guard.checks import Checks
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
@@ -348,6 +349,10 @@ class Guard:
         stack.callback(self._update_gate.unwatch)
         self._collector.compiled.listen()
         stack.callback(self._collector.compiled.stop)
+        self._collector.on_new_parameters = self._update_gate.follow
+        self._collector.watch()
+        stack.callback(self._collector.unwatch)
+        self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
         self._window = UpdateWindow(self._collector, self._update_gate)
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         self._orders = GradientOrders(
@@ -546,6 +551,7 @@ class Guard:
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+        self._changes.at_boundary()
 
     def _warn_of_window(self) -> None:
         """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the

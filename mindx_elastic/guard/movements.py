@@ -1,6 +1,6 @@
 """Tells whether an object of the program has changed between two looks: a module, a generator, a scaler, a container.
 
-A look copies a little: version counters, a few elements of some tensors, a generator's state. It never changes the object.
+A look copies a little: version counters, a few elements of some tensors, a generator's state. It changes nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class GeneratorLook:
             if isinstance(generator, random.Random):
                 return cls("python", random.Random.getstate(generator)[:2])
             if isinstance(generator, np.random.RandomState):
-                name, keys, place, *_ = generator.get_state(legacy=True)
+                name, keys, place, *_ = _numpy_state(generator)
                 return cls("numpy", (name, np.asarray(keys).tobytes(), place))
             bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
             state = bits.state
@@ -151,13 +151,17 @@ def _follows_python(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     return False
 
 
+def _numpy_state(generator: np.random.RandomState) -> tuple[Any, ...]:
+    return generator.get_state(legacy=True)  # type: ignore[return-value]  # a dict only without `legacy`
+
+
 def _follows_numpy(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     if before[1] == now[1]:
         return bool(now[2] > before[2])
     copy = np.random.RandomState()
-    copy.set_state((before[0], np.frombuffer(before[1], dtype=np.uint32), before[2]))
+    copy.set_state((before[0], np.frombuffer(before[1], dtype=np.uint32), before[2], 0, 0.0))
     for _ in range(_MOST_TWISTS):
-        if np.asarray(copy.get_state(legacy=True)[1]).tobytes() == now[1]:
+        if np.asarray(_numpy_state(copy)[1]).tobytes() == now[1]:
             return True
         copy.bytes(4 * 624)
     return False
@@ -198,4 +202,3 @@ class ContainerLook:
         if now.length > self.length:
             return True
         return type(container) is deque and now.length == container.maxlen and now.last != self.last
-

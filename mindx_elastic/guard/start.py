@@ -90,8 +90,8 @@ class Start:
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is known against an exact resume, according to the file that this rank goes on from."""
-        return () if self.resumed is None else self.resumed.checkpoint.info.unmanaged
+        """What is known against an exact resume, according to the files of all ranks that the run goes on from."""
+        return () if self.resumed is None else self.resumed.plan.unmanaged
 
     @property
     def step(self) -> int | None:
@@ -176,6 +176,9 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
+    if saver.ranks.rank == 0 and found.plan.unmanaged:
+        notes = "; ".join(found.plan.unmanaged)
+        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
     saver.events.emit(
         "resume",
         step=info.step,
@@ -185,6 +188,7 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
         path=str(found.path),
         rejected=list(found.rejected),
         exact=found.plan.exact,
+        unmanaged=list(found.plan.unmanaged),
         resharded=found.plan.resharded,
     )
 

@@ -159,7 +159,11 @@ class Stopper:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
         if not self._accept(alarm):
             return
-        cannot_go_on = alarm.kind in ("exception", "peer", REFUSAL)  # of some rank: no coming boundary is sure to be reached
+        cannot_go_on = alarm.kind in (
+            "exception",
+            "peer",
+            REFUSAL,
+        )  # of some rank: no coming boundary is sure to be reached
         offer = 0 if cannot_go_on else self.step_gate.close()  # before logging, which may take a moment
         self._log_alarm(alarm)
         if alarm.origin == self.ranks.rank:
@@ -182,8 +186,9 @@ class Stopper:
             self._salvage(alarm)
         else:
             self.step_gate.open_until(decision.step)
-            if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
-                self._salvage(alarm)  # between two steps: the boundary is here already, and an evaluation may take long
+            is_here = decision.step <= min(self.step_gate.step, self.saver.collector.position.step)
+            if is_here and self.step_gate.is_between:  # an evaluation may take long
+                self._salvage(alarm)  # elsewhere the training thread has just arrived, and saves it itself
 
     def _accept(self, alarm: Alarm) -> bool:
         if not self.state.accept(alarm):

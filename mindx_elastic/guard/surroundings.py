@@ -1,4 +1,4 @@
-"""Looks through the program's variables for what a training keeps: optimizers, schedulers, modules, generators, buffers.
+"""Looks through the program's variables for what a training keeps: optimizers, schedulers, modules, generators.
 
 Breadth first, so that each object gets its shortest name: the local variables of the functions that called the guard,
 the globals of the program's own modules, then attributes, items and closures of what is found, a few levels deep. It
@@ -15,6 +15,7 @@ import sysconfig
 import types
 from collections import ChainMap, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -28,7 +29,17 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
-__all__ = ["Found", "Seen", "attributes_of", "find_bound", "inner_schedulers", "kind_of", "look", "program_frames", "reachable"]
+__all__ = [
+    "Found",
+    "Seen",
+    "attributes_of",
+    "find_bound",
+    "inner_schedulers",
+    "kind_of",
+    "look",
+    "program_frames",
+    "reachable",
+]
 
 _MOST_OBJECTS = 6000
 _DEPTH = 4
@@ -38,19 +49,30 @@ _OPTIMIZED = 0x1  # code flag: the locals are a snapshot, not a namespace
 
 # Libraries whose objects keep no state of a training, or none that could be found by looking into them.
 _LIBRARIES = frozenset(
-    (
-        "IPython PIL _pytest absl accelerate click comm cv2 debugpy fire fsspec hydra ipykernel ipywidgets jedi "
-        "jupyter_client matplotlib numpy omegaconf packaging pandas pip pkg_resources pluggy pyarrow pydantic pytest "
-        "requests rich scipy setuptools sklearn sympy tensorboard torch torchvision tornado tqdm traitlets "
-        "triton typer typing_extensions wandb xxhash yaml zmq"
-    ).split()
+    """
+    IPython PIL _pytest absl accelerate click comm cv2 debugpy fire fsspec hydra ipykernel ipywidgets jedi
+    jupyter_client matplotlib numpy omegaconf packaging pandas pip pkg_resources pluggy pyarrow pydantic pytest requests
+    rich scipy setuptools sklearn sympy tensorboard torch torchvision tornado tqdm traitlets triton typer
+    typing_extensions wandb xxhash yaml zmq
+    """.split()  # noqa: SIM905
 )
 _HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
-_OPTIMIZER_INTERNALS = frozenset(
-    ("state", "param_groups", "defaults", *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)).keys())
+_OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
+_ATOMS: tuple[type, ...] = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    bool,
+    type(None),
+    types.ModuleType,
+    types.CodeType,
+    range,
+    slice,
 )
-_ATOMS = (int, float, complex, str, bytes, bytearray, bool, type(None), types.ModuleType, types.CodeType, range, slice)
 _ATOMS += (types.BuiltinFunctionType, types.FrameType, types.TracebackType, torch.dtype, torch.device, torch.Size)
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
@@ -159,10 +181,8 @@ def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
 def attributes_of(value: object) -> dict[str, Any]:
     """The instance dictionary of `value` and its slots, read without running its code."""
     found: dict[str, Any] = {}
-    try:
+    with suppress(AttributeError, TypeError):
         found.update(object.__getattribute__(value, "__dict__"))
-    except (AttributeError, TypeError):
-        pass
     for kind in type(value).__mro__:
         for name in _names_of(kind.__dict__.get("__slots__", ())):
             slot = kind.__dict__.get(name)
@@ -363,7 +383,7 @@ def _elements(value: Any, most: int = 4) -> list[Any]:
 
 
 def _holds_arrays(value: Any, depth: int = 0) -> bool:
-    """Whether a container holds tensors or arrays, or tuples and dicts of those; a number as a tensor does not count."""
+    """Whether a container holds tensors or arrays, or tuples and dicts of those; numbers as tensors do not count."""
     if isinstance(value, dict):
         some = [item for _, item in _items(value)]
     elif isinstance(value, (list, tuple, deque)):
@@ -432,7 +452,7 @@ def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     for name, module in list(sys.modules.items()):
-        if type(module) is types.ModuleType and module is not main and not _is_library(name):
-            if getattr(module, "__file__", None) is not None:
-                found.append(module)
+        is_own = type(module) is types.ModuleType and module is not main and not _is_library(name)
+        if is_own and getattr(module, "__file__", None) is not None:
+            found.append(module)
     return found

@@ -51,6 +51,12 @@ class Unmanaged:
         self._note([what])
         logger.warning("%s. %s", what, remedy)
 
+    def hint(self, what: str, remedy: str) -> None:
+        """Nothing is wrong yet and soon may be: warns once, and records nothing."""
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s. %s", what, remedy)
+
     @property
     def refusal(self) -> UnmanagedStateError | None:
         """Why the training was refused, also if the program has caught that: nothing of it may be saved."""

@@ -100,6 +100,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         base=_base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
+        unmanaged=tuple(info.unmanaged),
     )
 
 
