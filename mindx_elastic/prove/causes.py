@@ -33,8 +33,12 @@ def explain(reference: Reference, difference: Difference, moves: Moves) -> Expla
     """What is behind a stopped run that differs from the reference."""
     found = _Explainer(reference, difference, moves)
     part = difference.parts[0]
-    what, cause, remedy = found.stream(part) if part.kind == "stream" else found.other(part)
-    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts[1:]))
+    batch = next((each for each in difference.parts if each.kind == "batch"), None)
+    if part.kind == "stream" and batch is not None and (known := found.known_batch(batch)) is not None:
+        what, cause, remedy = known  # says more than the numbers that an iterator has drawn on its way there
+    else:
+        what, cause, remedy = found.stream(part) if part.kind == "stream" else found.other(part)
+    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts))
 
 
 def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str, ...]) -> Explained:
@@ -53,7 +57,7 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
     }.get(part.kind, names)
     early = ", before any step was done" if part.where == "entry" else ""
     what = f"the script itself is not deterministic: two uninterrupted runs differ at step {step}{early}, in {thing}"
-    also = _also(difference.parts[1:])
+    also = _also(difference.parts)
     if by_hash:
         cause = "Python's hashes differ from process to process, and something goes through a set of texts"
         return Explained(
@@ -62,12 +66,11 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
     drawn = [name for name in unseeded if name in ("python", "numpy")]
     seeds = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)"}
     if part.where in ("entry", "begin", "batch", "fetch") or part.kind in ("stream", "batch"):
+        cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
+        remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"
         if drawn:
-            cause = f"the {' and '.join(drawn)} stream{'s' * (len(drawn) > 1)} began at random"
-            remedy = f"Write {', '.join(seeds[name] for name in drawn)} first, if the data or the weights come from it"
-        else:
-            cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
-            remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"
+            cause += f" (not seeded: {', '.join(drawn)})"
+            remedy = f"Write {', '.join(seeds[name] for name in drawn)} at the start, and a seed for every other generator"
         return Explained(what=what, cause=cause, remedy=remedy, also=also)
     cause = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
     if part.kind not in ("weights", "optimizer", "scalar"):
@@ -77,11 +80,11 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
 
 
 def _also(parts: tuple[Part, ...]) -> str:
-    """The other parts, in causal order, each kind once."""
+    """What differs besides the first part, in causal order, each kind once."""
     words = {"stream": "random streams", "batch": "the batch", "option": "options of the optimizer", "flag": "flags",
              "weights": "weights", "optimizer": "the optimizer's state", "stateful": "stateful objects",
              "scalar": "scalars", "position": "the position"}  # fmt: skip
-    kinds = dict.fromkeys(words.get(part.kind, part.kind) for part in parts)
+    kinds = dict.fromkeys(words.get(part.kind, part.kind) for part in parts if part.kind != parts[0].kind)
     return ", ".join(kinds)
 
 
@@ -121,8 +124,11 @@ class _Explainer:
                 f": the resumed run drew {_numbers(theirs)} between its start and {point}, the uninterrupted one "
                 f"{_numbers(ours) if ours else 'none'}"
             )
-            cause = "code that runs once at the start (a warm-up, an iterator, initial weights) draws after the guard was entered"
-            return what, cause, "Move it before `with guard:`, or into `with guard.outside_step():`"
+            cause = (
+                "code that runs once at the start draws after the guard was entered: the iterator of a loader that is not "
+                "named, a warm-up, initial weights"
+            )
+            return what, cause, "Name the loader; move other code before `with guard:`"
         cause = "it is no continuation of the stream at the boundary: a seed is set again after the guard is entered"
         return what, cause, "Set seeds before `with guard:` only; for a seed an epoch or step, set it at each of them"
 
@@ -179,15 +185,19 @@ class _Explainer:
         )
 
     def _too_many(self, part: Part) -> tuple[str, str, str]:
-        steps = int(part.names[0])
+        steps, more = int(part.first), "or more " * bool(part.second)
         return (
-            f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for {steps} steps "
-            f"{'or more ' * (steps > 8)}too many",
+            f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for {steps} "
+            f"step{'s' * (steps != 1)} {more}too many",
             "the loop does not read its position: it counts from 0 again after a resume",
             "Write `for epoch in guard.epochs(n):`, `for step in guard.steps(n):`, or begin at guard.position.step",
         )
 
     def _batch(self, part: Part) -> tuple[str, str, str]:
+        return self.known_batch(part) or self._unknown_batch()
+
+    def known_batch(self, part: Part) -> tuple[str, str, str] | None:
+        """Where the batch is that of another step."""
         step = self.step
         for number in self._steps_with(part):
             if step < number <= step + _AHEAD:
@@ -206,7 +216,7 @@ class _Explainer:
                 return what, "the position of the data is behind the step that was saved", (
                     "Name the loader that the loop goes through: Guard(loader=...), and call step_end() once a batch"
                 )
-        return self._unknown_batch()
+        return None
 
     def _unknown_batch(self) -> tuple[str, str, str]:
         step, one, other = self.step, self.one, self.other_step
@@ -239,7 +249,7 @@ class _Explainer:
     def _steps_with(self, part: Part) -> Iterator[int]:
         """The reference's steps that were given what the other run was given here; the nearest ones ahead first."""
         digests = set(part.second.split(" ")) - {""}
-        if not digests or self.one is None:
+        if not digests or self.one is None or digests <= set(part.first.split(" ")):
             return
         steps = self.reference.by_rank[self.difference.rank].values()
         found = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain, explain_chance
-from mindx_elastic.prove.compare import Difference, Reference, compare_life, harmless
+from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from mindx_elastic.prove.control import Alarm
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
@@ -136,7 +136,7 @@ class _Prover:
     def _first_run(self) -> Outcome | None:
         """The reference. None: it cannot be one, and the proof says why."""
         outcome = self._reference_run()
-        if outcome.variables and not self.runs.is_fresh:
+        if outcome.variables and not self.runs.is_fresh and self.runs.command.agent is None:
             names = listed(outcome.variables, 3)
             self.runs.is_fresh, self.runs.why_fresh = True, f"the script sets {names} for torch's import"
             outcome = self._reference_run()
@@ -175,7 +175,7 @@ class _Prover:
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
         verdict = _failure(again, "the second uninterrupted run") or self._chance(first, again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=_count(again.lives)))
-        if self.reference.varying:
+        if self.reference.varying and verdict.outcome == "equal":
             names = listed(sorted(key.partition("|")[2] for key in self.reference.varying), 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"

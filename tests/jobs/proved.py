@@ -1,10 +1,13 @@
 """Trains a small network, exactly or with one fault that a stop and a resume bring to light.
 
     python proved.py FAULT DIRECTORY
+
+On several ranks it is DDP.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from typing import Any
@@ -39,8 +42,12 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     x, y = torch.randn(48, 8), torch.randint(0, 3, (48,))
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
     head = nn.Linear(3, 3)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    network = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parameters = [*model.parameters(), *(head.parameters() if FAULT == "loose" else ())]
     optimizer = torch.optim.Adam(parameters, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
@@ -61,14 +68,14 @@ def main() -> None:
     )
     if FAULT == "chance":
         with torch.no_grad():
-            model[0].bias.add_(random.SystemRandom().random())
+            network[0].bias.add_(random.SystemRandom().random())
     if FAULT == "crash":
         raise RuntimeError("the disk with the data is not there")
 
     def step(batch: Any) -> None:
         inputs, targets = batch
         if FAULT == "freeze" and guard.position.step == 3:
-            model[3].eval()
+            network[3].eval()
         logits = model(inputs)
         loss = F.cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
         optimizer.zero_grad()
@@ -77,13 +84,13 @@ def main() -> None:
         scheduler.step()
         if FAULT == "late_chance" and guard.position.step == 4:
             with torch.no_grad():
-                model[4].weight.add_(random.SystemRandom().random())
+                network[4].weight.add_(random.SystemRandom().random())
         guard.step_end(loss=loss)
         if FAULT == "draw":
-            torch.rand(2)
+            torch.rand(2 + int(os.environ.get("RANK", "0")))
         if FAULT == "clip":
             with torch.no_grad():
-                model[0].weight.clamp_(-0.1, 0.1)
+                network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
         if FAULT == "counter":
