@@ -1,12 +1,13 @@
 """Decides which runs are made and what they show.
 
-First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again in
-one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the next
-stop. Kills are each a job of its own under the agent, which restarts it.
+First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again
+in one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the
+next stop. Kills are each a job of its own under the agent, which restarts it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -95,7 +96,7 @@ def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_en
     candidates = known if has_ended else known[:-1]
     if stops is None or stops >= len(candidates):
         return candidates
-    ends = [one.place for one, other in zip(places, places[1:], strict=False) if other.epoch > one.epoch > 0]
+    ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
     special = [*ends[:1], *([known[-1]] if has_ended and stops > 3 else []), *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
@@ -266,7 +267,8 @@ class _Prover:
             return None
         step = before.steps[-1].number
         what = f"the run never resumed: it was stopped after step {step}, and began anew with step 1"
-        cause, remedy = "the guard was told not to (resume=\"never\"), or the stop saved nothing", "Look at the log: --keep DIR"
+        cause = 'the guard was told not to (resume="never"), or the stop saved nothing'
+        remedy = 'Give the guard resume="auto"'
         if before.directory != anew.directory:
             cause = f"its directory is another one each time: {before.directory}, then {anew.directory}"
             remedy = "Give the guard the same directory at each start"
@@ -287,7 +289,9 @@ class _Prover:
             reached = max([reached, *((life.series, life.resumed or 0) for life in lives)])
             if reached < last:
                 what = f"the run ended after step {reached[1]}; the uninterrupted one went on to step {last[1]}"
-                cause = "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                cause = (
+                    "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                )
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
                 return Verdict(
@@ -359,7 +363,9 @@ def _failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | 
         return Verdict(outcome="refused", explained=explained)
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
-        return _fails(Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome)
+        return _fails(
+            Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome
+        )
     if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
         return None
     said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")

@@ -4,9 +4,9 @@
 
     python -m mindx_elastic.prove.script SCRIPT ARGUMENTS
 
-It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path. An
-exception, `sys.exit`, `atexit` and threads that still run find what they find under the interpreter itself, because this
-module only calls it and returns.
+It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path.
+Exceptions, `sys.exit`, `atexit` and threads find what they find under the interpreter itself, because this module only
+calls the script and returns.
 
 Notes what `prove` must know of the script in a file: what it opens for writing, and an exception that it ends with.
 """

@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import mindx_elastic as mx
@@ -77,7 +77,7 @@ def main() -> None:
         if FAULT == "freeze" and guard.position.step == 3:
             network[3].eval()
         logits = model(inputs)
-        loss = F.cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
+        loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
