@@ -142,7 +142,10 @@ class _Explainer:
     def _stream_of_fetch(self, name: str, where: str, ours: int | None, theirs: int | None) -> Words:
         place = "while the batch was fetched" if where == "fetch" else "between the batch and the first forward"
         what = f"step {self.step}: the {name} stream moved otherwise {place}"
-        if ours is not None and theirs is not None:
+        if theirs is None:
+            cause = "it is no continuation of the stream at the boundary: a seed is set there"
+            return what, cause, "Set seeds before `with guard:` only, or at the head of each epoch or step"
+        if ours is not None:
             what += f": by {_numbers(ours)}, and by {theirs} in the resumed run"
         if where == "fetch":
             cause = "the loader or its data set draws from the global stream, at other moments after a resume"
@@ -188,12 +191,12 @@ class _Explainer:
         """Where the batch is that of another step."""
         step = self.step
         for number in self._steps_with(part):
-            if step < number <= step + _AHEAD:
+            if step < number <= step + _AHEAD and number != self._first_of_epoch:
                 ahead = "one was" if number == step + 1 else f"{number - step} were"
                 what = f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead"
                 cause = "the loop asks for a batch before the boundary and uses it after; after a resume it is lost"
                 return what, cause, "Name the loader, so that the guard sees it: loader=...; or fetch within the step"
-            if number == 1 or (self.one is not None and number == step - self.one.step_in_epoch + 1):
+            if number in (1, self._first_of_epoch):
                 what = f"the batch of step {step} is that of step {number}: the data order began anew"
                 cause = "no loader is named, or another one than the loop goes through"
                 return what, cause, "Name it: Guard(loader=...), and iterate that one"
@@ -224,7 +227,8 @@ class _Explainer:
         return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
 
     def _steps_with(self, part: Part) -> Iterator[int]:
-        """The reference's steps that were given what the other run was given here; the nearest ones ahead first."""
+        """The reference's steps that were given what the other run was given here, the likeliest explanation first:
+        the next step, the first ones, those ahead. (Without a shuffle each epoch has the same batches.)"""
         digests = set(part.second.split(" ")) - {""}
         if not digests or self.one is None or digests <= set(part.first.split(" ")):
             return
@@ -233,7 +237,12 @@ class _Explainer:
             known = step.inputs.get(part.names[0], ()) if part.names else step.batches
             if step.series == self.one.series and step.number != self.step and digests & set(known):
                 found.append(step.number)
-        yield from sorted(found, key=lambda number: (number < self.step, number))
+        firsts = 1, self._first_of_epoch
+        yield from sorted(found, key=lambda n: (n != self.step + 1, n not in firsts, n < self.step, n))
+
+    @property
+    def _first_of_epoch(self) -> int:
+        return 1 if self.one is None else self.step - self.one.step_in_epoch + 1
 
     # --- state ---
 

@@ -22,6 +22,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    tempfile.tempdir = None  # the environment may name another one
     random.seed()
     _seed_numpy()
     run(command, notes=None if notes is None else Path(notes))
