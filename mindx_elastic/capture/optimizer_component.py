@@ -4,6 +4,7 @@ schedulers change them between two."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class OptimizerComponent:
                 f"this optimizer has {ours}"
             )
         state = self._with_layouts(state)
-        self.local.load_state_dict(state)
+        with _in_place(self.local):
+            self.local.load_state_dict(state)
         self._undo_casts(state)
         if self.is_spread:
             for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
@@ -131,6 +133,37 @@ class OptimizerComponent:
             for key, value in saved.items():
                 if key in loaded:
                     loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+@contextmanager
+def _in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Have ``optimizer.load_state_dict`` fill the groups and the state that it has, in place of making new ones.
+
+    Others may have them, too: an optimizer around this one or inside of it (SAM, Lookahead), a program that sets the
+    learning rate of a group that it has kept.
+    """
+    groups, state = optimizer.param_groups, optimizer.state
+
+    def take(new: dict[str, Any]) -> None:
+        loaded = dict(new)
+        given = loaded.get("param_groups")
+        if isinstance(given, list) and len(given) == len(groups) and given is not groups:
+            for old, fresh in zip(groups, [dict(group) for group in given], strict=True):
+                old.clear()
+                old.update(fresh)
+            loaded["param_groups"] = groups
+        values = loaded.get("state")
+        if isinstance(values, dict) and isinstance(state, dict) and values is not state:
+            state.clear()
+            state.update(values)
+            loaded["state"] = state
+        type(optimizer).__setstate__(optimizer, loaded)
+
+    vars(optimizer)["__setstate__"] = take  # what `Optimizer.load_state_dict` ends with
+    try:
+        yield
+    finally:
+        vars(optimizer).pop("__setstate__", None)
 
 
 def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:

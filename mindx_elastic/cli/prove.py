@@ -235,9 +235,7 @@ def _print(console: Console, proof: Proof, seconds: float, keep: Path | None) ->
     if proof.writes:
         from mindx_elastic.core.printable import listed
 
-        console.print(
-            printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True
-        )
+        console.print(printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True)
     if keep is not None:
         console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
 

@@ -242,7 +242,9 @@ class Witness:
     def _fires_first(self) -> bool:
         """A job that an agent has started again passes the same boundary once more."""
         try:
-            os.close(os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(
+                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            )
         except FileExistsError:
             return False
         return True

@@ -66,7 +66,9 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
             cause = f"the {' and '.join(drawn)} stream{'s' * (len(drawn) > 1)} began at random"
             remedy = f"Write {', '.join(seeds[name] for name in drawn)} first, if the data or the weights come from it"
         else:
-            cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
+            cause = (
+                "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
+            )
             remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"
         return Explained(what=what, cause=cause, remedy=remedy, also=also)
     cause = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
@@ -113,8 +115,10 @@ class _Explainer:
         if ours and not theirs and theirs is not None:
             what += f": something drew {_numbers(ours)} between the boundary of {self.step - 1} and {point}"
             cause = "the resumed run did not draw them: the code after step_end(), or at the head of the loop, ran before the stop only"
-            return what, cause, (
-                "Draw before step_end(), or put that code (an evaluation, logging) into `with guard.outside_step():`"
+            return (
+                what,
+                cause,
+                ("Draw before step_end(), or put that code (an evaluation, logging) into `with guard.outside_step():`"),
             )
         if theirs and ours is not None:
             what += (
@@ -132,17 +136,23 @@ class _Explainer:
         numbers = f": {_numbers(ours or 0)}, and {_numbers(theirs or 0)} in the resumed run" if counted else ""
         what = f"step {self.step}: the {name} stream moved otherwise {place}{numbers}"
         if where == "fetch":
-            return what, "the loader or its data set draws from the global stream, at other moments after a resume", (
-                "Name the loader: loader=..., or give the data set seeds of its own for each sample"
+            return (
+                what,
+                "the loader or its data set draws from the global stream, at other moments after a resume",
+                ("Name the loader: loader=..., or give the data set seeds of its own for each sample"),
             )
-        return what, "the code in front of the model draws depending on something that is not kept", (
-            "Name what it depends on in stateful=, or compute it from guard.position.step"
+        return (
+            what,
+            "the code in front of the model draws depending on something that is not kept",
+            ("Name what it depends on in stateful=, or compute it from guard.position.step"),
         )
 
     def _stream_inside(self, name: str) -> tuple[str, str, str]:
         what = f"step {self.step} ended with another {name} stream, and had begun with the same one"
-        return what, "the step draws depending on something that is not kept", (
-            "Name what it depends on in stateful=, or compute it from guard.position.step"
+        return (
+            what,
+            "the step draws depending on something that is not kept",
+            ("Name what it depends on in stateful=, or compute it from guard.position.step"),
         )
 
     def _moved(self, name: str, where: str, digest: str) -> int | None:
@@ -193,18 +203,26 @@ class _Explainer:
             if step < number <= step + _AHEAD:
                 ahead = number - step
                 what = f"the batch of step {step} is the one of step {number}: {_count(ahead)} fetched ahead"
-                return what, "the loop asks for a batch before the boundary and uses it after; after a resume it is lost", (
-                    "Name the loader so that the guard sees what is fetched: loader=...; or fetch at the head of the step"
+                return (
+                    what,
+                    "the loop asks for a batch before the boundary and uses it after; after a resume it is lost",
+                    (
+                        "Name the loader so that the guard sees what is fetched: loader=...; or fetch at the head of the step"
+                    ),
                 )
             if number == 1 or (self.one is not None and number == step - self.one.step_in_epoch + 1):
                 what = f"the batch of step {step} is that of step {number}: the data order began anew"
-                return what, "no loader is named, or another one than the loop goes through", (
-                    "Name it: Guard(loader=...), and iterate that one"
+                return (
+                    what,
+                    "no loader is named, or another one than the loop goes through",
+                    ("Name it: Guard(loader=...), and iterate that one"),
                 )
             if number < step:
                 what = f"the batch of step {step} is that of step {number} again"
-                return what, "the position of the data is behind the step that was saved", (
-                    "Name the loader that the loop goes through: Guard(loader=...), and call step_end() once a batch"
+                return (
+                    what,
+                    "the position of the data is behind the step that was saved",
+                    ("Name the loader that the loop goes through: Guard(loader=...), and call step_end() once a batch"),
                 )
         return self._unknown_batch()
 
@@ -228,12 +246,20 @@ class _Explainer:
                 "Draw from the global streams (they are seeded for each sample), or seed by the sample's index",
             )
         if not one.batches and not other.batches:
-            return what, "it comes from no loader that the guard knows", (
-                "Name the loader, or the generator that it is drawn from: Guard(loader=..., stateful={'generator': g})"
+            return (
+                what,
+                "it comes from no loader that the guard knows",
+                (
+                    "Name the loader, or the generator that it is drawn from: Guard(loader=..., stateful={'generator': g})"
+                ),
             )
-        return what, "its order or content comes from a generator, a set or a counter that no checkpoint has", (
-            "Let a seed and the epoch decide the order (mindx_elastic.data.ResumableLoader), or name the generator in "
-            "stateful="
+        return (
+            what,
+            "its order or content comes from a generator, a set or a counter that no checkpoint has",
+            (
+                "Let a seed and the epoch decide the order (mindx_elastic.data.ResumableLoader), or name the generator in "
+                "stateful="
+            ),
         )
 
     def _steps_with(self, part: Part) -> Iterator[int]:
@@ -277,25 +303,35 @@ class _Explainer:
             if loose is not None:
                 return what, f"{loose}: no checkpoint has it", "Name its module: Guard(model=[model, other])"
             if part.where == "entry":
-                return what, "it is not saved (a buffer that is not persistent), or load_state_dict() does not put it back", (
-                    "Register the buffer with persistent=True, or compute it in forward"
+                return (
+                    what,
+                    "it is not saved (a buffer that is not persistent), or load_state_dict() does not put it back",
+                    ("Register the buffer with persistent=True, or compute it in forward"),
                 )
         if part.where == "forward":
             what = f"weights differ at the first forward of step {step}: {names}"
             before = self.before
             key = f"weights|{part.names[0]}"
             if before is not None and self.one is not None and before.end.get(key) == (self.one.given or {}).get(key):
-                return what, "the resumed run changed them after the state was put back", (
-                    "Initialise and load pretrained weights before `with guard:`"
+                return (
+                    what,
+                    "the resumed run changed them after the state was put back",
+                    ("Initialise and load pretrained weights before `with guard:`"),
                 )
-            return what, f"they were changed after the boundary of {step - 1}, and no checkpoint has that", (
-                "Change weights (clipping, averaging, freezing) before step_end()"
+            return (
+                what,
+                f"they were changed after the boundary of {step - 1}, and no checkpoint has that",
+                ("Change weights (clipping, averaging, freezing) before step_end()"),
             )
         what = f"weights differ after step {step}: {names}"
-        return what, (
-            "the step began alike, so the update was another one: an optimizer that is not named, a counter of the "
-            "program, or an operation that gives other bits after a new start"
-        ), "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
+        return (
+            what,
+            (
+                "the step began alike, so the update was another one: an optimizer that is not named, a counter of the "
+                "program, or an operation that gives other bits after a new start"
+            ),
+            "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful=",
+        )
 
     def _optimizer(self, part: Part) -> tuple[str, str, str]:
         name = part.names[0]
@@ -304,8 +340,10 @@ class _Explainer:
         what = f"the optimizer's state differs {where}: {name}{more}"
         if part.where == "entry":
             return what, "the optimizer does not put back what its state_dict() gives", "Look at its load_state_dict()"
-        return what, "the gradients or the number of updates differ", (
-            "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
+        return (
+            what,
+            "the gradients or the number of updates differ",
+            ("Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="),
         )
 
     def _stateful(self, part: Part) -> tuple[str, str, str]:

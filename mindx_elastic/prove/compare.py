@@ -205,9 +205,7 @@ def _shown(digests: Sequence[str]) -> str:
     return " ".join(digests)
 
 
-def _unequal(
-    where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]
-) -> Iterator[Part]:
+def _unequal(where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
     for key in {**one, **other}:
         kind = split_kinds(key)[0]

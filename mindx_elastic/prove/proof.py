@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain, explain_chance
-from mindx_elastic.prove.compare import Difference, Reference, compare_life, harmless
+from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from mindx_elastic.prove.control import Alarm
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
@@ -266,7 +266,10 @@ class _Prover:
             return None
         step = before.steps[-1].number
         what = f"the run never resumed: it was stopped after step {step}, and began anew with step 1"
-        cause, remedy = "the guard was told not to (resume=\"never\"), or the stop saved nothing", "Look at the log: --keep DIR"
+        cause, remedy = (
+            'the guard was told not to (resume="never"), or the stop saved nothing',
+            "Look at the log: --keep DIR",
+        )
         if before.directory != anew.directory:
             cause = f"its directory is another one each time: {before.directory}, then {anew.directory}"
             remedy = "Give the guard the same directory at each start"
@@ -287,7 +290,9 @@ class _Prover:
             reached = max([reached, *((life.series, life.resumed or 0) for life in lives)])
             if reached < last:
                 what = f"the run ended after step {reached[1]}; the uninterrupted one went on to step {last[1]}"
-                cause = "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                cause = (
+                    "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                )
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
                 return Verdict(
@@ -359,7 +364,9 @@ def _failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | 
         return Verdict(outcome="refused", explained=explained)
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
-        return _fails(Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome)
+        return _fails(
+            Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome
+        )
     if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
         return None
     said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")

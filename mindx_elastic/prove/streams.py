@@ -39,7 +39,7 @@ def numbers_between(stream: str, before: bytes, after: bytes, *, most: int = MOS
         if len(before) != _CUDA_BYTES or len(after) != _CUDA_BYTES or before[:8] != after[:8]:
             return None
         moved = int(struct.unpack("<Q", after[8:])[0]) - int(struct.unpack("<Q", before[8:])[0])
-        return moved if 0 < moved else None
+        return moved if moved > 0 else None
     one, other = _read(before), _read(after)
     if one is None or other is None:
         return None
