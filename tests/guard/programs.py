@@ -57,7 +57,7 @@ def run(name: str, source: str, directory: Path, **options: Any) -> tuple[str, .
     body = textwrap.dedent(source)
     body = body if "with Guard(" in body else body + _LOOP
     text = (_PRELUDE + body).replace("**PARTS)", "**PARTS, **OPTIONS)")
-    exec(compile(text, "/somewhere/train.py", "exec"), space)
+    exec(compile(text, "/somewhere/train.py", "exec"), space)  # noqa: S102 - as Python runs a script
     notes: tuple[str, ...] = space["notes"]
     return notes
 
@@ -320,8 +320,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=[opt, disc_opt])
         def step(): update(disc(net(x)).mean(), opt, disc_opt)
         """,
-        'optimizer "disc_opt" trains 6 parameters that none of the guard\'s objects holds: "disc.0.weight", '
-        '"disc.0.bias", "disc.1.weight" and 3 more. Write Guard(model=[net, disc], ...)',
+        (
+            'optimizer "disc_opt" trains 6 parameters that none of the guard\'s objects holds: "disc.0.weight", '
+            '"disc.0.bias", "disc.1.weight" and 3 more. Write Guard(model=[net, disc], ...)'
+        ),
     ),
     "a criterion with weights": (
         """
@@ -333,8 +335,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt)
         def step(): update((net(x) - criterion.centers).square().mean(), opt)
         """,
-        'optimizer "opt" trains 1 parameter that none of the guard\'s objects holds: "criterion.centers". '
-        "Write Guard(model=[net, criterion], ...)",
+        (
+            'optimizer "opt" trains 1 parameter that none of the guard\'s objects holds: "criterion.centers". '
+            "Write Guard(model=[net, criterion], ...)"
+        ),
     ),
     "a temperature": (
         """
@@ -342,8 +346,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=[opt, alpha_opt])
         def step(): update((net(x) * log_alpha.exp()).square().mean(), opt, alpha_opt)
         """,
-        'optimizer "alpha_opt" trains 1 parameter that none of the guard\'s objects holds: "log_alpha" (Tensor, '
-        'train.py). Write Guard(stateful={"log_alpha": torch.nn.ParameterList([log_alpha])}, ...)',
+        (
+            'optimizer "alpha_opt" trains 1 parameter that none of the guard\'s objects holds: "log_alpha" (Tensor, '
+            'train.py). Write Guard(stateful={"log_alpha": torch.nn.ParameterList([log_alpha])}, ...)'
+        ),
     ),
     "master weights": (
         """
@@ -382,8 +388,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=sam)
         def step(): update(net(x).square().mean(), sam)
         """,
-        'optimizer "sam.base_optimizer" (SGD, train.py) steps and is not named. '
-        "Write Guard(optimizer=[sam, sam.base_optimizer], ...)",
+        (
+            'optimizer "sam.base_optimizer" (SGD, train.py) steps and is not named. '
+            "Write Guard(optimizer=[sam, sam.base_optimizer], ...)"
+        ),
     ),
     "an optimizer that was made anew": (
         """
@@ -391,8 +399,10 @@ REFUSED = {
         new = torch.optim.Adam(net.parameters(), lr=0.1)
         def step(): update(net(x).square().mean(), new)
         """,
-        'optimizer "new" (Adam, train.py) steps, and optimizer "opt", which the guard was given for the same '
-        "parameters, never does: it was made anew after the guard. Make the optimizer before the guard, and once",
+        (
+            'optimizer "new" (Adam, train.py) steps, and optimizer "opt", which the guard was given for the same '
+            "parameters, never does: it was made anew after the guard. Make the optimizer before the guard, and once"
+        ),
     ),
     "a scheduler of each step": (
         """
@@ -400,8 +410,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt)
         def step(): update(net(x).square().mean(), opt); sched.step()
         """,
-        'scheduler "sched" (CosineAnnealingLR, train.py) belongs to an optimizer of the guard, steps and is not named. '
-        "Write Guard(lr_scheduler=sched, ...)",
+        (
+            'scheduler "sched" (CosineAnnealingLR, train.py) belongs to an optimizer of the guard, steps and is not named. '
+            "Write Guard(lr_scheduler=sched, ...)"
+        ),
     ),
     "a scheduler of each epoch, deep inside": (
         """
@@ -419,8 +431,10 @@ REFUSED = {
         def step():
             update(net(x).square().mean(), opt); warm.step(); sched.step(1.0)
         """,
-        'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not named. '
-        "Write Guard(lr_scheduler=[warm, sched], ...)",
+        (
+            'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not named. '
+            "Write Guard(lr_scheduler=[warm, sched], ...)"
+        ),
     ),
     "a scaler": (
         """
@@ -439,8 +453,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt)
         def step(): update(net(x).square().mean(), opt); trainer.ema.update_parameters(net)
         """,
-        'module "trainer.ema" (AveragedModel, train.py) changes in the training and is not named. '
-        'Write Guard(stateful={"ema": trainer.ema}, ...)',
+        (
+            'module "trainer.ema" (AveragedModel, train.py) changes in the training and is not named. '
+            'Write Guard(stateful={"ema": trainer.ema}, ...)'
+        ),
     ),
     "an average behind the version counters": (
         """
@@ -468,8 +484,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt)
         def step(): update((net(x) * float(rng.normal())).square().mean(), opt)
         """,
-        'generator "rng" (Generator, train.py) draws numbers in the training and is not kept. '
-        'Write Guard(stateful={"own_rng": rng}, ...), or seed it anew in each step',
+        (
+            'generator "rng" (Generator, train.py) draws numbers in the training and is not kept. '
+            'Write Guard(stateful={"own_rng": rng}, ...), or seed it anew in each step'
+        ),
     ),
     "a torch generator of an object": (
         """
@@ -479,8 +497,10 @@ REFUSED = {
         PARTS = dict(model=net, optimizer=opt)
         def step(): update((net(x) + torch.randn(3, generator=noise.generator)).square().mean(), opt)
         """,
-        'generator "noise.generator" (Generator, train.py) draws numbers in the training and is not kept. '
-        'Write Guard(stateful={"generator": noise.generator}, ...)',
+        (
+            'generator "noise.generator" (Generator, train.py) draws numbers in the training and is not kept. '
+            'Write Guard(stateful={"generator": noise.generator}, ...)'
+        ),
     ),
     "a python generator of a module": (
         """
