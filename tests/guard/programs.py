@@ -411,8 +411,8 @@ REFUSED = {
         def step(): update(net(x).square().mean(), opt); sched.step()
         """,
         (
-            'scheduler "sched" (CosineAnnealingLR, train.py) belongs to an optimizer of the guard, steps and is not named. '
-            "Write Guard(lr_scheduler=sched, ...)"
+            'scheduler "sched" (CosineAnnealingLR, train.py) belongs to an optimizer of the guard, steps and is not '
+            "named. Write Guard(lr_scheduler=sched, ...)"
         ),
     ),
     "a scheduler of each epoch, deep inside": (
@@ -432,8 +432,8 @@ REFUSED = {
             update(net(x).square().mean(), opt); warm.step(); sched.step(1.0)
         """,
         (
-            'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not named. '
-            "Write Guard(lr_scheduler=[warm, sched], ...)"
+            'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not '
+            "named. Write Guard(lr_scheduler=[warm, sched], ...)"
         ),
     ),
     "a scaler": (
