@@ -18,7 +18,8 @@ alone. So each rank reads two keys at any size of the job, and all ranks togethe
 
 A rank that fails between two meetings writes its error into the answer of the next one and sets the bell: the other
 ranks raise that error at once, also those that are waiting already. The answer is one key, so that all ranks come to
-the same outcome.
+the same outcome. A rank that fails in its wait (Ctrl-C) takes the answer of that meeting, or of the next one if rank 0
+was first.
 
 Rejected: every rank reads the values of all ranks (the first design: the total grew with the square of the ranks, 23 GB
 at 1,024); a tree of ranks (rank 0 spends 5 s on a whole start of 16,384 ranks, and each level adds ranks that can

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -19,6 +19,7 @@ from mindx_elastic.capture.components import (
 )
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
+from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -62,11 +63,24 @@ class Collector:
         self.layouts = LayoutRecorder(self.components, ParallelSetup())
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
+        self.loop: dict[str, Any] = {}
+        """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
+        self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
         self.compiled = CompiledCalls(targets)
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
         self._compiled_calls = b""
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
+        for optimizer in self._optimizers.values():
+            optimizer.set_names(self.places())
+        self._watch: Watch | None = None
+        self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
+        """Called at a boundary at which modules, parameters or groups have changed."""
+        self.problems: list[str] = []
+        """What the last such boundary has that a start cannot make again, in words."""
+        self.structure_is_new = False
+        """Such a boundary has been copied; reset by the reader."""
         self._streams = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_stream]
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
@@ -101,24 +115,69 @@ class Collector:
             if place in after and (after[place][0] is not buffer or after[place][1] != version)
         ]
 
+    def places(self) -> dict[int, str]:
+        """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""
+        names: dict[int, str] = {}
+        for name, module in self._modules.items():
+            for place, parameter in module.named.items():
+                names.setdefault(id(parameter), f"{name}.{place}")
+        return names
+
+    def watch(self) -> None:
+        """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
+        self._watch = Watch([module.structure for module in self._modules.values()])
+
+    def unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _follow(self) -> None:
+        """Modules, parameters or groups may have changed since the last boundary."""
+        problems = {name: module.follow() for name, module in self._modules.items() if module.structure.has_changed()}
+        names = self.places()
+        problems |= {name: optimizer.follow(names) for name, optimizer in self._optimizers.items()}
+        self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
+        self.structure_is_new = True
+        self.layouts.forget()
+        self.on_new_parameters(self.parameters)
+
+    def _has_changed(self) -> bool:
+        for module in self._modules.values():
+            if module.structure.has_changed():
+                return True
+        for optimizer in self._optimizers.values():
+            if optimizer.has_changed():
+                return True
+        return False
+
+    def has_new_flags(self) -> bool:
+        """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
+        changed = False
+        for module in self._modules.values():
+            changed |= module.flags.has_changed
+            module.flags.has_changed = False
+        return changed
+
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
+        if self._has_changed():
+            self._follow()
         for component in self.components.values():
             component.copy()
         self._rng = capture_rng(self._rng)
         self._compiled_calls = self.compiled.at_boundary()
-        self.position = position
+        self.position, self._loop = position, self.loop
         self._mark_devices()
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self._rng)
-        state["progress"] = asdict(self.position)
+        state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
         if self._compiled_calls:
             state["compiled_calls"] = self._compiled_calls
-        state["module_extras"] = {name: module.flags.state() for name, module in self._modules.items()}
+        state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
         return state
 
     def volatile(self) -> dict[str, Any]:
@@ -130,13 +189,16 @@ class Collector:
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
             "rng": pack_rng(self._rng),
-            "progress": asdict(self.position),
+            "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
             "compiled_calls": self._compiled_calls,
         }
+
+    def _progress(self) -> dict[str, Any]:
+        return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
     def copy_ahead(self) -> dict[str, Any] | None:
         """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
@@ -213,12 +275,28 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
+        beside = state.get("module_extras", {})  # not in files of older versions
+        for name, module in self._modules.items():
+            module.prepare(beside.get(name, {}), state[name])
+        self._arrange_groups(state)
         for name, component in self.components.items():
             component.load(state[name])
-        self.position = Position(**state["progress"])
+        for name, module in self._modules.items():
+            module.load_beside(beside.get(name, {}))
+        progress = dict(state["progress"])
+        self.loop = self._loop = dict(progress.pop("loop", {}))
+        self.position = Position(**progress)
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
+
+    def _arrange_groups(self, state: Mapping[str, Any]) -> None:
+        """Make the parameter groups that the run had got in mid-run (unfreezing with another learning rate)."""
+        modules = self._modules.items()
+        parameters = {f"{name}.{place}": p for name, module in modules for place, p in module.named.items()}
+        for name, optimizer in self._optimizers.items():
+            if isinstance(state[name], Mapping) and (groups := state[name].get("names")) is not None:
+                optimizer.arrange(groups, parameters)
 
     def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
         """Set what `state` says of modules beside their state_dict: `training` and `requires_grad`.

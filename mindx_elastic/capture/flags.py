@@ -1,4 +1,5 @@
-"""Flags that steer a training and are in no ``state_dict``: `training` of each submodule, `requires_grad` of each parameter.
+"""Flags that steer a training and are in no ``state_dict``: `training` of each submodule, `requires_grad` of each
+parameter.
 
 Frozen batch norm, gradual unfreezing and an evaluation that leaves its mode behind are states of the training. Two
 lists are read at every boundary (a microsecond or two for sixty modules); names come in when a file is written.
@@ -27,15 +28,24 @@ class Flags:
     ) -> None:
         """`wrappers`: modules around it that are no part of the names (DDP, `torch.compile`); they follow its mode."""
         self._module, self._wrappers = module, list(wrappers)
-        self._names = dict(module.named_modules())
+        self._seen: list[bool] = []
+        self.has_changed = False
+        """Some flag is another than at the boundary before; reset by the reader."""
+        self.follow(parameters)
+
+    def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Read those of the modules that there are now, and of `parameters`."""
+        self._names = dict(self._module.named_modules())
         self._modules = list(self._names.values())
         self._parameters = parameters
         self._tensors = list({id(p): p for p in parameters.values()}.values())
         self.copy()
 
     def copy(self) -> None:
-        """Read them as they are now; never changed in place."""
-        self._seen = [*map(_training, self._modules), *map(_requires_grad, self._tensors)]
+        """Read them as they are now. The list is never changed in place."""
+        seen = [*map(_training, self._modules), *map(_requires_grad, self._tensors)]
+        if seen != self._seen:
+            self._seen, self.has_changed = seen, True
 
     @property
     def seen(self) -> list[bool]:
@@ -56,7 +66,7 @@ class Flags:
         self._lead_wrappers()
 
     def state(self) -> dict[str, Any]:
-        """The copied ones, by name: the same for replicas, and complete, because a file may hold a part of the model."""
+        """The copied ones, by name: all of them, because a file may hold a part of the model."""
         training = dict(zip(self._names, self._seen, strict=False))
         trainable = {id(t): flag for t, flag in zip(self._tensors, self._seen[len(self._modules) :], strict=True)}
         named = {name: trainable[id(p)] for name, p in self._parameters.items()}

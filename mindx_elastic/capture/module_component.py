@@ -1,5 +1,5 @@
-"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward) and extra state
-are copied at every boundary."""
+"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra state
+and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.capture.flags import Flags
+from mindx_elastic.capture.loose_buffers import LooseBuffers
+from mindx_elastic.capture.pruning import Masks, original_names
+from mindx_elastic.capture.structure import Structure
 from mindx_elastic.core.printable import listed
-from mindx_elastic.errors import MismatchError
+from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
 __all__ = ["ModuleComponent", "unwrap_module"]
 
@@ -55,16 +58,42 @@ class ModuleComponent:
         _reshard(self.module)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
+        self._named = named
         self.flags = Flags(self.module, named, _wrappers_of(module))
-        """`training` and `requires_grad`, in no state_dict; the collector keeps them beside it."""
+        """`training` and `requires_grad`."""
+        self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
+        self.structure = Structure(self.module, original_names(named, self._masks.places))
         self._described: object = None
         self._description = ""
         self._find_slots()
+        self._built = frozenset(
+            name for name, t in zip(self._slot_names, self._slot_tensors(), strict=True) if t is not None
+        )
+        self._order = list(self._sharded or self.module.state_dict())
         self.copy()
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
+
+    def _slot_tensors(self) -> list[torch.Tensor | None]:
+        return [slots[key] for slots, key in self._slots]
+
+    def follow(self) -> list[str]:
+        """Modules or parameters may have changed: go on with what there is now. Returns what a start cannot make again.
+
+        A parameter or module of the same name and shape is none of that, nor is a pruned parameter.
+        """
+        _reshard(self.module)
+        named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._sharded = named if self._sharded else {}
+        self._masks.follow()
+        self._loose.follow()
+        self.flags.follow(named)
+        self._find_slots()
+        self.structure.follow()
+        self._order = list(self._sharded or self.module.state_dict())
+        return self.structure.problems(original_names(named, self._masks.places))
 
     def _find_slots(self) -> None:
         # Slots are (dict, key), not tensors: a forward that assigns `self.buf = new` replaces the object.
@@ -96,6 +125,8 @@ class ModuleComponent:
             self._copy_live()
         self._extra_copies = self.look() if self._extras else {}
         self.flags.copy()
+        self._masks.copy()
+        self._loose.copy()
 
     @torch.no_grad()
     def _copy_live(self) -> None:
@@ -175,19 +206,55 @@ class ModuleComponent:
         return self._extra_copies
 
     def state(self) -> dict[str, Any]:
+        copies: dict[str, Any] = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
+        copies |= self._extra_copies
         # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
-        # training thread uses them: sharded parameters are taken from the references of the start.
-        state: dict[str, Any] = dict(self._sharded or self.module.state_dict())
-        copies = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
-        if self._sharded:
-            state.update(copies)
-        for name in state:
-            state[name] = copies.get(name, self._extra_copies.get(name, state[name]))
+        # training thread uses them: sharded parameters are taken from the references of the start. So are those of a
+        # module that has been rebuilt since the boundary (made ready for an export, in the block).
+        if self._sharded or self.structure.has_changed():
+            known = self._named | copies
+            if unknown := [name for name in self._order if name not in known]:
+                problem = f"the module was changed since the last boundary, and {listed(unknown, 3)} cannot be found"
+                raise UnsupportedStateError(self.name, f"{problem}; change it after the guard's block")
+            state = {name: known[name] for name in self._order} | copies
+        else:
+            state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
+
+    def beside(self) -> dict[str, Any]:
+        """What no state_dict has, as it was at the boundary; small, and the same for replicas."""
+        added = [
+            n for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None and n not in self._built
+        ]
+        return {
+            **self.flags.state(),
+            "pruned": self._masks.state(),
+            "buffers": self._loose.state(),
+            "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
+        }
+
+    def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Before `load`: prune what was pruned, and register the buffers that the module had got in mid-run."""
+        changed = "pruned" in beside and self._masks.apply(beside["pruned"])
+        for name in beside.get("added_buffers", ()):
+            prefix, _, key = name.rpartition(".")
+            child = dict(self.module.named_modules()).get(prefix)
+            if child is not None and name in state and child._buffers.get(key) is None and key not in child._parameters:
+                like = next(iter(self._named.values()), None)
+                value = state[name].clone()
+                child.register_buffer(key, value if like is None else value.to(like.device))
+                changed = True
+        if changed:
+            self.follow()
+
+    def load_beside(self, beside: Mapping[str, Any]) -> None:
+        """After `load`: the rest of what `beside` gives, without the flags."""
+        self._masks.load(beside.get("pruned", {}))
+        self._loose.load(beside.get("buffers", {}))
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:
-        """Parameters by name, tied ones under each; sharded ones as they were at the start (see `state`)."""
+        """Parameters by name, tied ones under each; sharded ones as they were at the last change (see `state`)."""
         return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
 
     @property

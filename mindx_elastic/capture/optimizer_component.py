@@ -3,7 +3,7 @@ schedulers change them between two."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.copying import copy_items, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["OptimizerComponent", "unwrap_optimizer"]
@@ -34,6 +35,11 @@ class OptimizerComponent:
         # ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those.
         # By name: importing it runs torch.jit, which takes a second and is deprecated.
         self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
+        self._sizes = self._look_sizes()
+        self._built: list[list[str]] | None = None
+        self._named: list[list[str]] | None = None
+        self._places: Mapping[int, str] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
         self.copy()
 
     @property
@@ -57,6 +63,57 @@ class OptimizerComponent:
     def copy(self) -> None:
         self._groups = self.look()
 
+    def _look_sizes(self) -> list[int]:
+        return [len(group["params"]) for group in self.optimizer.param_groups]
+
+    def has_changed(self) -> bool:
+        """Whether it has got other groups since `follow`. Every step."""
+        return self._look_sizes() != self._sizes
+
+    def set_names(self, names: Mapping[int, str]) -> None:
+        """`names`: the places of parameters, by id. With these groups the program begins."""
+        self._places, self._built = names, self._named_groups(names)
+
+    def follow(self, names: Mapping[int, str]) -> list[str]:
+        """Groups or parameters may have changed: go on with those that there are now. Returns what a start cannot make
+        again, in words.
+
+        A group that is new, gone or holds other parameters can be made again where the parameters have names.
+        """
+        self._places, self._sizes = names, self._look_sizes()
+        groups = self._named_groups(names)
+        if groups == self._built:
+            self._named = None
+            return []
+        if self.is_spread:
+            return ["its parameter groups have changed, and ZeroRedundancyOptimizer spreads them over the ranks"]
+        self._named = groups
+        known = {place for built in self._built or () for place in built}
+        lost = [place for group in groups for place in group if not place]
+        if lost and not (self._built is not None and any("" in group for group in self._built)):
+            which = [place for place in known if place not in {p for group in groups for p in group}]
+            return [f"it holds {len(lost)} parameters that are in no named module (any more){_named_instead(which)}"]
+        return []
+
+    def _named_groups(self, names: Mapping[int, str]) -> list[list[str]]:
+        return [[names.get(id(p), "") for p in group["params"]] for group in self.local.param_groups]
+
+    def arrange(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
+        wanted = [[parameters.get(place) for place in group] for group in groups]
+        if missing := [place for group in groups for place in group if parameters.get(place) is None]:
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program does not have"
+            )
+        live = self.local.param_groups
+        for group, mine in zip(live, wanted, strict=False):
+            group["params"][:] = mine
+        for mine in wanted[len(live) :]:
+            self.local.add_param_group({"params": mine})
+        del live[len(wanted) :]
+        self._parameters = parameters
+        self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]
+
     def look(self) -> list[dict[str, Any]]:
         """The options of the groups as they are now, in the form of `groups`."""
         return [copy_items(group, but="params") for group in self.optimizer.param_groups]
@@ -67,15 +124,35 @@ class OptimizerComponent:
         return self._groups
 
     def state(self) -> dict[str, Any]:
-        state = dict(map_tensors(self.local.state_dict(), local_part))
+        optimizer, retired = self._without_retired()
+        state = dict(map_tensors(optimizer.state_dict(), local_part))
         state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
         if sharded := self._sharded_places():
             state["sharded"] = sharded
+        if self._named is not None:
+            state["names"] = self._named
+        if retired:
+            state["retired"] = map_tensors(retired, local_part)
         state["param_groups"] = [
             {**copied, "params": live["params"]}
             for copied, live in zip(self._groups, state["param_groups"], strict=True)
         ]
         return state
+
+    def _without_retired(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """The optimizer as if it had no state for parameters that are in no group any more, and that state by place.
+
+        `Optimizer.state_dict` fails with it. A parameter may come back to a group; one without a place cannot.
+        """
+        held = set(map(id, self.parameters))
+        state = self.local.state
+        if all(id(p) in held for p in state if isinstance(p, torch.Tensor)):
+            return self.local, {}
+        shadow = object.__new__(type(self.local))
+        kept = {p: value for p, value in state.items() if not isinstance(p, torch.Tensor) or id(p) in held}
+        vars(shadow).update({**vars(self.local), "state": kept})
+        retired = {self._places[id(p)]: v for p, v in state.items() if id(p) not in held and id(p) in self._places}
+        return shadow, retired
 
     def _sharded_places(self) -> list[str]:
         """The DTensors of its state with their parameter's layout, as ``3.exp_avg``; `load` restores them so."""
@@ -89,6 +166,8 @@ class OptimizerComponent:
 
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
+        state.pop("names", None)  # see `arrange`
+        retired = state.pop("retired", {})
         there, here = state.pop("class", None), type(self.local).__name__
         if there not in (None, here):
             raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
@@ -103,6 +182,12 @@ class OptimizerComponent:
         with _in_place(self.local):
             self.local.load_state_dict(state)
         self._undo_casts(state)
+        for place, values in retired.items():
+            if (parameter := self._parameters.get(place)) is not None:
+                self.local.state[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
+                    for key, value in copy_tree(values).items()
+                }
         if self.is_spread:
             for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
                 shown.update({key: value for key, value in loaded.items() if key != "params"})
@@ -164,6 +249,10 @@ def _in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         vars(optimizer).pop("__setstate__", None)
+
+
+def _named_instead(places: Sequence[str]) -> str:
+    return f"; {listed(sorted(places), 3)} were replaced" if places else ""
 
 
 def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -99,6 +99,7 @@ class UpdateGate:
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
         self._versions: list[int] = []
+        self._is_new = False  # the parameters are others than at the last boundary
 
     @property
     def state(self) -> GateState:
@@ -114,6 +115,14 @@ class UpdateGate:
             register_optimizer_step_post_hook(self._stepped),
         ]
         _watching.add(self)
+
+    def follow(self, parameters: Sequence[torch.Tensor]) -> None:
+        """From here on these are the parameters: some were replaced, added or removed. At a boundary."""
+        self._parameters = parameters
+        self._versions = [p._version for p in parameters]
+        self._total, self._num_changes = sum(self._versions), None
+        self._changes = (self._versions, self._versions)
+        self._is_new = True
 
     def unwatch(self) -> None:
         for handle in self._handles:
@@ -186,10 +195,12 @@ class UpdateGate:
             if self.had_updates:
                 self.steady = self.steady and (not self._usual or self._usual == self._updates)
                 self._usual, self._updates = self._updates, {}
-                self._changes = (self._versions, versions)
                 num_changes = (total := sum(versions)) - self._total
-                self.even = self.even and self._num_changes in (None, num_changes)
-                self._num_changes, self._total = num_changes, total
+                if not self._is_new:
+                    self._changes = (self._versions, versions)
+                    self.even = self.even and self._num_changes in (None, num_changes)
+                    self._num_changes = num_changes
+                self._total, self._is_new = total, False
             elif before is not GateState.CLEAN or self.unguarded:
                 self._total = sum(versions)
             self._versions = versions

@@ -39,9 +39,11 @@ _RawGauss = ctypes.c_char * _GAUSS.size
 class PythonState:
     """The state of Python's global generator. Never changed."""
 
-    __slots__ = ("gauss", "raw")
+    __slots__ = ("gauss", "packed", "raw")
 
     def __init__(self, raw: bytes, gauss: float | None) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
         self.raw = raw
         """The index and the words, as in memory."""
         self.gauss = gauss
@@ -51,6 +53,11 @@ class PythonState:
         return isinstance(other, PythonState) and self.raw == other.raw and self.gauss == other.gauss
 
     __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def words(self) -> bytes:
+        """The words and the index, 4 bytes each in the order of `as_tuple`."""
+        return self.raw[_INDEX.size :] + self.raw[: _INDEX.size]
 
     def as_tuple(self) -> tuple[int, tuple[int, ...], float | None]:
         """The same as `random.getstate` gives it."""
@@ -70,15 +77,18 @@ class _PythonAccess:
 _python = _PythonAccess(None)
 
 
-def python_state() -> PythonState | tuple[Any, ...]:
-    """What `random.getstate` says; as it gives it where that is the only way."""
+def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
+    """What `random.getstate` says; as it gives it where that is the only way. `earlier` itself where that is equal."""
     global _python
     access = _python
     if access.getstate is not random.getstate:  # the first time, or it was replaced since
         access = _python = _PythonAccess(random.getstate)
     if access.block is None:
         return random.getstate()
-    return PythonState(access.block.raw, access.owner.gauss_next)
+    raw, gauss = access.block.raw, access.owner.gauss_next
+    if type(earlier) is PythonState and earlier.raw == raw and earlier.gauss == gauss:
+        return earlier
+    return PythonState(raw, gauss)
 
 
 def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
@@ -134,9 +144,11 @@ def _python_is_as_expected() -> bool:
 class NumpyState:
     """The state of numpy's global generator, a Mersenne twister. Never changed."""
 
-    __slots__ = ("gauss", "raw")
+    __slots__ = ("gauss", "packed", "raw")
 
     def __init__(self, raw: bytes, gauss: bytes) -> None:
+        self.packed: Any = None
+        """Kept by who packs it."""
         self.raw = raw
         """The words and the index, as in memory."""
         self.gauss = gauss
@@ -194,14 +206,18 @@ def _numpy_access() -> _NumpyAccess:
     return access
 
 
-def numpy_state() -> NumpyState | dict[str, Any]:
-    """What ``numpy.random.get_state(legacy=False)`` says; as it gives it where that is the only way."""
+def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
+    """What ``numpy.random.get_state(legacy=False)`` says; as it gives it where that is the only way. `earlier` itself
+    where that is equal."""
     access = _numpy_access()
     if access.words is None:
         import numpy
 
         return dict(numpy.random.get_state(legacy=False))
-    return NumpyState(access.words.raw, access.gauss.raw)
+    raw, gauss = access.words.raw, access.gauss.raw
+    if type(earlier) is NumpyState and earlier.raw == raw and earlier.gauss == gauss:
+        return earlier
+    return NumpyState(raw, gauss)
 
 
 def put_back_numpy(state: NumpyState | dict[str, Any]) -> None:

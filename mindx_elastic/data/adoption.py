@@ -1,6 +1,6 @@
 """Makes a loader that the program goes on iterating behave as its resumable one, for a while.
 
-Programs hold on to their DataLoader: they iterate it, ask its length, hand it to functions. So the object stays, and its
+Programs hold on to their DataLoader: they iterate it, ask its length, hand it on. So the object stays, and its
 *class* is exchanged for a subclass made for it, whose ``iter``, ``len`` and `set_epoch` are those of the resumable
 loader; attributes, ``isinstance`` and ``repr`` are as before. Copies and pickles of it are plain again.
 """

@@ -7,7 +7,7 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,8 +33,8 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.changes import Changes
 from mindx_elastic.guard.checks import Checks
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
@@ -45,6 +45,7 @@ from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.loops import Loops
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -166,11 +167,10 @@ class Guard:
             loader=self._loaders.argument,
             stateful=self._loaders.stateful,
         )
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._resumed_from_step: int | None = None
         self.resumed_path: Path | None = None
         self.run_id = ""
-        self._step = self._epoch = self._step_in_epoch = 0
+        self._loops = Loops(self._loaders)
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
@@ -273,7 +273,6 @@ class Guard:
             directories,
             collector=self._collector,
             targets=self._targets,
-            loaders=self._loaders,
             saver=self._saver,
             resume=options.resume,
             around=self._around,
@@ -291,7 +290,7 @@ class Guard:
             self._targets,
             self._collector,
             loaders=self._loaders.named,
-            epoch=lambda: self._epoch,
+            epoch=lambda: self._loops.epoch,
         )
         if trains:
             self._checks.at_entry()
@@ -320,8 +319,8 @@ class Guard:
             targets=self._targets,
             loaders=[] if self.loader is None else [self.loader],
             collector=self._collector,
-            position=self.position,
-            resumed=self.resumed_from_step,
+            position=self._loops.position,
+            resumed=self._resumed_from_step,
             resumed_path=self.resumed_path,
             signals=[number for policy in self._policies for number in policy.signals],
             outside=lambda: bool(getattr(self, "_outside", False)),
@@ -335,9 +334,8 @@ class Guard:
     def _take_over(self, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        position = self._collector.position
-        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step = start.step
+        self._loops.take_over(self._collector.position, start.restore_streams)
+        self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
         self._unmanaged.inherit(start.notes)
@@ -356,6 +354,10 @@ class Guard:
         stack.callback(self._update_gate.unwatch)
         self._collector.compiled.listen()
         stack.callback(self._collector.compiled.stop)
+        self._collector.on_new_parameters = self._update_gate.follow
+        self._collector.watch()
+        stack.callback(self._collector.unwatch)
+        self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
         self._window = UpdateWindow(self._collector, self._update_gate)
         self._orders = GradientOrders(
             self._targets,
@@ -365,7 +367,7 @@ class Guard:
         )
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate, self._past_epochs = StepGate(self._step), False
+        self._step_gate = StepGate(self._step)
         stack.callback(peers.close)
         self._listeners = Listeners(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listeners.hear_signal)
@@ -393,6 +395,13 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._loops.enter(
+            self._collector,
+            self._unmanaged,
+            late_boundary=self._late_boundary,
+            leave_step=self._step_gate.leave_step,
+            enter_step=self._enter_step,
+        )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
 
@@ -400,8 +409,28 @@ class Guard:
 
     @property
     def position(self) -> Position:
-        """The last boundary passed."""
-        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+        """The last boundary passed. Right after a resume it is the resumed one."""
+        self._loops.asked = True
+        return self._loops.position
+
+    @property
+    def step(self) -> int:
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first.
+
+        What is done every so many steps goes by it: ``if guard.step % 100 == 0:``.
+        """
+        self._loops.asked = True
+        return self._loops.step
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._loops.asked = True
+        return self._resumed_from_step
+
+    @property
+    def _step(self) -> int:
+        return self._loops.step
 
     @property
     def rank(self) -> int:
@@ -413,26 +442,43 @@ class Guard:
         """Number of ranks; known once the guard is entered."""
         return self.ranks.world_size
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+    def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
+        """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
+        resumed one.
 
         An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
         so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
-        the stop.
+        the stop. Checkpoints count from 1, whatever `start` is.
+
+        A second loop goes on where the first one has ended: ``epochs(2)`` and then ``epochs(5)`` are 2 and 3 epochs.
+        Without a loader an epoch is either one step (all data at once), or has an inner loop over `steps`.
         """
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
-            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
-        if self._past_epochs:  # a second loop in the same block
-            self._past_epochs = False
-            self._step_gate.enter_step()
-        for epoch in range(max(1, self._epoch), num_epochs + 1):
-            if epoch != self._epoch:
-                self._epoch, self._step_in_epoch = epoch, 0
-            if hasattr(self.loader, "set_epoch"):
-                self.loader.set_epoch(epoch)
-            yield epoch
-        self._past_epochs = True
-        self._step_gate.leave_step()
+        return self._loops.epochs(num_epochs, start)
+
+    def steps(self, num_steps: int, start: int = 1) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, until `num_steps` boundaries have been passed in all.
+
+        ::
+
+            batches = iter(loader)
+            for step in guard.steps(10_000):
+                try:
+                    x, y = next(batches)
+                except StopIteration:  # the next epoch
+                    batches = iter(loader)
+                    x, y = next(batches)
+                ...
+                guard.step_end()
+
+        The first number is `start`; after a resume, that of the step behind the resumed one. Inside a loop over
+        `epochs` the steps of each epoch are counted. An iteration that calls no `step_end` does not count.
+        """
+        return self._loops.steps(num_steps, start)
+
+    def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+        """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
+        its epoch."""
+        return self._loops.enumerate(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -449,18 +495,18 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
+        loops = self._loops
         self._known = self._loaders.at_boundary()
-        current_epoch = self._loaders.epoch()
-        if self._epoch == 0 or current_epoch not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
-        self._step += 1
-        self._step_in_epoch += 1
+        loops.count()
         self._finished_step = False
         self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
-        if not self._cut:
-            if not self._known:
-                self._update_gate.pass_unknown()
-            return
+        self._cut = self._cut and loops.is_boundary()
+        if self._cut:
+            self._pass_boundary()
+        elif not self._known:
+            self._update_gate.pass_unknown()
+
+    def _pass_boundary(self) -> None:
         self._orders.at_boundary()
         self._copy_boundary()
         if self._collector.compiled.problems:
@@ -483,24 +529,31 @@ class Guard:
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
-        if self._witness is not None and self._witness.at_boundary(self.position, is_cut=self._cut):
+        if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(self._step):
             self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
-            if self._cut and policy.due(self.position):
+            if self._cut and policy.due(self._loops.position):
                 self._checks.before_save()
                 self.save_periodic(policy)
 
+    def _late_boundary(self) -> None:
+        """The loop has gone on, which shows that the step counted last is one to resume from."""
+        self._cut = True
+        self._pass_boundary()
+        self.finish_step()
+
     def _copy_boundary(self) -> None:
-        position = self.position
+        position = self._loops.position
         self._has_stepped = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+        self._changes.at_boundary()
 
     def _warn_of_window(self) -> None:
         """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
@@ -566,8 +619,11 @@ class Guard:
             with self._around.between_steps():
                 yield
         finally:
-            if self._step_gate.enter_step():
-                self.stopper.at_limit(is_cut=True)
+            self._enter_step()
+
+    def _enter_step(self) -> None:
+        if self._step_gate.enter_step():
+            self.stopper.at_limit(is_cut=True)
 
     # --- saves and stops that the program asks for ---
 
@@ -639,6 +695,7 @@ class Guard:
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        self._loops.leave()
         if self._step and not self._known and self._finished_step and self._loaders.settle():
             self._copy_boundary()
         self._saver.drain()

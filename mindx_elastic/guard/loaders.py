@@ -167,18 +167,6 @@ class Loaders:
             if followed.adoption is not None:
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
 
-    def call_when_ready(self, restore: Callable[[], None]) -> None:
-        """Call `restore` when the first iterator of any loader exists and its first batch has not been fetched."""
-        waiting = [loader for loader in self.named if hasattr(loader, "on_iterator_ready")]
-
-        def once() -> None:
-            for loader in waiting:
-                loader.on_iterator_ready = None
-            restore()
-
-        for loader in waiting:
-            loader.on_iterator_ready = once
-
     def shutdown(self) -> None:
         """End the workers: a stuck one would delay the exit."""
         for loader in self.named:

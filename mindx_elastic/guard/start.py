@@ -12,8 +12,8 @@ entered    every rank is ready to train
 =========  ===================================================================================================
 
 The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
-The generators are restored once more when the loader's iterator exists, because creating it, and the program's own code
-before the first batch, may draw numbers.
+The generators are restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an
+iterator, and the program's own code before the first batch, may draw numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
-from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -78,6 +77,8 @@ class Start:
     attempt: int
     resumed: Resumed | None
     peers: PeerWatch
+    restore_streams: Callable[[], None] | None
+    """Puts the random generators back as at the resumed boundary; None on a fresh start."""
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
@@ -103,7 +104,6 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loaders: Loaders,
     saver: Saver,
     resume: str | Path,
     around: Connections,
@@ -145,14 +145,14 @@ def start_job(
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
-    collector.compiled.only_names, kept = collector.is_sharded, b""
+    collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept = _load(found, collector, targets, loaders, ranks, with_flags=not around.is_guest)
+        kept, restore = _load(found, collector, targets, ranks, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -166,7 +166,7 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank))
+    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore)
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
@@ -208,15 +208,10 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 
 
 def _load(
-    found: Resumed,
-    collector: Collector,
-    targets: Mapping[str, Any],
-    loaders: Loaders,
-    ranks: RankInfo,
-    *,
-    with_flags: bool,
-) -> bytes:
-    """Returns the calls that torch.compile had compiled; empty where they do not count.
+    found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo, *, with_flags: bool
+) -> tuple[bytes, Callable[[], None]]:
+    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts the random
+    generators back.
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
@@ -241,9 +236,8 @@ def _load(
             collector.load_flags(state)
 
     restore_rng_()
-    loaders.call_when_ready(restore)
     collector.copy(collector.position)
-    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b""))
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), restore
 
 
 def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:

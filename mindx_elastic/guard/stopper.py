@@ -186,8 +186,9 @@ class Stopper:
             self._salvage(alarm)
         else:
             self.step_gate.open_until(decision.step)
-            if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
-                self._salvage(alarm)  # between two steps: the boundary is here already, and an evaluation may take long
+            is_here = decision.step <= min(self.step_gate.step, self.saver.collector.position.step)
+            if is_here and self.step_gate.is_between:  # an evaluation may take long
+                self._salvage(alarm)  # elsewhere the training thread has just arrived, and saves it itself
 
     def _accept(self, alarm: Alarm) -> bool:
         if not self.state.accept(alarm):

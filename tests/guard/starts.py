@@ -12,9 +12,9 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["start"]
 
@@ -38,8 +38,8 @@ def start(
             [directory],
             collector=collector,
             targets=targets,
-            loaders=Loaders(targets.get("loader"), None),
             saver=saver,
             resume="auto",
             around=around,
+            unmanaged=Unmanaged("error"),
         )

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
 from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
@@ -230,6 +231,202 @@ class Generators(Training):
         return x + self.draw()
 
 
+# --- groups ---
+
+
+class AddedGroup(Training):
+    """The backbone joins in step 8 with a learning rate of its own; two schedulers go on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+        self.steps = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+
+    def more(self) -> dict[str, Any]:
+        return {"lr_scheduler": self.steps}
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+            group = {"params": list(self.network.backbone.parameters()), "lr": 1e-3, "weight_decay": 0.3}
+            self.optimizer.add_param_group(group)
+
+    def after(self, step: int) -> None:
+        self.steps.step()
+
+
+class MovedGroup(Training):
+    """Two groups become one other; then a parameter moves."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        groups = [{"params": list(m.parameters())} for m in (self.network.backbone, self.network.head)]
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+
+    def before(self, step: int) -> None:
+        groups = self.optimizer.param_groups
+        if step == BATCHES + 2:
+            del groups[1]
+        if step == BATCHES + 4:
+            moved = groups[0]["params"].pop()
+            self.optimizer.add_param_group({"params": [moved, self.network.head.bias], "lr": 0.1, "momentum": 0.5})
+
+
+class AddedLambda(AddedGroup):
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+        self.steps = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        if step == BATCHES + 2:
+            self.optimizer.param_groups[1]["initial_lr"] = 1e-3
+            self.steps.base_lrs.append(1e-3)
+            self.steps.lr_lambdas.append(lambda step: 0.8**step)
+
+
+class ReplacedHead(Training):
+    """Another head of the same shape, known to the optimizer."""
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            old = list(self.network.head.parameters())
+            self.network.head = nn.Linear(16, 4)
+            new = dict(zip(map(id, old), self.network.head.parameters(), strict=True))
+            for parameter in old:
+                self.optimizer.state.pop(parameter, None)
+            group = self.optimizer.param_groups[0]
+            group["params"][:] = [new.get(id(p), p) for p in group["params"]]
+
+
+class ForgottenHead(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.head = nn.Linear(16, 4)
+
+
+class WiderHead(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.head = nn.Linear(16, 5)
+            self.optimizer.param_groups[0]["params"][-2:] = list(self.network.head.parameters())
+
+
+class AnotherActivation(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone[2] = nn.GELU()
+
+
+class GrownNet(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.append(nn.Linear(16, 16))
+            self.optimizer.add_param_group({"params": list(self.network.backbone[4].parameters())})
+
+
+class Shrunk(Training):
+    """A part that the forward does not use goes."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.spare = nn.Linear(2, 2)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.network.backbone.parameters(), *self.network.head.parameters()], lr=1e-2)
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            del self.network.spare
+
+
+class LateParametrization(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            parametrizations.weight_norm(self.network.head)
+
+
+class LeftForExport(Training):
+    """The norm is taken off inside the block, after the training."""
+
+    def build(self) -> None:
+        super().build()
+        nn.utils.weight_norm(self.network.head)
+
+    def tail(self, epoch: int) -> None:
+        if epoch == EPOCHS:
+            nn.utils.remove_weight_norm(self.network.head)
+
+
+# --- names ---
+
+
+class Parametrized(Training):
+    """Before the guard: both kinds of norms, a mask."""
+
+    def build(self) -> None:
+        super().build()
+        parametrizations.weight_norm(self.network.head)
+        parametrizations.spectral_norm(self.network.backbone[0])
+        self.network.extra = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.network.last = prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(4, 4)), "bias", amount=2)
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.network.last(self.network.extra(x[:, :4])).sum() * 0.1
+
+
+class Pruning(Training):
+    """Pruned in steps 5, 8 and at the heads of epochs 2 and 3, ranked by what the last forward has left; made permanent
+    in part in step 15."""
+
+    def head(self, epoch: int) -> None:
+        super().head(epoch)
+        if epoch > 1:
+            prune.l1_unstructured(self.network.head, "weight", amount=4)
+
+    def before(self, step: int) -> None:
+        if step in (5, BATCHES + 2):
+            prune.l1_unstructured(self.network.backbone[0], "weight", amount=0.2)
+            prune.random_unstructured(self.network.head, "weight", amount=3)
+        if step == 2 * BATCHES + 3:
+            prune.remove(self.network.backbone[0], "weight")
+
+
+# --- buffers ---
+
+
+class Buffered(Net):
+    """Buffers that no state_dict has, that are made late, and that begin with None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = torch.get_rng_state()
+        torch.seed()
+        noise = torch.rand(8) if "NOISE" not in os.environ else torch.full((8,), float(os.environ["NOISE"]))
+        torch.set_rng_state(seed)
+        self.register_buffer("noise", noise, persistent=False)
+        self.register_buffer("running", torch.zeros(8), persistent=False)
+        self.register_buffer("positions", torch.arange(4).expand(3, -1), persistent=False)
+        self.register_buffer("center", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running.mul_(0.9).add_(x.mean(0))
+            if self.center is None:
+                self.center = x.mean(0)
+            if not hasattr(self, "late"):
+                self.register_buffer("late", x.std(0))
+        return super().forward(x - self.running + self.noise + self.center + self.late)
+
+
+class Buffers(Training):
+    def build(self) -> None:
+        self.network = Buffered()
+
+
 SCENARIOS: dict[str, type[Training]] = {
     "frozen_norm": FrozenNorm,
     "frozen_norm_in_epoch": FrozenNormInEpoch,
@@ -237,6 +434,20 @@ SCENARIOS: dict[str, type[Training]] = {
     "unfreezing": Unfreezing,
     "freezing": Freezing,
     "generators": Generators,
+    "added_group": AddedGroup,
+    "moved_group": MovedGroup,
+    "added_lambda": AddedLambda,
+    "replaced_head": ReplacedHead,
+    "forgotten_head": ForgottenHead,
+    "wider_head": WiderHead,
+    "another_activation": AnotherActivation,
+    "grown_net": GrownNet,
+    "shrunk": Shrunk,
+    "late_parametrization": LateParametrization,
+    "left_for_export": LeftForExport,
+    "parametrized": Parametrized,
+    "pruning": Pruning,
+    "buffers": Buffers,
 }
 
 
