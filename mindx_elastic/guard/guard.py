@@ -286,7 +286,13 @@ class Guard:
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
         trains = not (evaluates or self._around.is_guest)
-        self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._loops.epoch)
+        self._checks = Checks(
+            self._unmanaged,
+            self._targets,
+            self._collector,
+            loaders=self._loaders.named,
+            epoch=lambda: self._loops.epoch,
+        )
         if trains:
             self._checks.at_entry()
         self._start_stages(stack, settings, start.peers, relay, closing)
