@@ -117,7 +117,7 @@ TENSORS = TensorDataset(torch.arange(20.0), torch.arange(20))
         (TENSORS, own_collate, True),
         (Augmented(torch.arange(20.0)), default_collate, True),
         (Subset(Augmented(torch.arange(20.0)), [3, 1, 2, 0]), default_collate, True),
-        (Noisy(4), noisy_collate, True),
+        (Noisy(4), as_collated, True),
         (TensorDataset(torch.arange(20.0).as_subclass(OwnTensors)), default_collate, True),
     ],
 )
