@@ -113,7 +113,7 @@ class UpdateGate:
         self._versions = [p._version for p in parameters]
         self._total = sum(self._versions)
         self._handles = [
-            register_optimizer_step_pre_hook(lambda *_: self.begin_update()),
+            register_optimizer_step_pre_hook(self.begin_update),
             register_optimizer_step_post_hook(self._stepped),
         ]
         _watching.add(self)
@@ -138,7 +138,7 @@ class UpdateGate:
             self.at_stranger(optimizer)
         self.end_update(key)
 
-    def begin_update(self) -> None:
+    def begin_update(self, *_: object) -> None:
         """An optimizer is about to step. Waits for the readers."""
         with self._lock:
             if self._readers:

@@ -127,7 +127,7 @@ class Cursor:
             self.samples = samples
             self.finished = finished
             if self.track is not None:
-                self.track.hand_out(self.mark())
+                self.track.hand_out(self.mark)
 
     def end(self, token: int, *, exhausted: bool) -> None:
         """The iteration is exhausted or was dropped."""

@@ -515,7 +515,7 @@ class Guard:
         self._copy_boundary()
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)
-        self._window.at_boundary(self._step)
+        self._window.at_boundary(self._loops.step)
         self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
@@ -529,13 +529,13 @@ class Guard:
         if retake and self._cut:
             self._copy_boundary()
         self._finished_step = True
-        self._log_filter.step = self._step
+        step = self._log_filter.step = self._loops.step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(self._step, cut=self._cut)
+        self._around.at_boundary(step, cut=self._cut)
         if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
-        if self._step_gate.arrive(self._step):
+        if self._step_gate.arrive(step):
             self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:

@@ -29,7 +29,6 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.core.position import Position
-from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.own_counters import Entry, entry_of, find_own_counter, has_source, innermost_range
@@ -100,7 +99,7 @@ class Loops:
     @property
     def position(self) -> Position:
         """The last boundary passed."""
-        return Position(self.step, self.epoch, self.step_in_epoch, num_batches(self._loaders.first))
+        return Position(self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches())
 
     def count(self) -> None:
         """A step has ended."""
