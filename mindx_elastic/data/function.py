@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -108,15 +108,9 @@ class FunctionLoader:
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """See `ResumableLoader.aside`."""
-        ready, self.on_iterator_ready = self.on_iterator_ready, None
-        try:
-            with self._engine.aside():
-                yield
-        finally:
-            self.on_iterator_ready = ready
+    def set_aside(self) -> AbstractContextManager[None]:
+        """See `ResumableLoader.set_aside`."""
+        return self._engine.set_aside(self)
 
     def shutdown(self) -> None:
         """Nothing is to be ended but the iterator."""

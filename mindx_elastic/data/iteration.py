@@ -129,8 +129,6 @@ class Engine:
 
     def __init__(self) -> None:
         self.cursor = Cursor()
-        self.is_aside = False
-        """An evaluation reads the loader, whose position stays."""
         self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
         # For persistent workers only:
         self._torch_loader: Any = None
@@ -142,7 +140,7 @@ class Engine:
 
         With persistent workers `build` is called the first time only, and the workers are kept here.
         """
-        if not persistent or self.is_aside:  # the iteration under way goes on with the persistent workers
+        if not persistent:
             return open_iterator(build())
         if self._torch_iterator is None:
             self._torch_loader = build()
@@ -174,19 +172,21 @@ class Engine:
         return iteration
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
-        """In here iterations begin at the first batch, and do not move the position or the iteration under way."""
-        cursor, live, track = self.cursor, self._live, self.cursor.track
-        before = {name: value for name, value in vars(cursor).items() if name != "token"}
-        cursor.track, cursor.requested, self.is_aside = None, None, True
-        token = cursor.token
-        cursor.move_to(cursor.epoch)
+    def set_aside(self, loader: Any) -> Iterator[None]:
+        """Inside, `loader` (the owner of this engine) can be iterated as if it were another object: the position, an
+        iteration under way and persistent workers are as before afterwards. Training thread."""
+        ready, loader.on_iterator_ready = loader.on_iterator_ready, None
+        before = self._live, self._torch_loader, self._torch_iterator, self._workers
+        self._live = self._torch_loader = self._torch_iterator = self._workers = None
         try:
-            yield
+            with self.cursor.set_aside():
+                try:
+                    yield
+                finally:
+                    self._end_persistent(_CLOSE_GRACE_S)
         finally:
-            vars(cursor).update(before, token=token)
-            cursor.track = track
-            self._live, self.is_aside = live, False
+            self._live, self._torch_loader, self._torch_iterator, self._workers = before
+            loader.on_iterator_ready = ready
 
     @property
     def live(self) -> Iteration | None:

@@ -6,7 +6,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -192,23 +192,18 @@ class ResumableLoader(DataLoader[Any]):
         )
         self._settings = None
 
+    def set_aside(self) -> AbstractContextManager[None]:
+        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
+        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
+        the present epoch. `Guard.outside_step` has it around it."""
+        return self._engine.set_aside(self)
+
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.
 
         Idempotent; any thread, but not two at once.
         """
         self._engine.shutdown()
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """For an evaluation on this very loader: in here it is iterated from its first batch, and afterwards its
-        position, and the iteration under way, are as before."""
-        ready, self.on_iterator_ready = self.on_iterator_ready, None
-        try:
-            with self._engine.aside():
-                yield
-        finally:
-            self.on_iterator_ready = ready
 
     @property
     def _sampler(self) -> ResumableBatchSampler:
@@ -245,7 +240,7 @@ class ResumableLoader(DataLoader[Any]):
             collate_fn,
             generator=generator,
             grace_s=self.worker_grace_s,
-            persistent=self.persistent_workers and not self._engine.is_aside,
+            persistent=self.persistent_workers,
         )
 
     def _warn_of_padding(self, plan: EpochPlan) -> None:

@@ -79,7 +79,6 @@ class ReplayLoader:
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
         self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
-        self._kept: dict[str, Any] | None = None  # what decides the order, as it was before an evaluation
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
             self._skipper = _SkippingSampler(self._stock, seeded=per_sample_seed)
@@ -112,8 +111,6 @@ class ReplayLoader:
         try:
             self._settings = self._current_settings()
             cursor.size = self._length()
-            if self._engine.is_aside and self._kept is None:
-                self._kept = self._capture()
             if cursor.start is None and self._following:
                 cursor.start = self._following.pop(0)
             if cursor.start is None:
@@ -170,6 +167,17 @@ class ReplayLoader:
         self._following = list(state.get("following") or ())
         self._settings = None
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
+        found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
+        try:
+            with self._engine.set_aside(self):
+                yield
+        finally:
+            for name, part in self._parts().items():
+                _restore_part(part, found.get(name, {}), self.loader)
+
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.
 
@@ -177,25 +185,10 @@ class ReplayLoader:
         """
         self._engine.shutdown()
 
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        """See `ResumableLoader.aside`. What decides the order (generators, epoch, state) is as before as well."""
-        ready, self.on_iterator_ready = self.on_iterator_ready, None
-        self._kept = None
-        try:
-            with self._engine.aside():
-                yield
-        finally:
-            self.on_iterator_ready = ready
-            if (kept := self._kept) is not None:
-                for name, part in self._parts().items():
-                    _restore_part(part, kept["parts"].get(name, {}), self.loader)
-
     @property
     def _persistent(self) -> bool:
         # Workers of an iterable data set must start each epoch with new streams, or no later epoch could be replayed.
-        wanted = self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
-        return wanted and not self._engine.is_aside
+        return self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
 
     def _announce(self) -> None:
         if self.on_iterator_ready is not None:

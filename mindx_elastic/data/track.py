@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ class Track:
         """`now`: the loader's position."""
         self._marks: deque[Mark] = deque([now])  # after batch number `_oldest`, and after each one since
         self._oldest = 0
+        self._keeps_marks = True
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
         self._dropped: Fetches | None = None
@@ -75,6 +77,11 @@ class Track:
         return number
 
     @property
+    def newest(self) -> tuple[int, int]:
+        """Batches handed out, and the number of the newest iteration."""
+        return self._handed, self._iterations
+
+    @property
     def batches_of_epoch(self) -> int:
         """Handed out by the newest iteration."""
         return self._handed - self._handed_at_begin
@@ -83,6 +90,12 @@ class Track:
     def kept_batches(self) -> int:
         """How many of its first batches the program has kept, as far as that can be seen."""
         return sum(one() is not None for one in self._first_batches)
+
+    def forget_all(self) -> int:
+        """No position will be asked for. Returns how many batches were handed out."""
+        self._keeps_marks = False
+        self._marks.clear()
+        return self._handed
 
     # --- called by the loader ---
 
@@ -114,8 +127,10 @@ class Track:
             if tensor is not None:
                 self._first_batches.append(weakref.ref(tensor))
 
-    def hand_out(self, mark: Mark) -> None:
-        self._marks.append(mark)
+    def hand_out(self, mark: Callable[[], Mark]) -> None:
+        """`mark` gives the position after this batch."""
+        if self._keeps_marks:
+            self._marks.append(mark())
         self._handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
 

@@ -52,8 +52,8 @@ class LoaderWatch:
         self._crossing: tuple[str, str] | None = None
         self._told: set[str] = set()
         self._after: tuple[int, str] | None = None  # an evaluation right after a boundary: the iteration, what it read
-        self._rng: tuple[Any, Any] = (None, None)  # torch's stream at the last two boundaries
-        self._evaluated = self._draws = False
+        self._rng: Any = None  # torch's stream at the boundary before the last one
+        self._evaluated = False
         self.has_named = bool(adopted)
         self.is_outside = False
         self._active = False
@@ -125,10 +125,8 @@ class LoaderWatch:
         crossing, after = self._crossing, self._after
         self._boundaries += 1
         self._crossing = self._after = None
-        if not self._evaluated and self._rng[1] is not None and rng is not None:
-            self._draws = self._draws or not torch.equal(self._rng[1], rng)
-        self._rng = (self._rng[1], rng)
-        self._evaluated = after is not None
+        before, self._rng = self._rng, rng
+        was_free, self._evaluated = not self._evaluated, after is not None
         self._fetched = now[0] if now is not None else -1
         if crossing is not None:
             what, variable = crossing
@@ -137,7 +135,10 @@ class LoaderWatch:
                 f"steps use batches of {what}, {already}: its position is not kept",
                 f"Write Guard(loader={variable}, ...); for an evaluation, `with guard.outside_step():` around it",
             )
-        if after is not None and now is not None and now[1] == after[0] and self._draws:
+        if after is None or now is None or now[1] != after[0] or before is None:
+            return
+        # Without such numbers in the training itself, those of the evaluation change nothing.
+        if was_free and not torch.equal(before, rng):
             self._tell(
                 f"{after[1]} is read between step_end() and the next batch, in mid-epoch, and draws random numbers: "
                 "a stop at that step leaves both out",

@@ -18,7 +18,7 @@ from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import epoch_reader
+from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
@@ -42,6 +42,7 @@ class FollowedLoader:
         self.native: Any = None if adoption is None else adoption.loader
         self.is_native = self.is_resumed = False
         """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
+        self._iteration, self._num_batches = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -101,12 +102,22 @@ class FollowedLoader:
             return self.engine.cursor.epoch
         return self.track.mark_after(self.look_ahead.used).epoch
 
+    def num_batches(self) -> int:
+        """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
+        iteration = self.engine.cursor.token
+        if iteration != self._iteration or not iteration:
+            self._iteration, self._num_batches = iteration, num_batches(self.loader)
+        return self._num_batches
+
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
         track, look_ahead = self.track, self.look_ahead
         assert track is not None
-        was_known = look_ahead.ahead is not None
         self.engine.cursor.loaded = None
+        if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
+            look_ahead.used = track.forget_all()
+            return True
+        was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
         if not look_ahead.at_boundary(seen):
             return False
@@ -172,6 +183,10 @@ class Loaders:
         followed = self._followed[0] if self._followed and self._followed[0].loader is self.first else None
         self.epoch: Callable[[], int] = epoch_reader(self.first) if followed is None else followed.epoch
         """The epoch of the newest batch that was used, else 0."""
+        self.num_batches: Callable[[], int] = (
+            partial(num_batches, self.first) if followed is None else followed.num_batches
+        )
+        """Batches of one epoch on one rank where the loader knows it, else 0."""
         self._fetches_ahead = True
 
     def expect_no_look_ahead(self) -> None:
@@ -247,24 +262,14 @@ class Loaders:
         followed = self._followed[0] if self._followed else None
         if followed is None or followed.track is None or not followed.engine.cursor.live:
             return None
-        seen = followed.track.fetches
-        return (seen.handed, seen.iteration) if not followed.look_ahead.ahead else None
-
-    @property
-    def is_outside(self) -> bool:
-        """An evaluation runs, see `outside`."""
-        return self._watch.is_outside
+        return None if followed.look_ahead.ahead else followed.track.newest
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """In here batches are for an evaluation, also those of the loaders themselves."""
+        """In here batches are for an evaluation."""
         was, self._watch.is_outside = self._watch.is_outside, True
         try:
-            with ExitStack() as stack:
-                if not was:
-                    for followed in self._followed:
-                        stack.enter_context(followed.loader.aside())
-                yield
+            yield
         finally:
             self._watch.is_outside = was
 
