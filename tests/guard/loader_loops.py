@@ -18,7 +18,17 @@ from torch.utils.data import DataLoader, Dataset
 from mindx_elastic import Guard
 from tests.harness import wait_until
 
-__all__ = ["BATCHES", "EPOCHS", "FORMS", "TAKES_A_BATCH_FOR_GRANTED", "Pictures", "Run", "run_loop"]
+__all__ = [
+    "BATCHES",
+    "EPOCHS",
+    "FORMS",
+    "TAKES_A_BATCH_FOR_GRANTED",
+    "Pictures",
+    "Run",
+    "at_their_own_pace",
+    "in_two_phases",
+    "run_loop",
+]
 
 EPOCHS, BATCHES = 3, 5
 
@@ -230,6 +240,38 @@ def accumulated_nano(run: Run, loader: Any) -> None:
             batch = fetch()
             loss.backward()
         run.update()
+
+
+def at_their_own_pace(run: Run, loaders: Any) -> None:
+    """Labelled data by epochs; unlabelled data one batch ahead, begun anew wherever it ends."""
+    labelled, unlabelled = loaders
+    others = iter(unlabelled)
+
+    def fetch() -> Any:
+        nonlocal others
+        try:
+            return next(others)
+        except StopIteration:
+            others = iter(unlabelled)
+            return next(others)
+
+    other = fetch()
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in labelled:
+            loss = run.forward(batch) + run.forward(other)
+            other = fetch()
+            loss.backward()
+            run.update()
+
+
+def in_two_phases(run: Run, loaders: Any) -> None:
+    first, second = loaders
+    for _ in run.guard.epochs(2):
+        for batch in first:
+            run.train(batch)
+    for _ in run.guard.epochs(4):
+        for batch in one_ahead(second):
+            run.train(batch)
 
 
 FORMS: dict[str, Callable[[Run, Any], None]] = {

@@ -16,7 +16,16 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from mindx_elastic.errors import GracefulExit, UsageError
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
-from tests.guard.loader_loops import BATCHES, FORMS, TAKES_A_BATCH_FOR_GRANTED, Pictures, Run, run_loop
+from tests.guard.loader_loops import (
+    BATCHES,
+    FORMS,
+    TAKES_A_BATCH_FOR_GRANTED,
+    Pictures,
+    Run,
+    at_their_own_pace,
+    in_two_phases,
+    run_loop,
+)
 from tests.guarded import no_traces, plain_environment
 
 
@@ -91,6 +100,15 @@ class Drawn(DataLoader[Any]):
         for x, index in super().__iter__():
             assert len(self) == BATCHES
             yield x + torch.rand(()), index
+
+
+@pytest.mark.parametrize("form", [at_their_own_pace, in_two_phases])
+def test_two_loaders(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return [DataLoader(Pictures(), 2, shuffle=True), DataLoader(Pictures(6), 2, shuffle=True)]
+
+    monkeypatch.setitem(FORMS, "two", form)
+    check("two", tmp_path, [2, 4, BATCHES, 8, 12], make=make)
 
 
 # --- adoption ---
