@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.loader import ResumableLoader, from_loader
 from mindx_elastic.data.replay import ReplayLoader, is_torchdata
 from mindx_elastic.data.sampler import rank_and_world_size
@@ -40,7 +41,9 @@ class Adoption:
             raise UsageError("this DataLoader already belongs to a guard that is entered")
         self.loader = loader
         self._kind = type(loader)
-        self.resumable = from_loader(loader)
+        resumable = from_loader(loader)
+        assert not isinstance(resumable, FunctionLoader)
+        self.resumable = resumable
         self._own_seed = True
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
@@ -117,7 +120,7 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
             return _plain, (kind, {name: value for name, value in self.__dict__.items() if name != _KEY})
 
     if isinstance(resumable, ResumableLoader):
-        Adopted.__len__ = lambda self: len(self.__dict__[_KEY])  # type: ignore[method-assign]
+        Adopted.__len__ = lambda self: len(self.__dict__[_KEY])
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Adopted, name, getattr(kind, name))
     return Adopted

@@ -88,7 +88,7 @@ def test_the_global_streams_are_not_among_them() -> None:
 
         def __init__(self) -> None:
             numpy: Any = np.random.mtrand._rand
-            self.mine = [random._inst, numpy, torch.default_generator, random.SystemRandom()]  # type: ignore[attr-defined]
+            self.mine = [random._inst, numpy, torch.default_generator, random.SystemRandom()]
 
     assert find_generators(Holder()) == {}
 

@@ -138,6 +138,7 @@ def nvidia(run: Run, loader: Any) -> None:
 def one_ahead(loader: Any) -> Iterator[Any]:
     """timm's: a generator that is one batch ahead of what it yields, and that takes the first one for granted."""
     first = True
+    held: Any
     for following in loader:
         if not first:
             yield held  # noqa: F821
@@ -315,8 +316,8 @@ def run_loop(
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = make() if make else DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
     before = iter(loader) if iterate_before else None
-    named = {} if unnamed else {"loader": loader}
-    guard = Guard(model=model, optimizer=optimizer, directory=directory, final_save=False, **named, **options)
+    named = None if unnamed else loader
+    guard = Guard(model=model, optimizer=optimizer, loader=named, directory=directory, final_save=False, **options)
     run = Run(guard, model, optimizer, stop_at)
     run.before = before
     try:

@@ -53,7 +53,7 @@ def another(run: Run, loader: Any) -> None:
 
 
 def from_before(run: Run, loader: Any) -> None:
-    for batch in run.before:  # type: ignore[attr-defined]
+    for batch in run.before:
         run.train(batch)
 
 

@@ -36,7 +36,7 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(form: str, directory: Path, stops: list[int] | None = None, **options: object) -> None:
+def check(form: str, directory: Path, stops: list[int] | None = None, **options: Any) -> None:
     loop = FORMS[form]
     whole, weights = run_loop(loop, directory / "whole", **options)
     last = len(whole.steps) - (form in TAKES_A_BATCH_FOR_GRANTED)
@@ -234,7 +234,8 @@ class _Stream(IterableDataset[Any]):
     """As Hugging Face's: the order follows from seed and epoch; the state is the place behind the shuffle buffer."""
 
     def __init__(self) -> None:
-        self._epoch, self._starting, self._place = 0, None, 0
+        self._epoch = self._place = 0
+        self._starting: dict[str, Any] | None = None
 
     @property
     def epoch(self) -> int:
