@@ -403,6 +403,8 @@ class Guard:
             late_boundary=self._late_boundary,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
+            begin_epoch=self._changes.begin_epoch,
+            check_begun=lambda resumed: self._changes.check_begun(resumed=resumed),
         )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)

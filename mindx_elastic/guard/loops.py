@@ -81,11 +81,16 @@ class Loops:
         late_boundary: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
+        begin_epoch: Callable[[], None],
+        check_begun: Callable[[bool], None],
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
-        `leave_step`, `enter_step`: around code that belongs to no step."""
+        `leave_step`, `enter_step`: around code that belongs to no step. `begin_epoch`, `check_begun`: around the code at
+        the head of an epoch; the argument says whether that of a resumed one.
+        """
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
+        self._note_begin, self._check_begun = begin_epoch, check_begun
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -227,6 +232,7 @@ class Loops:
         elif not again:
             self._collector.loop = {key: value for key, value in loop.items() if key != _STREAMS}
             self._begin = capture_rng()
+            self._note_begin()
             self._arm(restore=False)
 
     def leave(self) -> None:
@@ -309,8 +315,10 @@ class Loops:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
         if restores and self._restores:
             assert self._restore is not None
+            self._check_begun(True)
             self._restore()
         elif self._begin is not None:
+            self._check_begun(False)
             if not equal_rng(self._begin, capture_rng()):
                 self._note_streams()
             self._begin = None
@@ -358,6 +366,7 @@ class Loops:
         self._is_resuming = False
         if self._restores:
             assert self._restore is not None
+            self._check_begun(True)
             self._restore()
             self._restores = False
         elif self._begin is not None:
