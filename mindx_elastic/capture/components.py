@@ -12,6 +12,8 @@ A component has three methods: `copy` its volatile part at a boundary (training 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +36,9 @@ __all__ = [
     "unwrap_optimizer",
 ]
 
+_LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")
+"""Names of what is more than its attributes: without its own `state_dict` it is refused."""
+
 
 class Component(Protocol):
     """One object of the job; see the module."""
@@ -43,15 +48,18 @@ class Component(Protocol):
     def load(self, state: Any) -> None: ...
 
 
-def component_for(name: str, target: object) -> Component:
-    """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter."""
+def component_for(name: str, target: object, others: Collection[int] = ()) -> Component:
+    """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter.
+
+    others: ids of the objects that have components of their own.
+    """
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerComponent(name, target)
     if isinstance(target, Stateful):
         return PlainComponent(name, target)
-    if (adapter := adapted(name, target)) is not None:
+    if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
         return PlainComponent(name, target, adapter)
     remedy = "give it both methods, or leave it out"
     if isinstance(target, torch.utils.data.DataLoader):

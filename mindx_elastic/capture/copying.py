@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["copy_tree", "map_tensors", "to_host"]
+__all__ = ["copy_tree", "map_tensors", "same_tree", "to_host"]
 
 _ATOMS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size)
 
@@ -37,6 +37,22 @@ def copy_tree(value: Any) -> Any:
     if hasattr(value, "copy") and hasattr(value, "__len__"):
         return value.copy()  # set, Counter, bytearray, numpy array
     return value
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal, with the same types throughout."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(same_tree, one.values(), other.values()))
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(same_tree, one, other))
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

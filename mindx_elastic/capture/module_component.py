@@ -1,5 +1,5 @@
-"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra state
-and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
+"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra
+state and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
 
 from __future__ import annotations
 

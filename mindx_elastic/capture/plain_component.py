@@ -1,14 +1,20 @@
 """Any object with ``state_dict`` and ``load_state_dict``, its own or an adapter's: the whole state is copied at every
-boundary."""
+boundary. A container that takes too long for that (a replay buffer) is read only when a boundary is saved."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol, runtime_checkable
 
 from mindx_elastic.capture.adapters import Adapter
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.core.events import logger
+from mindx_elastic.errors import UnsupportedStateError
 
 __all__ = ["PlainComponent", "Stateful"]
+
+_LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
+"""A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
 
 
 @runtime_checkable
@@ -26,18 +32,64 @@ class PlainComponent:
         self.name = name
         self.target = target
         self._stateful: Stateful = adapter or target
+        self._copies = adapter is None or not adapter.gives_copies
         self.is_stream = adapter is not None and adapter.is_stream
         """A random generator: see `adapters.Adapter`."""
+        self.is_adapted = adapter is not None
+        self.is_heavy = False
+        """It is not copied at every boundary."""
+        self.at_boundary = True
+        """The program has not gone on since the last boundary; for heavy ones."""
+        self._num_long, self._ended = 0, time.perf_counter()
         self.copy()
 
-    def copy(self) -> None:
-        self._copy = self.look()
+    def copy(self, *, whole: bool = True) -> None:
+        """whole: also where it takes long."""
+        if self.is_heavy and not whole:
+            self._copy, self.at_boundary = None, True
+            return
+        began = time.perf_counter()
+        self._copy = self._look()
+        ended = time.perf_counter()
+        if self.is_adapted and not self.is_heavy:
+            took, step = ended - began, ended - self._ended
+            self._num_long = self._num_long + 1 if took > max(_LONG_S, _LONG_SHARE * step) else 0
+            self._ended = ended
+            if self._num_long >= _OFTEN:
+                self._become_heavy(took, step)
+
+    def _become_heavy(self, took: float, step: float) -> None:
+        self.is_heavy = True
+        logger.warning(
+            "%s takes %.1f ms to copy, %.0f %% of a step: from here on it is read only when a file is written at a "
+            "boundary. After an exception or a hang in mid-step there is no save of the last boundary, an older one is "
+            "used; periodic saves or snapshots make that recent",
+            self.name,
+            1e3 * took,
+            100 * took / step,
+        )
 
     def look(self) -> Any:
-        """The state as it is now."""
-        return copy_tree(self._stateful.state_dict())
+        """The state as it is now; None for a heavy one."""
+        return None if self.is_heavy else self._look()
+
+    def _look(self) -> Any:
+        state = self._stateful.state_dict()
+        return copy_tree(state) if self._copies else state
+
+    @property
+    def seen(self) -> Any:
+        """The boundary's copy; None for a heavy one."""
+        return None if self.is_heavy else self._copy
 
     def state(self) -> Any:
+        if self._copy is None and self.is_heavy:
+            if not self.at_boundary:
+                raise UnsupportedStateError(
+                    self.name,
+                    "it takes too long to be copied at every boundary, and the program has gone on since the last one",
+                )
+            self._copy = self._look()
         return self._copy
 
     def load(self, state: Any) -> None:

@@ -1,8 +1,8 @@
 """Masks of `torch.nn.utils.prune`: put on or taken off in mid-run, they rename a parameter, and a start does the same.
 
-A pruned parameter ``weight`` is ``weight_orig`` (the same object) and a buffer ``weight_mask``, and each forward sets the
-plain tensor ``weight`` to their product. The next pruning ranks by that tensor, which is older than the last update, so
-it is copied at every boundary.
+A pruned parameter ``weight`` is ``weight_orig`` (the same object) and a buffer ``weight_mask``, and each forward sets
+the plain tensor ``weight`` to their product. The next pruning ranks by that tensor, which is older than the last
+update, so it is copied at every boundary.
 """
 
 from __future__ import annotations

@@ -423,6 +423,7 @@ class Guard:
         for policy in self._periodic:
             if self._cut and policy.due(self.position):
                 self.save_periodic(policy)
+        self._collector.leave_boundary()
 
     def _copy_boundary(self) -> None:
         position = self.position
@@ -512,6 +513,7 @@ class Guard:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
+            self._collector.return_to_boundary()
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
@@ -522,6 +524,7 @@ class Guard:
             pass
         if problem is None:
             with self._stoppable():
+                self._collector.return_to_boundary()
                 return self._saver.save_periodic(policy)
         logger.error("step %d is not saved: %s", self._step, problem)
         return False

@@ -32,6 +32,7 @@ import xxhash
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
@@ -206,18 +207,30 @@ def _load(
         state = collector.compose(state, own)
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore_rng_ = _how_to_restore_rng(found, state["rng"], ranks)
+    restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
     if with_flags:
         _say_flags(collector.load_flags(state))
+    head = LoopHead(collector.components)
 
-    def restore() -> None:
-        restore_rng_()
+    def at_first_batch() -> None:
+        if touched := head.touched():
+            collector.load_again(state, touched)
+            logger.info(
+                "put back as at step %d: %s; code has changed it since the start and before the first batch (the loop's "
+                "head runs again in a resumed epoch)",
+                found.checkpoint.info.step,
+                listed(touched, 5),
+            )
+        head.end()
         collector.load_streams(state)
-        if with_flags:  # `model.train()` at the loop's head runs before the first batch
+        if with_flags:  # `model.train()` at the loop's head
             collector.load_flags(state)
+        restore_streams()
+        collector.copy(collector.position)
 
-    restore_rng_()
-    _call_when_ready(loader, restore)
+    restore_streams()
+    _call_when_ready(loader, at_first_batch)
+    collector.at_first_boundary = head.end
     collector.copy(collector.position)
 
 

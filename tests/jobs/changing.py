@@ -7,6 +7,7 @@ this process in the middle of that step. One rank, or several with DDP under tor
 from __future__ import annotations
 
 import argparse
+import collections
 import hashlib
 import os
 import random
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
@@ -55,8 +57,8 @@ class Training:
             self.model = DistributedDataParallel(self.network, **self.ddp)
         self.optimizer = self.make_optimizer()
         self.wrapped()
-        data = TensorDataset(torch.randn(BATCHES * 4, 8), torch.randint(0, 4, (BATCHES * 4,)))
-        self.loader = mx.data.ResumableLoader(data, batch_size=4 // world_size, shuffle=True, seed=1)
+        data = TensorDataset(torch.randn(BATCHES * 12, 8), torch.randint(0, 4, (BATCHES * 12,)))
+        self.loader = mx.data.ResumableLoader(data, batch_size=12 // world_size, shuffle=True, seed=1)
         parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, **self.more()}
         self.guard = mx.Guard(directory=directory, prefix="changing", **parts)
 
@@ -361,6 +363,29 @@ class LeftForExport(Training):
             nn.utils.remove_weight_norm(self.network.head)
 
 
+class HeadOfLoop(Training):
+    """What people write at the head of an epoch, and what runs again in a resumed one."""
+
+    def build(self) -> None:
+        super().build()
+        self.meter = {"sum": 0.0, "history": []}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def head(self, epoch: int) -> None:
+        super().head(epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+        if epoch == 2:
+            self.optimizer.add_param_group({"params": self.network.backbone.parameters(), "lr": 1e-3})
+        if epoch == 3:
+            with torch.no_grad():
+                self.network.head.bias.zero_()
+            self.optimizer.state.clear()
+        prune.random_unstructured(self.network.head, "weight", amount=2)
+
+
 # --- names ---
 
 
@@ -427,6 +452,93 @@ class Buffers(Training):
         self.network = Buffered()
 
 
+# --- objects that hide state ---
+
+
+class PowerSgd(Training):
+    """Gradients are compressed from step 3 on, with error feedback."""
+
+    named = True
+
+    def wrapped(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+        self.state = power.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(self.state, power.powerSGD_hook)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"powersgd": self.state}} if self.named else {}
+
+
+class UnnamedPowerSgd(PowerSgd):
+    named = False
+
+
+class OwnHookState:
+    def __init__(self) -> None:
+        self.scale, self.calls = 1.0, 0
+
+
+class UnnamedOwnHook(Training):
+    def wrapped(self) -> None:
+        def hook(state: OwnHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            state.calls += 1
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(OwnHookState(), hook)
+
+
+class Ema:
+    """Without state_dict, as in many recipes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.count = model, 0
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        self.count += 1
+        for name, p in self.model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 1 / (1 + self.count))
+
+
+class Objects(Training):
+    """A replay buffer, a history, a counter, an EMA, an average and a temperature of one's own steer the training."""
+
+    def wrapped(self) -> None:
+        self.replay: collections.deque[Any] = collections.deque(maxlen=5)
+        self.history: list[float] = []
+        self.counts: collections.Counter[int] = collections.Counter()
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=0.1)
+        self.ema = Ema(self.network)
+        self.average = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def more(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("replay", "history", "counts", "log_alpha", "ema", "average")}
+        return {"optimizer": [self.optimizer, self.alpha_optimizer], "stateful": kept, "scaler": self.scaler}
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        self.replay.append((x, len(self.history)))
+        old, number = self.replay[random.randrange(len(self.replay))]
+        return x + 0.1 * old + 0.01 * number + 0.01 * self.ema.shadow["head.bias"].sum()
+
+    def after(self, step: int) -> None:
+        self.history.append(self.network.head.bias.sum().item())
+        self.counts[step % 3] += 1
+        self.ema.update()
+        self.average.update_parameters(self.network)
+        self.alpha_optimizer.zero_grad()
+        (self.log_alpha * (self.history[-1] + self.counts[0])).sum().backward()
+        self.alpha_optimizer.step()
+        with torch.no_grad():
+            self.network.head.bias.add_(0.01 * self.log_alpha + 0.01 * self.average.module.head.bias)
+
+
 SCENARIOS: dict[str, type[Training]] = {
     "frozen_norm": FrozenNorm,
     "frozen_norm_in_epoch": FrozenNormInEpoch,
@@ -437,6 +549,7 @@ SCENARIOS: dict[str, type[Training]] = {
     "added_group": AddedGroup,
     "moved_group": MovedGroup,
     "added_lambda": AddedLambda,
+    "head_of_loop": HeadOfLoop,
     "replaced_head": ReplacedHead,
     "forgotten_head": ForgottenHead,
     "wider_head": WiderHead,
@@ -448,6 +561,10 @@ SCENARIOS: dict[str, type[Training]] = {
     "parametrized": Parametrized,
     "pruning": Pruning,
     "buffers": Buffers,
+    "powersgd": PowerSgd,
+    "unnamed_powersgd": UnnamedPowerSgd,
+    "unnamed_own_hook": UnnamedOwnHook,
+    "objects": Objects,
 }
 
 
