@@ -170,6 +170,10 @@ class Collector:
         self.position = position
         self._mark_devices()
 
+    def heavy_names(self, state: Mapping[str, Any]) -> list[str]:
+        """Of objects with adapters in `state`: those that may have been too slow to copy at every boundary."""
+        return [component.name for component in self._adapted if component.name in state]
+
     def leave_boundary(self) -> None:
         """The program goes on: what is not copied at boundaries is not the boundary's any more."""
         for component in self._adapted:

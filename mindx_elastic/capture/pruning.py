@@ -33,8 +33,10 @@ class Masks:
         """Of the pruned parameters, by their first names (``fc.weight``)."""
         return list(self._pruned)
 
-    @torch.no_grad()
     def copy(self) -> None:
+        if not self._pruned:
+            self._copies = {}
+            return
         self._copies = {
             place: value.detach().clone()
             for place, (child, name) in self._pruned.items()

@@ -104,8 +104,10 @@ class Changes:
 
 
 def _reduced(module: DistributedDataParallel) -> frozenset[int] | None:
-    """The ids of the parameters whose gradients DDP averages; None: unknown. They are those that required one when it was
-    built, of which it only tells the number."""
+    """The ids of the parameters whose gradients DDP averages; None: unknown.
+
+    They are those that required one when it was built, of which it only tells the number.
+    """
     parameters = [p for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
     count = module._get_ddp_logging_data().get("num_parameter_tensors")
     for candidate in (parameters, [p for p in parameters if p.requires_grad]):

@@ -38,6 +38,7 @@ from mindx_elastic.guard.changes import Changes
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
+from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
@@ -78,7 +79,9 @@ class Guard:
     Arguments (all by keyword):
 
     * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
-      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader`
+      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. In `stateful` also, as they are:
+      generators (torch, numpy, `random.Random`), tensors, lists, dicts, deques, sets, arrays, and objects made of
+      these (an average with a dict of tensors, the state of a DDP communication hook). A `mindx_elastic.data.ResumableLoader`
       also carries the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
@@ -281,6 +284,8 @@ class Guard:
         self.resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            tell_of_hash_seed(start.resumed.checkpoint.info.coordinates, self._unmanaged)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)

@@ -205,6 +205,14 @@ def _load(
     own = None if found.own is None else found.own.unpack()
     if own is not None:
         state = collector.compose(state, own)
+        others = [name for name in collector.heavy_names(state) if name not in own.get("plain", {name: None})]
+        if others:
+            logger.warning(
+                "%s: this rank's own state took too long to copy at every boundary and was lost with it; that of rank "
+                "%s is used, so the run is not bit for bit the uninterrupted one",
+                listed(others, 3),
+                found.donor,
+            )
     for note in collector.load(state):
         logger.warning("%s", note)
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
@@ -216,8 +224,8 @@ def _load(
         if touched := head.touched():
             collector.load_again(state, touched)
             logger.info(
-                "put back as at step %d: %s; code has changed it since the start and before the first batch (the loop's "
-                "head runs again in a resumed epoch)",
+                "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs "
+                "again in a resumed epoch)",
                 found.checkpoint.info.step,
                 listed(touched, 5),
             )

@@ -1,7 +1,7 @@
-"""Trainings whose flags, parameter groups, masks or helper objects change in mid-run: ``changing.py directory scenario``.
+"""Trainings whose flags, groups, masks or helper objects change in mid-run: ``changing.py directory scenario``.
 
-Prints ``READY rank pid resumed_from`` and ``DONE rank sha256 step``; ``--stop-at STEP`` (several) sends a real SIGTERM to
-this process in the middle of that step. One rank, or several with DDP under torchrun.
+Prints ``READY rank pid resumed_from`` and ``DONE rank sha256 step``; ``--stop-at STEP`` (several) sends a real SIGTERM
+to this process in the middle of that step. One rank, or several with DDP under torchrun.
 """
 
 from __future__ import annotations
@@ -52,9 +52,7 @@ class Training:
         np.random.seed(0)
         self.rank = rank
         self.build()
-        self.model: nn.Module = self.network
-        if world_size > 1:
-            self.model = DistributedDataParallel(self.network, **self.ddp)
+        self.model = self.wrap(world_size)
         self.optimizer = self.make_optimizer()
         self.wrapped()
         data = TensorDataset(torch.randn(BATCHES * 12, 8), torch.randint(0, 4, (BATCHES * 12,)))
@@ -64,6 +62,9 @@ class Training:
 
     def build(self) -> None:
         self.network: nn.Module = Net()
+
+    def wrap(self, world_size: int) -> nn.Module:
+        return DistributedDataParallel(self.network, **self.ddp) if world_size > 1 else self.network
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
@@ -231,6 +232,65 @@ class Generators(Training):
 
     def batch(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.draw()
+
+
+class TrainedUnknown(Training):
+    """DDP was built while the backbone was frozen; nothing averages its gradients later."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone.requires_grad_(False)
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+
+
+class Rewrapped(TrainedUnknown):
+    """And another DDP does."""
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        if step == BATCHES + 2:
+            self.model = DistributedDataParallel(self.network)
+
+
+class Sharded(Training):
+    """FSDP2, with an average that is sharded as well; unfreezing in step 8."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone[1] = nn.LayerNorm(16)
+        self.average = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def wrap(self, world_size: int) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (self.network.backbone, self.network, self.average.module):
+            fully_shard(part)
+        return self.network
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"average": self.average}}
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+            self.network.backbone[3].eval()
+
+    def after(self, step: int) -> None:
+        self.average.update_parameters(self.network)
+        with torch.no_grad():
+            self.network.head.bias.lerp_(self.average.module.head.bias, 0.1)
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(str(self.average.n_averaged).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode() + tensor.full_tensor().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 # --- groups ---
@@ -540,12 +600,16 @@ class Objects(Training):
 
 
 SCENARIOS: dict[str, type[Training]] = {
+    "plain": Training,
     "frozen_norm": FrozenNorm,
     "frozen_norm_in_epoch": FrozenNormInEpoch,
     "left_in_eval": LeftInEval,
     "unfreezing": Unfreezing,
     "freezing": Freezing,
     "generators": Generators,
+    "trained_unknown": TrainedUnknown,
+    "rewrapped": Rewrapped,
+    "sharded": Sharded,
     "added_group": AddedGroup,
     "moved_group": MovedGroup,
     "added_lambda": AddedLambda,

@@ -113,6 +113,8 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
         ("powersgd", 2, 2),
         ("powersgd", 2, 8),
         ("powersgd", 3, 8),
+        ("sharded", 2, 5),
+        ("sharded", 2, 8),
         ("unfreezing", 2, 7),
         ("unfreezing", 2, 9),
         ("freezing", 2, 10),
@@ -128,6 +130,16 @@ def test_several_ranks(
     resumed = run_job("changing.py", tmp_path / "ckpt", scenario, ranks=ranks)
     assert len(resumed.matches(r"INFO resumed from")) == ranks
     assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
+
+
+def test_an_unfrozen_parameter_that_ddp_does_not_know(tmp_path: Path) -> None:
+    alone = run_job("changing.py", tmp_path / "alone", "trained_unknown", ranks=2)
+    said = alone.matches(
+        r"WARNING model: backbone\.0\.weight, .* 1 more is trained now, but its DDP was built without it: .*averaged"
+    )
+    assert len(said) == 2, alone.report()
+    other = run_job("changing.py", tmp_path / "other", "rewrapped", ranks=2, code=1)
+    assert other.matches(r"UnmanagedStateError: model: backbone.*, and another DDP was made for it"), other.report()
 
 
 @pytest.mark.parametrize(
