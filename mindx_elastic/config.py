@@ -22,6 +22,7 @@ __all__ = [
     "FaultPaths",
     "KeySettings",
     "MemorySettings",
+    "ProveSettings",
     "RankInfo",
     "RedundancySettings",
     "Settings",
@@ -249,6 +250,20 @@ class RedundancySettings:
             return f"{socket.gethostname()}/{boot_id()}"
         except OSError:
             return socket.gethostname()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProveSettings:
+    """Set by `mindx-elastic prove` for the runs that it starts."""
+
+    control: Path | None = None
+    """``MINDX_PROVE``: the control file of the run; None: an ordinary run."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> ProveSettings:
+        env = os.environ if env is None else env
+        text = env.get("MINDX_PROVE", "").strip()
+        return cls(control=Path(text) if text else None)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
     Component,
     ModuleComponent,
@@ -25,7 +26,7 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order", "module_extras")
+RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -39,17 +40,17 @@ def name_targets(
     if stateful is not None and not isinstance(stateful, Mapping):
         raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
     named: dict[str, Any] = {}
-    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
+    for name, value in objects.items():
         if isinstance(value, (list, tuple)):
             named.update({f"{name}_{index}": one for index, one in enumerate(value)})
         elif value is not None:
             named[name] = value
-    if loader is not None:
-        named["loader"] = loader
     for name, value in (stateful or {}).items():
-        if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
-            raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")
-        named[name] = value
+        key = f"stateful.{name}" if name in RESERVED_NAMES else name  # "rng" is what people call theirs
+        if not isinstance(name, str) or key in named:
+            raise UsageError(f"stateful[{name!r}]: that name is taken or not a string; choose another")
+        named[key] = value
     return named
 
 
@@ -65,7 +66,13 @@ class Collector:
         self.layouts = LayoutRecorder(self.components, ParallelSetup())
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
+        self.loop: dict[str, Any] = {}
+        """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
+        self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
+        self.compiled = CompiledCalls(targets)
+        """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
+        self._compiled_calls = b""
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
         self._watch: Watch | None = None
@@ -167,7 +174,8 @@ class Collector:
             else:
                 component.copy()
         self._rng = capture_rng(self._rng)
-        self.position = position
+        self._compiled_calls = self.compiled.at_boundary()
+        self.position, self._loop = position, self.loop
         self._mark_devices()
 
     def heavy_names(self, state: Mapping[str, Any]) -> list[str]:
@@ -188,8 +196,10 @@ class Collector:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self._rng)
-        state["progress"] = asdict(self.position)
+        state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
+        if self._compiled_calls:
+            state["compiled_calls"] = self._compiled_calls
         state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
         return state
 
@@ -202,14 +212,18 @@ class Collector:
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
             "rng": pack_rng(self._rng),
-            "progress": asdict(self.position),
+            "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {
                 n: c.state() for n, c in self.components.items() if not isinstance(c, plain) and not _is_heavy(c)
             },
+            "compiled_calls": self._compiled_calls,
         }
+
+    def _progress(self) -> dict[str, Any]:
+        return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
     def copy_ahead(self) -> dict[str, Any] | None:
         """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
@@ -223,7 +237,7 @@ class Collector:
             return None
         self._ahead_rng = capture_rng(self._ahead_rng)
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
+        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
 
     def forecast_came_true(self) -> bool | None:
         """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
@@ -253,6 +267,8 @@ class Collector:
                     own[name] = {**state[name], "param_groups": merged}
             elif name in volatile.get("plain", {}):
                 own[name] = volatile["plain"][name]
+        if volatile.get("compiled_calls"):
+            own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
     @property
@@ -285,7 +301,9 @@ class Collector:
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
         self._load_components(state, self.components)
-        self.position = Position(**state["progress"])
+        progress = dict(state["progress"])
+        self.loop = self._loop = dict(progress.pop("loop", {}))
+        self.position = Position(**progress)
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
@@ -355,7 +373,7 @@ class Collector:
     def _mark_devices(self) -> None:
         # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
         # thread waits for them only, and not for the next step's kernels, which may hang.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()
 

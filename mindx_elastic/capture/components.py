@@ -61,10 +61,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         return PlainComponent(name, target)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
         return PlainComponent(name, target, adapter)
-    remedy = "give it both methods, or leave it out"
-    if isinstance(target, torch.utils.data.DataLoader):
-        remedy = "make it resumable with mindx_elastic.data.from_loader(loader), or leave it out"
     raise UsageError(
         f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
-        f"resumed: {remedy}"
+        "resumed: give it both methods, or leave it out"
     )

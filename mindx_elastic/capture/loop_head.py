@@ -25,8 +25,12 @@ class LoopHead:
 
     def __init__(self, components: Mapping[str, Component]) -> None:
         self._components = {name: c for name, c in components.items() if not _is_loader(c)}
-        self._marks = {name: _marks_of(component) for name, component in self._components.items()}
+        self.begin()
         self._adding = [_AddedGroups(c) for c in components.values() if isinstance(c, OptimizerComponent)]
+
+    def begin(self) -> None:
+        """Everything is as it was loaded."""
+        self._marks = {name: _marks_of(component) for name, component in self._components.items()}
 
     def touched(self) -> list[str]:
         """The objects that are not as they were loaded."""
@@ -73,7 +77,8 @@ class _AddedGroups:
 
 def _is_loader(component: Component) -> bool:
     """Loaders keep a position of their own, and are what asks for all this."""
-    return hasattr(getattr(component, "target", None), "on_iterator_ready")
+    target = getattr(component, "target", None)
+    return any(hasattr(each, "on_iterator_ready") for each in (target, getattr(target, "loader", None)))
 
 
 def _marks_of(component: Component) -> _Marks:

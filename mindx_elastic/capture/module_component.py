@@ -118,23 +118,26 @@ class ModuleComponent:
         self._shapes: list[torch.Size | None] = []
         self._dense = False
 
-    @torch.no_grad()
     def copy(self) -> None:
         if sum(map(len, self._tables)) != self._num_buffers:
             self._find_slots()  # a buffer was registered or deleted since
+        if self._slots or not self._dense:
+            self._copy_live()
+        self._extra_copies = self.look() if self._extras else {}
+        self.flags.copy()
+        self._masks.copy()
+        self._loose.copy()
+
+    @torch.no_grad()
+    def _copy_live(self) -> None:
         live = [slots[key] for slots, key in self._slots]
         if self._dense and all(map(is_, live, self._live)) and [t.shape for t in live] == self._shapes:
-            if live:
-                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+            torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
         else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
             self._block = BufferBlock(live)
             self._copies = self._block.views
             self._live, self._dense = live, None not in live
             self._shapes = [None if t is None else t.shape for t in live]
-        self._extra_copies = self.look()
-        self.flags.copy()
-        self._masks.copy()
-        self._loose.copy()
 
     @torch.no_grad()
     def copy_ahead(self) -> bool:
@@ -174,6 +177,7 @@ class ModuleComponent:
             for one, other in outside
         )
 
+    @torch.no_grad()
     def look(self) -> dict[str, Any]:
         """Extra state as it is now, in the form of `extras`."""
         return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}

@@ -40,8 +40,10 @@ from mindx_elastic.core.printable import listed
 __all__ = ["UpdateWindow"]
 
 _FIRST, _EVERY = 4, 50
-_MANY, _RARELY = 40, 1000  # a look takes a millisecond
+_MANY, _RARELY = 40, 1000
 _ENOUGH = 2
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_MISSING = object()
 _Leaves = dict[str, Any]
 
 
@@ -50,7 +52,7 @@ class _Middle:
     """The volatile state right after the last update of a step."""
 
     rng: dict[str, Any]
-    parts: dict[str, _Leaves]
+    parts: dict[str, Any]
     buffers: dict[str, BufferBlock]
 
 
@@ -144,7 +146,7 @@ class UpdateWindow:
             return found
         if changed := gate.unusual_changes():
             found.append(f"{changed} parameters were not changed in place as often as in the step before")
-        now = self._parts()
+        now = _flat_parts(self._parts())
         base, before, after = (_flat_parts(parts) for parts in (self._base, self._before, self._after))
         for name in learned.moved:
             missing = {
@@ -207,27 +209,25 @@ class UpdateWindow:
             assert isinstance(component, ModuleComponent)
             if not component.has_buffers(block):
                 learned.buffers.add(name)
-        after, first = _flat_parts(self._base), _flat_parts(before)
-        for name, leaves in middle.parts.items():
-            moved = _differing(leaves, after[name])
-            both = moved & _differing(first[name], leaves)
+        for name, part in middle.parts.items():
+            moved = set(_changes(part, self._base[name]))
             if moved:
                 learned.moved.setdefault(name, set()).update(moved)
                 learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
-            if both:
-                learned.both.setdefault(name, set()).update(both)
+                if both := moved.intersection(_changes(before[name], part)):
+                    learned.both.setdefault(name, set()).update(both)
 
     def _references(self) -> dict[str, Any]:
         """The last boundary's copies of all small state except generators and buffers."""
         return {name: getter() for name, getter in self._getters}
 
-    def _parts(self) -> dict[str, _Leaves]:
+    def _parts(self) -> dict[str, Any]:
         """The same state as it is now."""
         found: dict[str, Any] = {}
         for name, component in self._collector.components.items():
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
                 found[name] = component.look()
-        return _flat_parts(found)
+        return found
 
 
 def _reference_of(component: Component) -> Callable[[], Any]:
@@ -250,12 +250,36 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield f"{place} (length)", len(value)
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(item, f"{place}.{key}" if place else str(key))
+            yield from _leaves(item, _inside(place, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _leaves(item, f"{place}.{number}" if place else str(number))
+            yield from _leaves(item, _inside(place, number))
     else:
         yield place, value
+
+
+def _changes(one: Any, other: Any, place: str = "") -> Iterator[str]:
+    """The leaves in which they differ, as `_differing` finds them, without a name for each that is equal."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        yield from _differing(dict(_leaves(one, place)), dict(_leaves(other, place)))
+        return
+    if len(one) != len(other):
+        yield f"{place} (length)"
+    for key in one.keys() | other.keys():
+        here, there = one.get(key, _MISSING), other.get(key, _MISSING)
+        if here is there or (type(here) in _PLAIN and type(here) is type(there) and here == there):
+            continue
+        inside = _inside(place, key)
+        if here is _MISSING or there is _MISSING:
+            yield from (name for name, _ in _leaves(there if here is _MISSING else here, inside))
+        else:
+            yield from _changes(here, there, inside)
+
+
+def _inside(place: str, key: object) -> str:
+    return f"{place}.{key}" if place else str(key)
 
 
 def _differing(one: _Leaves, other: _Leaves) -> set[str]:

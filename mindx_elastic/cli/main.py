@@ -17,6 +17,7 @@ from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unw
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.plan import plan_command
+from mindx_elastic.cli.prove import PROVE_SETTINGS, ProveCommand, prove_command
 from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
 from mindx_elastic.cli.status import status_command
 from mindx_elastic.cli.verify import verify_command
@@ -35,6 +36,9 @@ app = typer.Typer(
     epilog=f"Exit codes: {EXIT_CODES_HELP}.",
 )
 app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(run_command)
+app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=PROVE_SETTINGS, cls=ProveCommand)(
+    prove_command
+)
 app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
 app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)
@@ -63,6 +67,7 @@ def _common(
     \b
     [bold]Examples[/bold]
     mindx-elastic run --nproc-per-node 2 train.py like torchrun, but restarts without losing steps
+    mindx-elastic prove -- train.py               stop and resume it, compare every step, name the first difference
     mindx-elastic inspect ckpt                    list the checkpoints, newest first
     mindx-elastic inspect ckpt --json | jq .      the same for a script
     mindx-elastic inspect ckpt/resnet-2_17.safetensors

@@ -46,6 +46,8 @@ class Iteration(Iterator[Any]):
         self._shared = shared
         self._count = 0
         self._stopped = False
+        self.outdated: Callable[[], None] | None = None
+        """Called before each batch of an iterator that was made before its guard was entered."""
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -53,11 +55,16 @@ class Iteration(Iterator[Any]):
             if self._stopped:
                 raise UsageError("the loader was shut down; make a new iterator with iter(loader)")
             raise StopIteration
+        if self.outdated is not None:
+            self.outdated()
         if self._shared and self._token != self._cursor.token:
             raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._announce is not None:
             announce, self._announce = self._announce, None
             announce()
+        track = self._cursor.track
+        if track is not None:
+            track.ask()
         try:
             batch = next(batches)
         except StopIteration:
@@ -132,8 +139,13 @@ class Engine:
         self._live = weakref.ref(iteration)
         return iteration
 
+    @property
+    def live(self) -> Iteration | None:
+        """The newest iterator, if it still exists."""
+        return self._live() if self._live is not None else None
+
     def shutdown(self) -> None:
-        iteration = self._live() if self._live is not None else None
+        iteration = self.live
         if iteration is not None:
             iteration.stop()
         self._end_persistent(_SHUTDOWN_GRACE_S)

@@ -22,10 +22,11 @@ from torch.utils.data import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
+from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -154,15 +155,18 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
+        return self.state_at(self._engine.cursor)
+
+    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
+        """The same for an earlier position."""
         if self._settings is None:
             self._settings = self._current_settings()
-        cursor = self._engine.cursor
         return {
             **self._settings,
-            "epoch": cursor.epoch,
-            "batch": cursor.batch,
-            "samples": cursor.samples,
-            "finished": cursor.finished,
+            "epoch": at.epoch,
+            "batch": at.batch,
+            "samples": at.samples,
+            "finished": at.finished,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

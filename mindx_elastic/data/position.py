@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from mindx_elastic.data.track import Mark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -67,6 +68,11 @@ class Cursor:
     """Number of the newest iteration; older iterators no longer move the position."""
     requested: int | None = None
     """Epoch asked for by `set_epoch` while an iteration is live."""
+    track: Track | None = None
+    """Follows what is handed out, while a guard is entered."""
+
+    def mark(self) -> Mark:
+        return Mark(self.epoch, self.batch, self.samples, self.finished, self.start)
 
     @property
     def next_epoch(self) -> int:
@@ -91,6 +97,8 @@ class Cursor:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
         self.token += 1
+        if self.track is not None:
+            self.track.begin()
         return self.token
 
     def abandon(self) -> None:
@@ -103,12 +111,16 @@ class Cursor:
             self.batch += 1
             self.samples = samples
             self.finished = finished
+            if self.track is not None:
+                self.track.hand_out(self.mark())
 
     def end(self, token: int, *, exhausted: bool) -> None:
         """The iteration is exhausted or was dropped."""
         if token == self.token and self.live:
             self.live = False
             self.finished = self.finished or exhausted
+            if self.track is not None:
+                self.track.end(exhausted=exhausted)
             if self.requested is not None:
                 self.move_to(self.requested)
 

@@ -7,7 +7,7 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, all_or_none, meet
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.alarm import REFUSAL
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector, name_targets
@@ -32,9 +33,10 @@ from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import epoch_reader, num_batches
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.guard.changes import Changes
+from mindx_elastic.guard.checks import Checks
+from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
@@ -42,7 +44,9 @@ from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.loops import Loops
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -50,6 +54,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.guard.witness import HEARD_S, Witness, open_witness
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -154,19 +159,28 @@ class Guard:
             unmanaged=unmanaged,
         )
         self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
-        self.loader = loader
+        self._loaders = Loaders(loader, stateful)
+        self.loader = self._loaders.first
+        """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
         self._targets = name_targets(
-            model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            scaler=scaler,
+            loader=self._loaders.argument,
+            stateful=self._loaders.stateful,
         )
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._resumed_from_step: int | None = None
         self.resumed_path: Path | None = None
         self.run_id = ""
-        self._step = self._epoch = self._step_in_epoch = 0
+        self._loops = Loops(self._loaders)
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
+        self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
         self._warned_of_window = self._warned_of_buffers = False
+        self._witness: Witness | None = None
+        """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
@@ -177,6 +191,10 @@ class Guard:
         """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
+
+    def expect_no_look_ahead(self) -> None:
+        """For layers above, before entering: their loop uses each batch before it fetches the next one."""
+        self._loaders.expect_no_look_ahead()
 
     def __enter__(self) -> Guard:
         with ExitStack() as stack:
@@ -215,7 +233,12 @@ class Guard:
         relay.open()
         closing = stack.enter_context(ExitStack())
         wanted = [options.folder, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        self._resolved, trust = prepare_directories(wanted, self.ranks, options.sharing())
+        places = wanted
+        if (witness := open_witness(ranks)) is not None:
+            places = witness.redirected(wanted)
+            self._policies = tuple(replace(policy, after_save=None) for policy in self._policies)
+        resolved, trust = prepare_directories(places, self.ranks, options.sharing())
+        self._resolved = {path: resolved[place] for path, place in zip(wanted, places, strict=True)}
         directories = list(dict.fromkeys(self._resolved.values()))
         evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
         evaluates = evaluates and not self._periodic
@@ -223,9 +246,9 @@ class Guard:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         log = directories[0] / EVENTS_FILE
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
-        self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
         self._events.write_aside()
+        self._loaders.begin(stack)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts))
@@ -253,10 +276,10 @@ class Guard:
             directories,
             collector=self._collector,
             targets=self._targets,
-            loader=self.loader,
             saver=self._saver,
             resume=options.resume,
             around=self._around,
+            unmanaged=self._unmanaged,
         )
         if self._around.is_guest and not evaluates and start.resumed is not None:
             self._around.keeps_nothing = True
@@ -264,7 +287,13 @@ class Guard:
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
+        trains = not (evaluates or self._around.is_guest)
+        self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._loops.epoch)
+        if trains:
+            self._checks.at_entry()
         self._start_stages(stack, settings, start.peers, relay, closing)
+        if trains:
+            self._checks.watch(self._update_gate)
         self._around.enter(
             start.resumed,
             start.run_id,
@@ -275,24 +304,46 @@ class Guard:
             replicas=outermost_replicas(self._targets) if replicated else [],
             next_step=lambda: self._step + 1,
         )
+        if witness is not None and not evaluates:
+            self._witness = witness
+            self._enter_witness(stack, witness)
+
+    def _enter_witness(self, stack: ExitStack, witness: Witness) -> None:
+        witness.enter(
+            stack,
+            directory=self._options.folder,
+            prefix=self._options.prefix,
+            targets=self._targets,
+            loaders=[] if self.loader is None else [self.loader],
+            collector=self._collector,
+            position=self._loops.position,
+            resumed=self._resumed_from_step,
+            resumed_path=self.resumed_path,
+            signals=[number for policy in self._policies for number in policy.signals],
+            outside=lambda: bool(getattr(self, "_outside", False)),
+            end=self._end_unsaved,
+        )
+
+    def _end_unsaved(self, reason: str) -> None:
+        self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
+        self.request_stop(reason, 0)
 
     def _take_over(self, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        position = self._collector.position
-        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step = start.step
+        self._loops.take_over(self._collector.position, start.restore_streams)
+        self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
         if start.resumed is not None:
             tell_of_hash_seed(start.resumed.checkpoint.info.coordinates, self._unmanaged)
+        self._unmanaged.inherit(start.notes)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        if hasattr(self.loader, "worker_grace_s"):
-            self.loader.worker_grace_s = settings.grace_s
+        self._loaders.enter(self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -300,6 +351,8 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._collector.compiled.listen()
+        stack.callback(self._collector.compiled.stop)
         self._collector.on_new_parameters = self._update_gate.follow
         self._collector.watch()
         stack.callback(self._collector.unwatch)
@@ -313,7 +366,7 @@ class Guard:
         )
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate, self._past_epochs = StepGate(self._step), False
+        self._step_gate = StepGate(self._step)
         stack.callback(peers.close)
         self._listeners = Listeners(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listeners.hear_signal)
@@ -341,6 +394,13 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._loops.enter(
+            self._collector,
+            self._unmanaged,
+            late_boundary=self._late_boundary,
+            leave_step=self._step_gate.leave_step,
+            enter_step=self._enter_step,
+        )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
 
@@ -348,8 +408,28 @@ class Guard:
 
     @property
     def position(self) -> Position:
-        """The last boundary passed."""
-        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+        """The last boundary passed. Right after a resume it is the resumed one."""
+        self._loops.asked = True
+        return self._loops.position
+
+    @property
+    def step(self) -> int:
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first.
+
+        What is done every so many steps goes by it: ``if guard.step % 100 == 0:``.
+        """
+        self._loops.asked = True
+        return self._loops.step
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._loops.asked = True
+        return self._resumed_from_step
+
+    @property
+    def _step(self) -> int:
+        return self._loops.step
 
     @property
     def rank(self) -> int:
@@ -361,26 +441,43 @@ class Guard:
         """Number of ranks; known once the guard is entered."""
         return self.ranks.world_size
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+    def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
+        """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
+        resumed one.
 
         An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
         so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
-        the stop.
+        the stop. Checkpoints count from 1, whatever `start` is.
+
+        A second loop goes on where the first one has ended: ``epochs(2)`` and then ``epochs(5)`` are 2 and 3 epochs.
+        Without a loader an epoch is either one step (all data at once), or has an inner loop over `steps`.
         """
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
-            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
-        if self._past_epochs:  # a second loop in the same block
-            self._past_epochs = False
-            self._step_gate.enter_step()
-        for epoch in range(max(1, self._epoch), num_epochs + 1):
-            if epoch != self._epoch:
-                self._epoch, self._step_in_epoch = epoch, 0
-            if hasattr(self.loader, "set_epoch"):
-                self.loader.set_epoch(epoch)
-            yield epoch
-        self._past_epochs = True
-        self._step_gate.leave_step()
+        return self._loops.epochs(num_epochs, start)
+
+    def steps(self, num_steps: int, start: int = 1) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, until `num_steps` boundaries have been passed in all.
+
+        ::
+
+            batches = iter(loader)
+            for step in guard.steps(10_000):
+                try:
+                    x, y = next(batches)
+                except StopIteration:  # the next epoch
+                    batches = iter(loader)
+                    x, y = next(batches)
+                ...
+                guard.step_end()
+
+        The first number is `start`; after a resume, that of the step behind the resumed one. Inside a loop over
+        `epochs` the steps of each epoch are counted. An iteration that calls no `step_end` does not count.
+        """
+        return self._loops.steps(num_steps, start)
+
+    def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+        """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
+        its epoch."""
+        return self._loops.enumerate(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -390,23 +487,31 @@ class Guard:
         are accepted for logging.
         """
         self.boundary()
+        if self._witness is not None:
+            self._witness.scalars = scalars
         self.finish_step()
 
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        current_epoch = self._current_epoch()
-        if self._epoch == 0 or current_epoch not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
-        self._step += 1
-        self._step_in_epoch += 1
+        loops = self._loops
+        self._known = self._loaders.at_boundary()
+        loops.count()
         self._finished_step = False
-        self._cut = not (self._accumulates and self._update_gate.window_open())
-        if not self._cut:
-            return
+        self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
+        self._cut = self._cut and loops.is_boundary()
+        if self._cut:
+            self._pass_boundary()
+        elif not self._known:
+            self._update_gate.pass_unknown()
+
+    def _pass_boundary(self) -> None:
         self._orders.at_boundary()
         self._copy_boundary()
+        if self._collector.compiled.problems:
+            tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(self._step)
+        self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
 
@@ -423,15 +528,25 @@ class Guard:
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(self._step, cut=self._cut)
+        if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
+            self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(self._step):
+            self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
-            if self._cut and policy.due(self.position):
+            if self._cut and policy.due(self._loops.position):
+                self._checks.before_save()
                 self.save_periodic(policy)
         self._collector.leave_boundary()
 
+    def _late_boundary(self) -> None:
+        """The loop has gone on, which shows that the step counted last is one to resume from."""
+        self._cut = True
+        self._pass_boundary()
+        self.finish_step()
+
     def _copy_boundary(self) -> None:
-        position = self.position
+        position = self._loops.position
         self._has_stepped = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
@@ -477,7 +592,7 @@ class Guard:
         """
         self._require_entered("outside_step()")
         before = self._collector.buffer_versions()
-        with kept_rng(), self._collector.kept_streams_and_flags(), self._stoppable():
+        with kept_rng(), self._collector.kept_streams_and_flags(), self._checks.paused(), self._stoppable():
             yield
         changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
         if changed:
@@ -504,8 +619,11 @@ class Guard:
             with self._around.between_steps():
                 yield
         finally:
-            if self._step_gate.enter_step():
-                self.stopper.at_limit(is_cut=True)
+            self._enter_step()
+
+    def _enter_step(self) -> None:
+        if self._step_gate.enter_step():
+            self.stopper.at_limit(is_cut=True)
 
     # --- saves and stops that the program asks for ---
 
@@ -519,6 +637,8 @@ class Guard:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
             self._collector.return_to_boundary()
+            if self._witness is not None and target is not None:
+                target = self._witness.redirected_file(target)
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
 
     def save_periodic(self, policy: PeriodicPolicy) -> bool:
@@ -547,19 +667,29 @@ class Guard:
 
     def _conclude(self, error: BaseException | None) -> None:
         """The block is over: finished, stopped gracefully, or failed."""
+        refusal = self._unmanaged.refusal
+        if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
+            self._conclude(refusal)  # the program has caught it, or has made another exception of it
+            if error is None:
+                raise refusal
+            return
+        if self._witness is not None:
+            outcome = "finished" if error is None else type(error).__name__
+            self._witness.leave(outcome, self._unmanaged.notes)
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             self._finish()
             return
-        if not isinstance(error, GracefulExit):
+        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
             self._complete_step(error)
-        if hasattr(self.loader, "shutdown"):
-            self.loader.shutdown()  # a stuck loader worker would delay the exit
+        self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
             self._leave()
             return
         self.stopper.on_exception(error)
+        self._drop_refused()
         alarm = self.stopper.alarm
-        if alarm is not None and alarm.kind != "exception":
+        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
+        if alarm is not None and not own:
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)
             raise self._leave() from error
@@ -567,6 +697,9 @@ class Guard:
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        self._loops.leave()
+        if self._step and not self._known and self._finished_step and self._loaders.settle():
+            self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():
             raise self._leave()
@@ -585,8 +718,15 @@ class Guard:
         self.stopper.after_save()
         leaving = self.stopper.exit()
         self._around.leave(self.stopper)
+        self._drop_refused()
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
+
+    def _drop_refused(self) -> None:
+        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind == REFUSAL and self.resumed_from_step is None:
+            self._around.keep_memory = False
 
     def _complete_step(self, error: BaseException) -> None:
         """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""

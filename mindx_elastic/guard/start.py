@@ -7,13 +7,13 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
            must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
-loaded     the state is in the live objects, on every rank
+loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
 entered    every rank is ready to train
 =========  ===================================================================================================
 
 The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
-The generators are restored once more when the loader's iterator exists, because creating it, and the program's own code
-before the first batch, may draw numbers.
+The generators are restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an
+iterator, and the program's own code before the first batch, may draw numbers.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
+from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -76,6 +78,8 @@ class Start:
     attempt: int
     resumed: Resumed | None
     peers: PeerWatch
+    restore_streams: Callable[[], None] | None
+    """Puts the random generators back as at the resumed boundary; None on a fresh start."""
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
@@ -84,6 +88,11 @@ class Start:
         if found is None or found.own is None or found.plan.resharded:
             return False
         return arenas is None or not found.path.is_relative_to(arenas)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is known against an exact resume, according to the files of all ranks that the run goes on from."""
+        return () if self.resumed is None else self.resumed.plan.unmanaged
 
     @property
     def step(self) -> int | None:
@@ -96,10 +105,10 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
     saver: Saver,
     resume: str | Path,
     around: Connections,
+    unmanaged: Unmanaged,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together.
 
@@ -133,22 +142,24 @@ def start_job(
 
     if found is not None and resume == "auto":
         _refuse_another_job(found, saver.names)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
+    collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
-        _load(found, collector, targets, loader, ranks, with_flags=not is_guest)
-    meet(exchange, "loaded", [flags])
+        kept, restore = _load(found, collector, targets, ranks, with_flags=not around.is_guest)
+    compiled = CompiledPart(kept)
+    meet(exchange, "loaded", [flags, compiled])
+    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began)
         saver.began_from(found.checkpoint.info)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -156,7 +167,7 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank))
+    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore)
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
@@ -166,6 +177,9 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
+    if saver.ranks.rank == 0 and found.plan.unmanaged:
+        notes = "; ".join(found.plan.unmanaged)
+        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
     saver.events.emit(
         "resume",
         step=info.step,
@@ -175,6 +189,7 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
         path=str(found.path),
         rejected=list(found.rejected),
         exact=found.plan.exact,
+        unmanaged=list(found.plan.unmanaged),
         resharded=found.plan.resharded,
     )
 
@@ -194,9 +209,13 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 
 
 def _load(
-    found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo, *, with_flags: bool
-) -> None:
-    """with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set."""
+    found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo, *, with_flags: bool
+) -> tuple[bytes, Callable[[], None]]:
+    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts everything back
+    as it was at the boundary, before the first batch (see `capture.loop_head`).
+
+    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
+    """
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -218,28 +237,37 @@ def _load(
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
     if with_flags:
         _say_flags(collector.load_flags(state))
-    head = LoopHead(collector.components)
+    head, saved = LoopHead(collector.components), [state]
 
-    def at_first_batch() -> None:
-        if touched := head.touched():
-            collector.load_again(state, touched)
-            logger.info(
-                "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs "
-                "again in a resumed epoch)",
-                found.checkpoint.info.step,
-                listed(touched, 5),
-            )
-        head.end()
-        collector.load_streams(state)
-        if with_flags:  # `model.train()` at the loop's head
-            collector.load_flags(state)
+    def put_back() -> None:
+        for each in saved:  # until the first boundary of the process
+            _put_back(each, head, collector, found.checkpoint.info.step, with_flags=with_flags)
         restore_streams()
-        collector.copy(collector.position)
+
+    def end() -> None:
+        head.end()
+        saved.clear()  # the memory of a whole checkpoint
 
     restore_streams()
-    _call_when_ready(loader, at_first_batch)
-    collector.at_first_boundary = head.end
+    collector.at_first_boundary = end
     collector.copy(collector.position)
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
+
+
+def _put_back(state: Mapping[str, Any], head: LoopHead, collector: Collector, step: int, *, with_flags: bool) -> None:
+    """The objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
+    if touched := head.touched():
+        collector.load_again(state, touched)
+        head.begin()
+        logger.info(
+            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again in a "
+            "resumed epoch)",
+            step,
+            listed(touched, 5),
+        )
+    collector.load_streams(state)
+    if with_flags:  # `model.train()` at the loop's head
+        collector.load_flags(state)
 
 
 def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
@@ -280,17 +308,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:

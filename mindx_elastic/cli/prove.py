@@ -1,0 +1,251 @@
+"""``mindx-elastic prove``: does a stopped and resumed run do what the uninterrupted one does? And if not, since when?"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperCommand
+
+from mindx_elastic.cli.common import fail, make_console, printable
+
+if TYPE_CHECKING:
+    from mindx_elastic.prove.proof import Proof, Row
+
+__all__ = ["PROVE_SETTINGS", "ProveCommand", "prove_command"]
+
+PROVE_SETTINGS: dict[str, Any] = {"ignore_unknown_options": True, "allow_extra_args": True}
+_STOPS = 5
+_MARK = "--mindx-script--"  # stands between the agent's options and the script
+
+
+class ProveCommand(TyperCommand):
+    """Leaves alone what comes after ``--``: the script, its options and its own ``--``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own, script = _split(args)
+        ctx.meta[_MARK] = script
+        return super().parse_args(ctx, own)
+
+
+def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our options and the agent's; the script and its arguments. Without ``--`` the script is the first word that names
+    a Python file."""
+    if "--" in args:
+        at = list(args).index("--")
+        return list(args[:at]), list(args[at + 1 :])
+    for at, word in enumerate(args):
+        if word.endswith(".py") and not word.startswith("-"):
+            return list(args[:at]), list(args[at:])
+    return list(args), []
+
+
+def prove_command(
+    ctx: typer.Context,
+    stops: Annotated[
+        str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")
+    ] = str(_STOPS),
+    steps: Annotated[
+        int,
+        typer.Option(
+            min=0, metavar="M", help="Length of the runs; 0: until the end, at most 30 steps or a little over an epoch."
+        ),
+    ] = 0,
+    seed: Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")] = 0,
+    kill: Annotated[
+        bool, typer.Option("--kill", help="Also kill a rank at as many boundaries, under mindx-elastic run.")
+    ] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")
+    ] = False,
+    timeout: Annotated[
+        float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
+    ] = 300.0,
+    keep: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
+    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")] = None,
+) -> None:
+    """Run your script twice without a stop, then stopped and resumed, compare every step, and name the first difference.
+
+    Usage: mindx-elastic prove [OPTIONS] [OPTIONS OF mindx-elastic run] -- SCRIPT [ARGUMENTS]
+
+    Weights, optimizer, random streams, batch, learning rates and flags of each step are compared. With options of
+    `mindx-elastic run` (--nproc-per-node 2) the script runs under the agent, and each rank is compared. Checkpoints go to a
+    temporary folder; what the script itself writes is named.
+
+    \b
+    [bold]Exit code[/bold]
+    0  every step of every run is equal
+    1  a resumed run differs, never resumed, or failed
+    2  wrong usage
+    3  the script itself is not deterministic: two runs without a stop differ
+    4  nothing could be compared: the script fails, is refused, or has no guard
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic prove -- train.py --epochs 2
+    mindx-elastic prove --stops all --steps 12 -- train.py
+    mindx-elastic prove --nproc-per-node 2 --kill -- train.py
+    mindx-elastic prove --junit prove.xml -- -m project.train
+    """
+    script, agent = list(ctx.meta[_MARK]), list(ctx.args)
+    number = _number_of(stops)
+    if not script:
+        fail('name the script behind "--": mindx-elastic prove -- train.py')
+    if not agent and script[0] != "-m" and not os.path.isfile(script[0]):
+        fail(f"{script[0]}: no such file")
+    if script[0] == "-m" and len(script) < 2:
+        fail("-m needs the name of a module")
+    if agent and not agent[0].startswith("-"):
+        fail(f'{agent[0]} is no option; the script comes behind "--"')
+    began = time.monotonic()
+    with _interruptible():
+        proof = _prove(script, agent, number, steps, seed, kill=kill, fresh=fresh, timeout=timeout, keep=keep)
+    seconds = time.monotonic() - began
+    _tell(proof, script, agent, seconds, as_json=as_json, junit=junit, keep=keep)
+    raise typer.Exit(proof.exit_code)
+
+
+def _number_of(stops: str) -> int | None:
+    if stops == "all":
+        return None
+    if not stops.isdecimal() or int(stops) < 1:
+        fail(f"--stops {stops}: give a number from 1, or all")
+    return int(stops)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the runs and removes their folders, as Ctrl-C does."""
+
+    def leave(signum: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + signum)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _prove(
+    script: Sequence[str],
+    agent: Sequence[str],
+    stops: int | None,
+    steps: int,
+    seed: int,
+    *,
+    kill: bool,
+    fresh: bool,
+    timeout: float,
+    keep: Path | None,
+) -> Proof:
+    from mindx_elastic.prove.proof import prove
+    from mindx_elastic.prove.runs import Command, Runs
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("run {task.completed} of {task.total}"),
+        TimeElapsedColumn(),
+        console=make_console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("begins", total=None)
+        now = {"what": "", "step": 0}
+
+        def show(done: int, planned: int, what: str) -> None:
+            now.update(what=what, step=0)
+            bar.update(task, completed=done, total=max(planned, done), description=what)
+
+        def on_step(step: int) -> None:
+            bar.update(task, description=f"{now['what']}: {step} step{'s' * (step != 1)}")
+
+        command = Command(script=tuple(script), agent=tuple(agent) or None)
+        with Runs(command, fresh=fresh, keep=keep, timeout_s=timeout, on_step=on_step) as runs:
+            return prove(runs, stops=stops, steps=steps, seed=seed, kill=kill, show=show)
+
+
+def _tell(
+    proof: Proof,
+    script: Sequence[str],
+    agent: Sequence[str],
+    seconds: float,
+    *,
+    as_json: bool,
+    junit: Path | None,
+    keep: Path | None,
+) -> None:
+    from mindx_elastic.prove.report import to_json, to_junit
+
+    command = [*agent, *(["--"] if agent else []), *script]
+    if junit is not None:
+        try:
+            junit.write_text(to_junit(proof, command=command, seconds=seconds), encoding="utf-8")
+        except OSError as error:
+            fail(f"--junit {junit}: {error.strerror}")
+    if as_json:
+        typer.echo(json.dumps(to_json(proof, command=command, seconds=seconds), indent=2))
+    else:
+        _print(make_console(), proof, seconds, keep)
+
+
+def _print(console: Console, proof: Proof, seconds: float, keep: Path | None) -> None:
+    from mindx_elastic.prove.report import describe
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("run", "resumed from", "steps compared", "result"):
+        table.add_column(name, justify="right" if name in ("resumed from", "steps compared") else "left", no_wrap=True)
+    for row in proof.rows:
+        table.add_row(*(Text(printable(cell)) for cell in _cells(row, proof)))
+    console.print(table)
+    console.print()
+    first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
+    if first is None:
+        whole = ", the whole training" if proof.has_ended else ""
+        ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
+        console.print(f"all equal: {proof.steps} steps{ranks}{whole}, in {seconds:.0f} s", style="bold green")
+    else:
+        what, *others = describe(first)
+        rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
+        stopped = f"{first.name}: " if first.resumed is not None else ""
+        console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)
+        for line in others:
+            console.print(printable(f"  {line}"), soft_wrap=True)
+        for line in first.verdict.lines:
+            console.print(printable(f"  | {line}"), style="dim", soft_wrap=True)
+    for note in proof.notes:
+        console.print(printable(f"note: {note}"), soft_wrap=True)
+    if proof.writes:
+        from mindx_elastic.core.printable import listed
+
+        console.print(printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True)
+    if keep is not None:
+        console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
+
+
+def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
+    is_first = row is proof.rows[0]
+    result = row.verdict.outcome
+    if result == "equal" and is_first:
+        result = f"{proof.steps} steps{', the whole training' if proof.has_ended else ''}"
+    if result == "differs" and row.verdict.step is not None:
+        result = f"differs at step {row.verdict.step}"
+    resumed = "" if row.resumed is None else f"step {row.resumed}"
+    return row.name, resumed, "" if is_first else str(row.compared), result

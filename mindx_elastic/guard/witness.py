@@ -1,0 +1,409 @@
+"""What a run under `mindx-elastic prove` notes at each step, and the stops and kills that it is told to make.
+
+A guard has one only where ``MINDX_PROVE`` names a control file (`prove.control`). It looks at a step in up to four places:
+
+* the first batch that the loader hands out, and the streams after it;
+* the first forward of a named module in training mode: streams, weights, options of the optimizers, flags;
+* what the modules are given: the tensors of the first forwards;
+* the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
+  named module), and the streams.
+
+It only reads. One JSON object a line, each with one `write`, so that a kill loses none; values that are as in the line
+before are left out (`prove.records` puts them back). Training thread only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.utils.data import DataLoader
+
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.rng import capture_rng, pack_rng
+from mindx_elastic.config import ProveSettings, RankInfo
+from mindx_elastic.core.position import Position
+from mindx_elastic.data.position import PositionedLoader
+from mindx_elastic.prove.control import Control, read_control
+from mindx_elastic.prove.digests import digest, leaves, stream_bytes
+
+__all__ = ["HEARD_S", "Witness", "open_witness"]
+
+HEARD_S = 60.0
+"""How long a boundary waits until its stop has been heard."""
+_MOST_FORWARDS, _MOST_BATCHES = 8, 8  # a step
+_MOST_PARTS = 16  # of a batch
+_LOADER = re.compile(r"loader(_\d+)?")
+_series: list[tuple[str, str]] = []
+"""Directory and prefix of the guards of this process, in the order in which they were first entered."""
+
+
+def open_witness(ranks: RankInfo) -> Witness | None:
+    """The witness of a guard that is about to be entered; None: this is an ordinary run."""
+    path = ProveSettings.from_env().control
+    return None if path is None else Witness(read_control(path), ranks)
+
+
+class Witness:
+    """One per entered guard."""
+
+    def __init__(self, control: Control, ranks: RankInfo) -> None:
+        self._control, self._ranks = control, ranks
+        self.scalars: Mapping[str, Any] = {}
+        """What the program has given to the step's `step_end`."""
+        self._targets: Mapping[str, Any] = {}
+        self._known: dict[str, str] = {}
+        self._file = -1
+        self._series = 0
+        self._passed = 0
+        self._outside: Callable[[], bool] = lambda: False
+        self._may_be_restored = False  # the first batch's iterator may still put the streams back
+        self._is_fetching = False
+        self._is_ended = False
+        self._begin_step()
+
+    # --- the guard's directories ---
+
+    def redirected(self, wanted: Sequence[Path]) -> list[Path]:
+        """Private folders in place of the directories that the program names."""
+        names = (f"{xxhash.xxh3_64_hexdigest(os.path.abspath(path).encode())}-{path.name}"[:120] for path in wanted)
+        return [self._control.directories / name for name in names]
+
+    def redirected_file(self, path: Path) -> Path:
+        """A private place for a file that the program names."""
+        folder = self.redirected([path.parent])[0]
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder / path.name
+
+    # --- life ---
+
+    def enter(
+        self,
+        stack: ExitStack,
+        *,
+        directory: Path,
+        prefix: str,
+        targets: Mapping[str, Any],
+        loaders: Sequence[Any],
+        collector: Collector,
+        position: Position,
+        resumed: int | None,
+        resumed_path: Path | None,
+        signals: Sequence[int],
+        outside: Callable[[], bool],
+        end: Callable[[str], None],
+    ) -> None:
+        """The state is back. `signals`: those that stop the job. `outside`: what happens now belongs to no step.
+        `end`: stops the job without a save."""
+        key = os.path.abspath(directory), prefix
+        if key not in _series:
+            _series.append(key)
+        self._series = _series.index(key)
+        self._targets, self._collector, self._outside, self._end = targets, collector, outside, end
+        self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
+        self._may_be_restored = resumed is not None
+        self._open_file()
+        stack.callback(self._close)
+        self._modules = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
+        for name, module in self._modules.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                handle = module.register_forward_pre_hook(self._forward_hook(name), prepend=True, with_kwargs=True)
+                stack.callback(handle.remove)
+        _watch_iterations(stack, loaders, self)
+        self._write(
+            "enter",
+            directory=str(directory),
+            prefix=prefix,
+            resumed=resumed,
+            path=None if resumed_path is None else resumed_path.name,
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            epoch=position.epoch,
+            step=position.step,
+            num_batches=position.batch_num,
+            end=self._changes({**self._state(), **self._options()}),
+        )
+
+    def leave(self, outcome: str, notes: Sequence[str]) -> None:
+        """The block is over. `notes`: what the guard knows against an exact resume."""
+        if self._file >= 0:
+            self._write("leave", outcome="ended" if self._is_ended else outcome, notes=list(notes))
+
+    def _open_file(self) -> None:
+        for number in range(10_000):
+            path = self._control.folder / f"rank_{self._ranks.rank}.{number:04d}.jsonl"
+            with suppress(FileExistsError):
+                self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                return
+
+    def _close(self) -> None:
+        os.close(self._file)
+        self._file = -1
+
+    def _write(self, event: str, **content: Any) -> None:
+        line = {"event": event, "series": self._series, **content}
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+    # --- one step ---
+
+    def _begin_step(self) -> None:
+        self._begin: dict[str, str] | None = None
+        self._fetched: list[dict[str, Any]] = []
+        self._forward: dict[str, Any] | None = None
+        self._inputs: dict[str, list[str]] = {}
+        self.scalars = {}
+
+    def before_fetch(self) -> bool:
+        """A named loader is asked for a batch. Returns whether to call `after_fetch` with it."""
+        if self._is_fetching or self._outside():
+            return False
+        self._is_fetching = True
+        if self._begin is None and not self._may_be_restored:
+            self._begin = self._streams()
+        return True
+
+    def after_fetch(self, loader: int, batch: Any) -> None:
+        """`batch`: what the loader has handed out, or None."""
+        self._is_fetching = self._may_be_restored = False
+        if batch is not None and len(self._fetched) < _MOST_BATCHES:
+            self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
+
+    def _forward_hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if torch.compiler.is_compiling() or not (module.training and torch.is_grad_enabled()):
+                return
+            if not (self._is_fetching or self._outside()):
+                self._note_forward(name, args, kwargs)
+
+        return hook
+
+    def _note_forward(self, name: str, args: Any, kwargs: Any) -> None:
+        if self._begin is None:
+            self._begin = {} if self._fetched else self._streams()
+        if self._forward is None:
+            self._forward = {
+                "streams": self._streams(),
+                "sample": self._changes({**self._weights(), **self._options(), **self._flags()}, partly=True),
+            }
+        given = self._inputs.setdefault(name, [])
+        if len(given) < _MOST_FORWARDS:
+            given.append(digest({"args": args, "kwargs": kwargs}))
+
+    def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
+        """The step is over. Returns whether a stop is on its way: the boundary waits for it."""
+        self._passed += 1
+        self._may_be_restored = False
+        self._write(
+            "step",
+            step=position.step,
+            epoch=position.epoch,
+            step_in_epoch=position.step_in_epoch,
+            num_batches=position.batch_num,
+            cut=is_cut,
+            begin=self._begin,
+            fetched=self._fetched,
+            forward=self._forward,
+            inputs=self._inputs,
+            scalars={name: digest(value) for name, value in self.scalars.items()},
+            streams=self._streams(),
+            end=self._changes({**self._state(), **self._options(), **self._flags()}),
+        )
+        self._begin_step()
+        return self._act(position)
+
+    def _act(self, position: Position) -> bool:
+        control, alarm = self._control, self._control.alarm
+        if self._is_ended:
+            return False
+        if control.is_last(self._series, position.step, self._passed, position.epoch, position.batch_num):
+            self._is_ended = True
+            self._end("the proof ends here")
+            return True
+        if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
+            return False
+        if alarm.rank != self._ranks.rank:
+            return not alarm.kill
+        if not self._fires_first():
+            return False
+        self._write("alarm", step=position.step, kill=alarm.kill)
+        os.kill(os.getpid(), signal.SIGKILL if alarm.kill else self._signal)
+        return True
+
+    def _fires_first(self) -> bool:
+        """A job that an agent has started again passes the same boundary once more."""
+        try:
+            os.close(
+                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            )
+        except FileExistsError:
+            return False
+        return True
+
+    # --- what there is to see: "kind|name" -> digest ---
+
+    def _changes(self, found: dict[str, str], *, partly: bool = False) -> dict[str, Any]:
+        """`found`, without what the line before has said. `partly`: other kinds of things were not looked at."""
+        kinds = {key.partition("|")[0] for key in found} if partly else None
+        gone = [k for k in self._known if k not in found and (kinds is None or k.partition("|")[0] in kinds)]
+        changed = {key: value for key, value in found.items() if self._known.get(key) != value}
+        for key in gone:
+            del self._known[key]
+        self._known.update(changed)
+        return {"changed": changed, "gone": gone}
+
+    def _streams(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for name, state in pack_rng(capture_rng()).items():
+            for each, part in _devices(name, state):
+                content = stream_bytes(part)
+                found[each] = xxhash.xxh3_64_hexdigest(content)
+                path = self._control.streams / f"{each}-{found[each]}"
+                with suppress(FileExistsError):
+                    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                    os.write(fd, content)
+                    os.close(fd)
+        return found
+
+    def _weights(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for target, component in self._collector.components.items():
+            if isinstance(component, ModuleComponent):
+                for name, parameter in component.module.named_parameters(remove_duplicate=False):
+                    found[f"weights|{target}.{name}"] = digest(parameter)
+                for name, buffer in component.module.named_buffers(remove_duplicate=False):
+                    found[f"weights|{target}.{name}"] = digest(buffer)
+        for place, parameter in self._loose_parameters():
+            found[f"weights|{place}"] = digest(parameter)
+        return found
+
+    def _loose_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        known = {id(p) for p in self._collector.parameters}
+        for target, component in self._collector.components.items():
+            if isinstance(component, OptimizerComponent):
+                for index, parameter in enumerate(component.parameters):
+                    if id(parameter) not in known:
+                        shape = list(parameter.shape)
+                        yield f"parameter {index} {shape} of {target}, which is in no named module", parameter
+
+    def _options(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for target, component in self._collector.components.items():
+            if isinstance(component, OptimizerComponent):
+                groups = component.optimizer.param_groups
+                for index, group in enumerate(groups):
+                    where = target if len(groups) == 1 else f"{target} group {index}"
+                    for key, value in group.items():
+                        if key != "params":
+                            found[f"option|{where} {key}"] = digest(value)
+        return found
+
+    def _flags(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for target, component in self._collector.components.items():
+            if isinstance(component, ModuleComponent):
+                for name, module in component.module.named_modules():
+                    found[f"flag|{target}{'.' if name else ''}{name}.training"] = str(module.training)
+                for name, parameter in component.module.named_parameters():
+                    found[f"flag|{target}.{name}.requires_grad"] = str(parameter.requires_grad)
+        return found
+
+    def _state(self) -> dict[str, str]:
+        """All that the guard saves, as it would save it now, and the weights."""
+        found = self._weights()
+        names = {id(p): n for c in self._collector.components.values() if isinstance(c, ModuleComponent)
+                 for n, p in c.module.named_parameters()}  # fmt: skip
+        for target, state in self._collector.state().items():
+            component = self._collector.components.get(target)
+            if target in RESERVED_NAMES or component is None or self._is_loader(target):
+                continue
+            if isinstance(component, ModuleComponent):
+                extras = {k: v for k, v in state.items() if f"weights|{target}.{k}" not in found}
+                found.update((f"stateful|{target}.{name}", value) for name, value in leaves(extras) if name)
+            elif isinstance(component, OptimizerComponent):
+                parameters = component.parameters
+                for key, value in state["state"].items():
+                    known = isinstance(key, int) and key < len(parameters)
+                    name = names.get(id(parameters[key]), str(key)) if known else str(key)
+                    found.update((f"optimizer|{target} {leaf} of {name}", d) for leaf, d in leaves(value))
+            else:
+                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in leaves(state))
+        return found
+
+    def _is_loader(self, name: str) -> bool:
+        target = self._targets.get(name)
+        return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, PositionedLoader))
+
+
+def _parts(batch: Any) -> str:
+    """The digests of a batch's tensors: where some are equal and others not, the samples are the same."""
+    found = [each for _, each in leaves(batch)]
+    return ",".join(found) if len(found) <= _MOST_PARTS else digest(batch)
+
+
+def _devices(name: str, state: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(state, (list, tuple)):
+        for index, each in enumerate(state):
+            yield f"{name}:{index}", each
+    else:
+        yield name, state
+
+
+# --- what the loaders hand out ---
+
+
+def _watch_iterations(stack: ExitStack, loaders: Sequence[Any], witness: Witness) -> None:
+    """Let the iterators of `loaders` tell the witness of each batch.
+
+    The class that has ``__iter__`` gets another one, because ``for`` looks there; other objects of it are left alone.
+    """
+    watched = {id(loader): index for index, loader in enumerate(loaders)}
+    for loader in loaders:
+        owner = next((kind for kind in type(loader).__mro__ if "__iter__" in vars(kind)), None)
+        if owner is None or getattr(vars(owner)["__iter__"], "_of_witness", False):
+            continue
+        original = vars(owner)["__iter__"]
+
+        def iterate(self: Any, original: Any = original) -> Any:
+            iterator = original(self)
+            index = watched.get(id(self))
+            return iterator if index is None or iterator is self else _WatchedIterator(iterator, index, witness)
+
+        iterate._of_witness = True  # type: ignore[attr-defined]
+        with suppress(TypeError):  # a list of batches, a class in C: its batches are seen at the forward only
+            owner.__iter__ = iterate  # type: ignore[attr-defined]
+            stack.callback(setattr, owner, "__iter__", original)
+
+
+class _WatchedIterator(Iterator[Any]):
+    """Hands on what `iterator` gives. Whatever else it is asked for, the iterator answers."""
+
+    def __init__(self, iterator: Iterator[Any], loader: int, witness: Witness) -> None:
+        self._iterator, self._loader, self._witness = iterator, loader, witness
+
+    def __next__(self) -> Any:
+        if not self._witness.before_fetch():
+            return next(self._iterator)
+        batch = None
+        try:
+            batch = next(self._iterator)
+            return batch
+        finally:
+            self._witness.after_fetch(self._loader, batch)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_iterator", "_loader", "_witness"):
+            raise AttributeError(name)
+        return getattr(self._iterator, name)
+
+    def __len__(self) -> int:
+        return len(self._iterator)  # type: ignore[arg-type]

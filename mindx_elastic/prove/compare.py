@@ -1,0 +1,218 @@
+"""Compares what two runs have seen and made, step by step, and finds the first difference (pure).
+
+A step's witnesses are compared in the order in which one causes the next: where the step is, what the start put back,
+random streams, the batch, flags and learning rates, weights at the forward; then the boundary: scalars, weights,
+optimizers, other objects, flags, streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mindx_elastic.prove.records import Life, Sample, Step, Streams
+
+__all__ = ["Difference", "Part", "Reference", "compare_life", "compare_steps", "harmless", "split_kinds"]
+
+_AT_ENTRY = ("weights", "option", "optimizer")
+_AT_FORWARD = ("flag", "option", "weights")
+_AT_END = ("scalar", "weights", "optimizer", "option", "stateful", "flag")
+_MAY_VARY = ("scalar", "stateful")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One kind of thing that differs at one place of a step."""
+
+    where: str
+    """``position``, ``entry``, ``begin``, ``fetch``, ``batch``, ``forward`` or ``boundary``."""
+    kind: str
+    """``position``, ``stream``, ``batch``, or a kind of `records.Sample`."""
+    names: tuple[str, ...] = ()
+    """What differs, all of it."""
+    first: str = ""
+    """The value of the first name in the reference."""
+    second: str = ""
+    """The value in the other run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first step of a process that differs."""
+
+    rank: int
+    series: int
+    step: int
+    resumed: int | None
+    """The step that the process went on from."""
+    is_first: bool
+    """It is the first step after that."""
+    parts: tuple[Part, ...]
+    """In causal order; never empty."""
+    one: Step | None
+    """The step in the reference; None: it does not exist there."""
+    other: Step | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The uninterrupted run, and what another uninterrupted run has shown to vary by itself."""
+
+    lives: Sequence[Life]
+    unseeded: frozenset[str] = frozenset()
+    """Streams that begin at random in each process."""
+    varying: frozenset[str] = frozenset()
+    """Scalars and parts of stateful objects (``kind|name``) that no run shares with another, such as times."""
+    by_rank: Mapping[int, Mapping[tuple[int, int], Step]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        by_rank: dict[int, dict[tuple[int, int], Step]] = {}
+        for life in self.lives:
+            by_rank.setdefault(life.rank, {}).update({step.place: step for step in life.steps})
+        object.__setattr__(self, "by_rank", by_rank)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the training came to its own end, before the proof's."""
+        return bool(self.lives) and all(life.outcome == "finished" for life in self.lives)
+
+    def places(self, rank: int = 0) -> list[tuple[int, int]]:
+        """Series and number of each step, in order."""
+        return sorted(self.by_rank.get(rank, {}))
+
+    def step_before(self, rank: int, step: Step) -> Step | None:
+        return self.by_rank.get(rank, {}).get((step.series, step.number - 1))
+
+
+def compare_life(reference: Reference, life: Life) -> Difference | None:
+    """The first step of `life` that is not as in the reference. Steps that the reference does not have are left out,
+    unless it has come to its own end."""
+    known = reference.by_rank.get(life.rank, {})
+    last = max((number for series, number in known if series == life.series), default=0)
+    entry: tuple[Part, ...] = ()
+    if (saved := _state_at_entry(reference, life)) is not None:
+        entry = tuple(_unequal("entry", _AT_ENTRY, saved, life.entered, reference.varying))
+    for index, step in enumerate(life.steps):
+        one = known.get(step.place)
+        is_first = index == 0
+        parts: tuple[Part, ...] = ()
+        if one is not None:
+            parts = tuple(compare_steps(one, step, unseeded=reference.unseeded, varying=reference.varying))
+            position = tuple(part for part in parts if part.kind == "position")
+            parts = position + entry * is_first + tuple(part for part in parts if part.kind != "position")
+        elif reference.has_ended and step.number > last:
+            parts = (Part(where="position", kind="too many", names=(str(life.steps[-1].number - last),)),)
+        if parts:
+            return Difference(
+                rank=life.rank,
+                series=life.series,
+                step=step.number,
+                resumed=life.resumed,
+                is_first=is_first,
+                parts=parts,
+                one=one,
+                other=step,
+            )
+    if entry and not life.steps:  # resumed at the very end: nothing else would show it
+        number = life.resumed or 0
+        return Difference(
+            rank=life.rank,
+            series=life.series,
+            step=number,
+            resumed=number,
+            is_first=True,
+            parts=entry,
+            one=None,
+            other=None,
+        )
+    return None
+
+
+def _state_at_entry(reference: Reference, life: Life) -> Sample | None:
+    """What the process must have had when it entered the guard; None: the reference does not know."""
+    if life.resumed is not None:
+        saved = reference.by_rank.get(life.rank, {}).get((life.series, life.resumed))
+        return None if saved is None else saved.end
+    fresh = (one for one in reference.lives if (one.rank, one.series, one.resumed) == (life.rank, life.series, None))
+    return next((one.entered for one in fresh), None)
+
+
+def compare_steps(
+    one: Step, other: Step, *, unseeded: Collection[str] = (), varying: Collection[str] = ()
+) -> Iterator[Part]:
+    """What differs between the same step of two runs, in causal order."""
+    if one.epoch != other.epoch or one.step_in_epoch != other.step_in_epoch:
+        places = [f"step {s.step_in_epoch} of epoch {s.epoch}" for s in (one, other)]
+        yield Part(where="position", kind="position", first=places[0], second=places[1])
+    streams = [part for part in _early_streams(one, other, unseeded) if part is not None]
+    yield from (part for part in streams if part.where != "forward")
+    yield from _batch(one, other)
+    yield from (part for part in streams if part.where == "forward")
+    if one.given is not None and other.given is not None:
+        yield from _unequal("forward", _AT_FORWARD, one.given, other.given, varying)
+    ends = [{**step.end, **step.scalars} for step in (one, other)]
+    yield from _unequal("boundary", _AT_END, ends[0], ends[1], varying)
+    late = _streams("boundary", one.streams, other.streams, unseeded)
+    if late is not None:
+        yield late
+
+
+def harmless(parts: Iterable[Part]) -> bool:
+    """Whether only such things differ as may be other in each run: times, speeds."""
+    return all(part.kind in _MAY_VARY for part in parts)
+
+
+def split_kinds(key: str) -> tuple[str, str]:
+    """``kind|name`` -> both."""
+    kind, _, name = key.partition("|")
+    return kind, name
+
+
+def _early_streams(one: Step, other: Step, unseeded: Collection[str]) -> Iterator[Part | None]:
+    """Only the first place at which they differ: later ones follow from it."""
+    for where in ("begin", "fetch", "forward"):
+        name = "fetched" if where == "fetch" else where
+        pair: tuple[Streams | None, Streams | None] = (getattr(one, name), getattr(other, name))
+        if pair[0] and pair[1] and (part := _streams(where, pair[0], pair[1], unseeded)) is not None:
+            yield part
+            return
+
+
+def _streams(where: str, one: Streams, other: Streams, unseeded: Collection[str]) -> Part | None:
+    names = [name for name in one if name in other and name not in unseeded and one[name] != other[name]]
+    if not names:
+        return None
+    names.sort(key=lambda name: name != "torch")
+    return Part(where=where, kind="stream", names=tuple(names), first=one[names[0]], second=other[names[0]])
+
+
+def _batch(one: Step, other: Step) -> Iterator[Part]:
+    """What the modules were given says it. Only where none is known, what the loader has handed out: a loop that
+    fetches ahead gets other batches within a step, and the resumed one gets those once more that it had."""
+    if one.inputs or other.inputs:
+        for name in sorted({*one.inputs, *other.inputs}):
+            first, second = one.inputs.get(name, ()), other.inputs.get(name, ())
+            if first != second:
+                yield Part(where="batch", kind="batch", names=(name,), first=_shown(first), second=_shown(second))
+                return
+        return
+    first, second = one.batches, other.batches
+    if first != second and not (first and second[-len(first) :] == first):
+        yield Part(where="batch", kind="batch", names=(), first=_shown(first), second=_shown(second))
+
+
+def _shown(digests: Sequence[str]) -> str:
+    return " ".join(digests)
+
+
+def _unequal(where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:
+    found: dict[str, list[str]] = {kind: [] for kind in kinds}
+    for key in {**one, **other}:
+        kind = split_kinds(key)[0]
+        if kind in found and key not in varying and one.get(key) != other.get(key):
+            found[kind].append(key)
+    for kind in kinds:
+        if keys := found[kind]:
+            names = tuple(split_kinds(key)[1] for key in keys)
+            values = [sample.get(keys[0], "nothing") for sample in (one, other)]
+            yield Part(where=where, kind=kind, names=names, first=values[0], second=values[1])

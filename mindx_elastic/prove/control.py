@@ -1,0 +1,90 @@
+"""The control file: what `prove` tells the guards of one run, and where they write what they have seen.
+
+``MINDX_PROVE`` names it. A run is one start of the script, on all its ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.errors import UsageError
+
+__all__ = ["MOST_STEPS", "STEPS", "Alarm", "Control", "read_control"]
+
+STEPS = 30
+"""Steps of a proof where the user names no number; more if that reaches into the second epoch."""
+MOST_STEPS = 100
+_INTO_THE_NEXT_EPOCH = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A stop or a kill at one boundary."""
+
+    series: int
+    """Which guard of the program, from 0, in the order in which they are entered."""
+    step: int
+    rank: int
+    """The rank that gets it."""
+    kill: bool = False
+    """SIGKILL; else the signal that the guard listens to."""
+
+    def __str__(self) -> str:
+        return f"{'killed' if self.kill else 'stopped'} after step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Control:
+    """See the module."""
+
+    folder: Path
+    """For the witnesses of this run."""
+    directories: Path
+    """Holds the checkpoint directories in place of the user's own; the same for a stopped run and the resumed one."""
+    streams: Path
+    """Holds the random streams' states, each under its digest; the same for all runs."""
+    steps: int = 0
+    """Leave after so many boundaries of this process; 0: after `last`. -1: after a number that suits the script."""
+    last: tuple[int, int] | None = None
+    """Series and step of the last boundary; None: see `steps`."""
+    alarm: Alarm | None = None
+
+    def is_last(self, series: int, step: int, passed: int, epoch: int, num_batches: int) -> bool:
+        """Whether the run ends at the boundary `step`, the process's boundary number `passed`.
+
+        `num_batches`: of an epoch; 0: unknown.
+        """
+        if self.last is not None:
+            return (series, step) >= self.last
+        if self.steps >= 0:
+            return 0 < self.steps <= passed
+        ends_soon = epoch <= 1 and 0 < num_batches + _INTO_THE_NEXT_EPOCH <= MOST_STEPS
+        return passed >= (max(STEPS, num_batches + _INTO_THE_NEXT_EPOCH) if num_batches and ends_soon else STEPS)
+
+    def write(self, path: Path) -> Path:
+        """Write it to `path`; returns that."""
+        content = asdict(self) | {name: str(getattr(self, name)) for name in ("folder", "directories", "streams")}
+        path.write_text(json.dumps(content), encoding="utf-8")
+        return path
+
+
+def read_control(path: Path) -> Control:
+    """Read what `Control.write` has written. Raises UsageError: the variable was set by hand, or its run is over."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        alarm, last = content.pop("alarm"), content.pop("last")
+        paths = {name: Path(content.pop(name)) for name in ("folder", "directories", "streams")}
+        return Control(
+            **content,
+            **paths,
+            last=None if last is None else (int(last[0]), int(last[1])),
+            alarm=None if alarm is None else Alarm(**alarm),
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UsageError(
+            f"environment variable MINDX_PROVE={path} names no control file of mindx-elastic prove, which sets it by "
+            f"itself: unset it ({error})"
+        ) from error

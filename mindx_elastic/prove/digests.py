@@ -1,0 +1,113 @@
+"""Digests of what a training step has seen and made: tensors, batches, states of objects, random streams."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+__all__ = ["digest", "leaves", "shape_of", "stream_bytes"]
+
+_MOST_TEXT = 80
+_DEPTH = 20
+
+
+def digest(value: Any) -> str:
+    """16 hexadecimal digits for anything; equal bits, types and shapes give equal ones.
+
+    Small values are shown as they are. Of objects that hold no tensors, numbers or texts only the type counts.
+    """
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray):
+        head = f"{value.dtype} {value.shape}"
+        body = value.tobytes() if value.dtype != object else repr(value.tolist()).encode()
+        return _hash(head, body)
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        text = repr(value)
+        return text if len(text) <= _MOST_TEXT else _hash("text", text.encode())
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return _hash("bytes", bytes(value))
+    if isinstance(value, (set, frozenset)):
+        return _hash("set", json.dumps(sorted(digest(item) for item in value)).encode())
+    if _children(value) is not None:
+        parts = [[name, part] for name, part in leaves(value)]
+        return _hash(type(value).__name__, json.dumps(parts).encode())
+    return type(value).__qualname__
+
+
+def leaves(value: Any, name: str = "", *, depth: int = _DEPTH) -> Iterator[tuple[str, str]]:
+    """The digest of each tensor, number and text in nested containers, by its place: ``param_groups.0.lr``."""
+    inside = _children(value) if depth else None
+    if inside is None:
+        yield name, digest(value)
+        return
+    if not inside:
+        yield name, "empty"
+    for key, item in inside.items():
+        yield from leaves(item, f"{name}.{key}" if name else str(key), depth=depth - 1)
+
+
+def shape_of(value: Any) -> str:
+    """How a tensor is shown to a person; empty for anything else."""
+    return f"{list(value.shape)}" if isinstance(value, torch.Tensor) else ""
+
+
+def stream_bytes(state: Any) -> bytes:
+    """The bytes of one captured random stream (`capture.rng.pack_rng`), in a form that `streams` can read."""
+    if isinstance(state, torch.Tensor):
+        return state.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(state, Mapping) and "words" in state:  # Python's
+        words, gauss = [int(word) for word in state["words"]], state["gauss"]
+        return json.dumps({"words": words[:-1], "at": words[-1], "kept": repr(gauss)}).encode()
+    if isinstance(state, Mapping) and isinstance(inner := state.get("state"), Mapping) and "key" in inner:  # numpy's
+        kept = repr(state.get("gauss")) if state.get("has_gauss") else "None"
+        words = [int(word) for word in inner["key"]]
+        return json.dumps({"words": words, "at": int(inner["pos"]), "kept": kept}).encode()
+    return json.dumps(list(leaves(state))).encode()
+
+
+def _children(value: Any) -> dict[str, Any] | None:
+    """What a container holds; None: it is none."""
+    if isinstance(value, Mapping):
+        return {str(key): item for key, item in value.items()}
+    if isinstance(value, (list, tuple)) or type(value).__name__ == "deque":
+        if hasattr(value, "_fields"):
+            return dict(zip(value._fields, value, strict=False))
+        return {str(index): item for index, item in enumerate(value)}
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if type(value).__name__ in ("BatchEncoding", "BatchFeature", "PackedSequence", "Data", "Batch"):
+        return dict(vars(value))
+    return None
+
+
+def _of_tensor(tensor: torch.Tensor) -> str:
+    with torch.no_grad():
+        local = tensor.detach()
+        if isinstance(local, DTensor):
+            local = local.to_local()
+        head = f"{local.dtype} {tuple(local.shape)}"
+        if local.device.type == "meta":
+            return head
+        try:
+            if local.layout is not torch.strided:
+                local = local.to_dense()
+            flat = local.cpu().contiguous().resolve_conj().resolve_neg().reshape(-1)
+            return _hash(head, flat.view(torch.uint8).numpy())
+        except (RuntimeError, TypeError, NotImplementedError):  # a tensor subclass or dtype without plain bytes
+            return _hash(head, repr(local.tolist() if local.numel() < 1 << 16 else local).encode())
+
+
+def _hash(head: str, body: Any) -> str:
+    hasher = xxhash.xxh3_64(head.encode())
+    hasher.update(body)
+    return hasher.hexdigest()

@@ -1,0 +1,291 @@
+"""Runs the script once and reads what its guards have noted: the folders, the environment, the end of a stuck run."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+from mindx_elastic.config import MemorySettings
+from mindx_elastic.errors import UsageError
+from mindx_elastic.prove.control import Alarm, Control
+from mindx_elastic.prove.processes import FreshProcess, Process, Request, Zygote
+from mindx_elastic.prove.records import Life, read_lives
+from mindx_elastic.prove.script import NOTES_FILE
+
+__all__ = ["Chain", "Command", "Outcome", "Runs"]
+
+_LOOK_S = 0.02
+_SHOW_S = 0.2
+_LAST_LINES = 12
+_UNSET = ("GROUP_INFO_FILE", "MINDX_AGENT_DIR", "MINDX_AGENT_PID", "MINDX_RUN_DIR", "MINDX_ATTEMPT")
+"""Variables that would make a run write where the user's own job writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What the user runs."""
+
+    script: tuple[str, ...]
+    """The script, or ``-m`` and a module, and its arguments."""
+    agent: tuple[str, ...] | None = None
+    """Options of ``mindx-elastic run``; None: the script is started by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One run, from the start of its process to the end."""
+
+    code: int
+    lives: Sequence[Life]
+    log: Path
+    errors: Sequence[Mapping[str, str]] = ()
+    """Exceptions that the script has ended with: ``type``, ``text``, ``rank``."""
+    writes: Sequence[str] = ()
+    """Files outside of temporary folders that the script itself has written to."""
+    variables: Sequence[str] = ()
+    """Variables set by the script that torch reads when it is imported."""
+    hung_s: float = 0.0
+    """It was ended because it passed no step and printed nothing for so long."""
+
+    @property
+    def last_lines(self) -> list[str]:
+        """The end of what it printed."""
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-_LAST_LINES:]
+
+    @property
+    def has_ended_well(self) -> bool:
+        """The proof ended it, or it ended by itself without an error."""
+        return self.code == 0 and not self.hung_s
+
+    @property
+    def refusal(self) -> str:
+        """Why the guard refused it: state of the training that it does not keep; empty: it did not."""
+        found = (error["text"] for error in self.errors if error["type"] == "UnmanagedStateError")
+        return next(found, "")
+
+
+@dataclass
+class Chain:
+    """Runs that go on from each other, in checkpoint directories of their own."""
+
+    directories: Path
+    runs: list[Outcome] = field(default_factory=list)
+
+
+class Runs:
+    """Context manager. Main thread."""
+
+    def __init__(
+        self,
+        command: Command,
+        *,
+        fresh: bool = False,
+        keep: Path | None = None,
+        timeout_s: float = 300.0,
+        on_step: Callable[[int], None] = lambda step: None,
+    ) -> None:
+        """`fresh`: a new interpreter for each run. `keep`: the folder for everything, which then stays. `timeout_s`:
+        how long a run may pass no step and print nothing. `on_step`: hears the newest step."""
+        self.command, self._keep, self._timeout_s, self._on_step = command, keep, timeout_s, on_step
+        self.is_fresh = fresh
+        self.why_fresh = "" if not fresh else "--fresh"
+        self._number = self._chains = 0
+        self._zygotes: list[Zygote] = []
+
+    def __enter__(self) -> Runs:
+        self._stack = ExitStack()
+        with ExitStack() as stack:
+            self.folder = self._make_folder(stack)
+            self._memory = _make_memory(stack)
+            self._streams = self.folder / "streams"
+            self._streams.mkdir()
+            if not self.is_fresh:
+                self._open_zygotes(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def chain(self) -> Chain:
+        """A new one: its first run starts without a checkpoint."""
+        self._chains += 1
+        directories = self.folder / f"checkpoints_{self._chains}"
+        directories.mkdir(mode=0o700)
+        return Chain(directories)
+
+    def drop(self, chain: Chain) -> None:
+        """Remove its checkpoints, unless they are to be kept."""
+        if self._keep is None:
+            shutil.rmtree(chain.directories, ignore_errors=True)
+
+    def stream(self, name: str, digest: str) -> bytes | None:
+        """The bytes of a random stream's state."""
+        try:
+            return (self._streams / f"{name}-{digest}").read_bytes()
+        except OSError:
+            return None
+
+    def run(
+        self,
+        chain: Chain,
+        *,
+        steps: int = 0,
+        last: tuple[int, int] | None = None,
+        alarm: Alarm | None = None,
+        hashes: int = 0,
+        env: Mapping[str, str] | None = None,
+    ) -> Outcome:
+        """Start the script and wait for its end. `hashes`: which of two seeds of Python's hashes (0 or 1) it gets,
+        where the environment names none. Other arguments: see `Control`."""
+        self._number += 1
+        folder = self.folder / f"run_{self._number:03d}"
+        folder.mkdir(mode=0o700)
+        control = Control(
+            folder=folder, directories=chain.directories, streams=self._streams, steps=steps, last=last, alarm=alarm
+        )
+        variables = {**os.environ, **(env or {})}
+        variables |= {"MINDX_PROVE": str(control.write(folder / "control.json")), "PYTHONDONTWRITEBYTECODE": "1"}
+        if self._memory is not None:
+            variables["MINDX_ARENA_DIR"] = str(self._memory)
+        for name in _UNSET:
+            variables.pop(name, None)
+        under_agent = self.command.agent is not None or (alarm is not None and alarm.kill)
+        request = self._request(folder, variables, under_agent=under_agent)
+        process = self._start(request, hashes, fresh=bool(env))
+        try:
+            hung_s = self._wait(process, folder, request.log)
+            code = process.poll()
+        finally:
+            process.end()
+        outcome = _read(folder, request.log, code if code is not None else 1, hung_s)
+        chain.runs.append(outcome)
+        return outcome
+
+    def _request(self, folder: Path, env: Mapping[str, str], *, under_agent: bool) -> Request:
+        log = folder / "output.log"
+        if not under_agent:
+            return Request(command=self.command.script, env=env, log=log, notes=folder / NOTES_FILE)
+        script = ("-m", "mindx_elastic.prove.script", *self.command.script)
+        agent = self.command.agent or ()
+        if not any(word.startswith(("--snapshot-every", "--snapshot_every")) for word in agent):
+            agent = (*agent, "--snapshot-every", "1")  # a kill soon after the start must find one
+        command = ("-m", "mindx_elastic", "run", *agent, "--run-dir", str(folder / "agent"), *script)
+        return Request(command=command, env=env, log=log, notes=None, launches=True)
+
+    def _start(self, request: Request, hashes: int, *, fresh: bool) -> Process:
+        if not self.is_fresh and not fresh:
+            zygote = self._zygotes[hashes % len(self._zygotes)]
+            if self._ready(zygote):
+                return zygote.start(request)
+        return FreshProcess(request)
+
+    def _ready(self, zygote: Zygote) -> bool:
+        if zygote not in self._checked:
+            self._checked[zygote] = zygote.problem()
+        if self._checked[zygote]:
+            self.is_fresh, self.why_fresh = True, self._checked[zygote]
+        return not self._checked[zygote]
+
+    def _open_zygotes(self, stack: ExitStack) -> None:
+        self._checked: dict[Zygote, str] = {}
+        env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+        for number in range(1 if os.environ.get("PYTHONHASHSEED", "random") != "random" else 2):
+            zygote = Zygote(env, self.folder / f"zygote_{number}.log")
+            stack.callback(zygote.close)
+            self._zygotes.append(zygote)
+
+    def _wait(self, process: Process, folder: Path, log: Path) -> float:
+        """Until its end; the seconds after which it counts as stuck, 0 if it does not."""
+        seen, since, shown = (-1, -1), time.monotonic(), 0.0
+        while process.poll() is None:
+            time.sleep(_LOOK_S)
+            now = time.monotonic()
+            if now < shown + _SHOW_S:
+                continue
+            shown = now
+            files = list(folder.glob("rank_*.jsonl"))
+            sizes = sum(_size(path) for path in files), _size(log)
+            if sizes != seen:
+                seen, since = sizes, now
+                self._on_step(max((_newest_step(path) for path in files), default=0))
+            elif now > since + self._timeout_s:
+                return self._timeout_s
+        return 0.0
+
+    def _make_folder(self, stack: ExitStack) -> Path:
+        if self._keep is None:
+            folder = Path(tempfile.mkdtemp(prefix="mindx-prove-"))
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            return folder
+        folder = self._keep.absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if any(folder.iterdir()):
+                raise UsageError(f"--keep {folder}: the folder is not empty; give a new one")
+        except OSError as error:
+            raise UsageError(f"--keep {folder}: {error.strerror}; give another folder") from error
+        return folder
+
+
+def _make_memory(stack: ExitStack) -> Path | None:
+    """A private folder in the memory file system, for snapshots and the agent's folder; None: there is none."""
+    base = MemorySettings.from_env().base
+    if base is None:
+        return None
+    folder = base / f"mindx-prove-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        print(f"mindx-elastic: {folder} cannot be created ({error.strerror}): no snapshots", file=sys.stderr)
+        return None
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _read(folder: Path, log: Path, code: int, hung_s: float) -> Outcome:
+    notes: list[dict[str, str]] = []
+    file = folder / NOTES_FILE
+    if file.exists():
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        notes = [json.loads(line) for line in lines if line.endswith("\n")]
+    by_kind = {kind: [note for note in notes if note["kind"] == kind] for kind in ("error", "write", "variable")}
+    return Outcome(
+        code=code,
+        lives=read_lives(folder),
+        log=log,
+        errors=by_kind["error"],
+        writes=list(dict.fromkeys(note["text"] for note in by_kind["write"])),
+        variables=list(dict.fromkeys(note["text"] for note in by_kind["variable"])),
+        hung_s=hung_s,
+    )
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _newest_step(path: Path) -> int:
+    """The step of the last whole line, as far as the end of the file shows it."""
+    try:
+        with open(path, "rb") as file:
+            lines = file.read().count(b'"event": "step"')
+    except OSError:
+        return 0
+    return lines

@@ -1,0 +1,142 @@
+"""Runs a user's script in this process as ``python SCRIPT ARGUMENTS`` or ``python -m MODULE ARGUMENTS`` would.
+
+::
+
+    python -m mindx_elastic.prove.script SCRIPT ARGUMENTS
+
+It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path. An
+exception, `sys.exit`, `atexit` and threads that still run find what they find under the interpreter itself, because this
+module only calls it and returns.
+
+Notes what `prove` must know of the script in a file: what it opens for writing, and an exception that it ends with.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import types
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.config import ProveSettings
+from mindx_elastic.errors import UsageError
+from mindx_elastic.prove.control import read_control
+
+__all__ = ["NOTES_FILE", "THREAD_VARIABLES", "main", "run"]
+
+NOTES_FILE = "script.jsonl"
+"""In the run's folder."""
+THREAD_VARIABLES = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
+"""Beginnings of variables that torch reads when it is imported: a script that sets them needs a fresh interpreter."""
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
+_NOT_FILES = ("/dev/", "/proc/", "/sys/")
+
+
+def main() -> None:
+    """Entry point of a fresh interpreter; see the module."""
+    control = ProveSettings.from_env().control
+    if control is None or len(sys.argv) < 2:
+        raise UsageError("this module is started by mindx-elastic prove")
+    run(sys.argv[1:], notes=read_control(control).folder / NOTES_FILE)
+
+
+def run(command: Sequence[str], *, notes: Path | None) -> None:
+    """Run the script `command` names, with its arguments. Main thread, once a process.
+
+    `notes`: the file for what it does; None: note nothing.
+    """
+    if notes is None:
+        _run(command)
+        return
+    fd = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    sys.addaudithook(_Listener(fd, notes.parent).hear)
+    try:
+        _run(command)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        kind = type(error)
+        _note(fd, "error", type=kind.__name__, text=str(error), rank=os.environ.get("RANK", "0"))
+        raise
+
+
+def _run(command: Sequence[str]) -> None:
+    if command[0] == "-m":
+        code, module, first = _module(command[1])
+        sys.argv = [str(module.__file__), *command[2:]]
+    else:
+        path = os.path.abspath(command[0])
+        loader = importlib.machinery.SourceFileLoader("__main__", path)
+        module = types.ModuleType("__main__")
+        module.__file__, module.__loader__ = path, loader
+        code = loader.source_to_code(Path(path).read_bytes(), path)
+        first = os.path.dirname(os.path.realpath(path))
+        sys.argv = [*command]
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["__main__"] = module
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = first
+    exec(code, module.__dict__)  # noqa: S102 - the user's own script, named on the command line
+
+
+def _module(name: str) -> tuple[Any, types.ModuleType, str]:
+    """As ``python -m``: a package stands for its ``__main__``."""
+    sys.path[0] = os.getcwd()  # the module is looked for there, too
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+        raise UsageError(f"-m {name}: no such module that can be run")
+    module = types.ModuleType("__main__")
+    module.__file__, module.__loader__, module.__spec__ = spec.origin, spec.loader, spec
+    module.__package__ = spec.parent
+    return spec.loader.get_code(spec.name), module, sys.path[0]
+
+
+class _Listener:
+    """Hears of what Python opens, renames and removes. In each thread, and in processes that are forked."""
+
+    def __init__(self, fd: int, own: Path) -> None:
+        temporary = {os.path.realpath(folder) for folder in (tempfile.gettempdir(), own)}
+        self._fd, self._others = fd, (*(f"{folder}/" for folder in temporary), *_NOT_FILES)
+        self._seen: set[str] = set()
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open":
+            path, _, flags = arguments
+            if isinstance(flags, int) and flags & _WRITES:
+                self._note("write", path)
+        elif event in ("os.remove", "os.rename", "os.mkdir"):
+            self._note("write", arguments[1] if event == "os.rename" else arguments[0])
+        elif event == "os.putenv":
+            name = os.fsdecode(arguments[0])
+            if name.startswith(THREAD_VARIABLES):
+                self._note("variable", name)
+
+    def _note(self, kind: str, what: Any) -> None:
+        if not isinstance(what, (str, bytes, os.PathLike)):
+            return
+        text = os.fsdecode(what)
+        if kind == "write":
+            text = os.path.realpath(text)
+            if text.startswith(self._others) or "__pycache__" in text:
+                return
+        if text not in self._seen:
+            self._seen.add(text)
+            _note(self._fd, kind, text=text)
+
+
+def _note(fd: int, kind: str, **content: str) -> None:
+    with suppress(OSError):  # the script has closed all descriptors
+        os.write(fd, json.dumps({"kind": kind, **content}).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
