@@ -11,6 +11,7 @@ import torch
 
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
+    AdaptedComponent,
     Component,
     ModuleComponent,
     OptimizerComponent,
@@ -84,10 +85,10 @@ class Collector:
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
         """Such a boundary has been copied; reset by the reader."""
-        self._adapted = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_adapted]
+        self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
-        self._streams = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_stream]
+        self._streams = [component for component in self._adapted if component.is_stream]
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
@@ -167,12 +168,11 @@ class Collector:
         """Copy all volatile state: this is the boundary `position`."""
         if self._has_changed():
             self._follow()
+        for adapted in self._adapted:
+            # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
+            adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for component in self.components.values():
-            if isinstance(component, PlainComponent) and component.is_heavy:
-                # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
-                component.copy(whole=0 < position.batch_num <= position.step_in_epoch)
-            else:
-                component.copy()
+            component.copy()
         self._rng = capture_rng(self._rng)
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop

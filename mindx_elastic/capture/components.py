@@ -22,10 +22,11 @@ from torch import nn
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, unwrap_optimizer
-from mindx_elastic.capture.plain_component import PlainComponent, Stateful
+from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful
 from mindx_elastic.errors import UsageError
 
 __all__ = [
+    "AdaptedComponent",
     "Component",
     "ModuleComponent",
     "OptimizerComponent",
@@ -42,6 +43,9 @@ _LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")
 
 class Component(Protocol):
     """One object of the job; see the module."""
+
+    KEPT_IN: str
+    """The attribute with its copied state, buffers apart."""
 
     def copy(self) -> None: ...
     def state(self) -> Any: ...
@@ -60,7 +64,7 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
     if isinstance(target, Stateful):
         return PlainComponent(name, target)
     if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
-        return PlainComponent(name, target, adapter)
+        return AdaptedComponent(name, target, adapter)
     raise UsageError(
         f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
         "resumed: give it both methods, or leave it out"

@@ -4,6 +4,7 @@ schedulers change them between two."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["OptimizerComponent", "unwrap_optimizer"]
 
+_params_of = itemgetter("params")
+
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer inside a wrapper that holds it as ``_wrapped_optimizer``: a checkpoint with the wrapper and one
@@ -27,6 +30,9 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 class OptimizerComponent:
     """A torch optimizer: its state is stable, the options of its groups are volatile."""
+
+    KEPT_IN = "_groups"
+    """The attribute with its copied state."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
@@ -62,10 +68,10 @@ class OptimizerComponent:
         return [p for group in self.local.param_groups for p in group["params"]]
 
     def copy(self) -> None:
-        self._groups = self.look()
+        self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
 
     def _look_sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+        return [*map(len, map(_params_of, self.optimizer.param_groups))]
 
     def has_changed(self) -> bool:
         """Whether it has got other groups since `follow`. Every step."""

@@ -11,7 +11,7 @@ from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "PlainComponent", "Stateful"]
 
 _LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
 """A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
@@ -26,32 +26,67 @@ class Stateful(Protocol):
 
 
 class PlainComponent:
-    """The whole state is copied at every boundary. `adapter`: for a target without the two methods."""
+    """The whole state is copied at every boundary."""
 
-    def __init__(self, name: str, target: Any, adapter: Adapter | None = None) -> None:
+    KEPT_IN = "_copy"
+    """The attribute with the boundary's copy."""
+    is_stream = False
+    """A random generator: see `adapters.Adapter`."""
+    is_heavy = False
+    """It is not copied at every boundary."""
+
+    def __init__(self, name: str, target: Any, stateful: Stateful | None = None) -> None:
+        """`stateful`: has the two methods, if `target` has not."""
         self.name = name
         self.target = target
-        self._stateful: Stateful = adapter or target
-        self._copies = adapter is None or not adapter.gives_copies
-        self.is_stream = adapter is not None and adapter.is_stream
-        """A random generator: see `adapters.Adapter`."""
-        self.is_adapted = adapter is not None
-        self.is_heavy = False
-        """It is not copied at every boundary."""
-        self.at_boundary = True
-        """The program has not gone on since the last boundary; for heavy ones."""
-        self._num_long, self._ended = 0, time.perf_counter()
+        self._stateful: Stateful = stateful or target
         self.copy()
 
-    def copy(self, *, whole: bool = True) -> None:
-        """whole: also where it takes long."""
-        if self.is_heavy and not whole:
+    def copy(self) -> None:
+        self._copy = copy_tree(self._stateful.state_dict())  # `look`, without a call
+
+    def look(self) -> Any:
+        """The state as it is now; None for a heavy one."""
+        return copy_tree(self._stateful.state_dict())
+
+    @property
+    def seen(self) -> Any:
+        """The boundary's copy; None for a heavy one."""
+        return self._copy
+
+    def state(self) -> Any:
+        return self._copy
+
+    def load(self, state: Any) -> None:
+        self.put_back(state)
+        self.copy()
+
+    def put_back(self, state: Any) -> None:
+        """Make the target as `state` says, which `look` or `state` has given."""
+        self._stateful.load_state_dict(copy_tree(state))
+
+
+class AdaptedComponent(PlainComponent):
+    """An object without ``state_dict``, by its adapter. One that takes too long to copy is read when it is saved."""
+
+    def __init__(self, name: str, target: Any, adapter: Adapter) -> None:
+        self.is_stream = adapter.is_stream
+        self._adapter = adapter
+        self.at_boundary = True
+        """The program has not gone on since the last boundary; for heavy ones."""
+        self.may_be_last = False
+        """The coming boundary may be the last of the training: copy also where it takes long."""
+        self._num_long, self._ended = 0, time.perf_counter()
+        super().__init__(name, target, adapter)
+
+    def copy(self) -> None:
+        if self.is_heavy and not self.may_be_last:
             self._copy, self.at_boundary = None, True
             return
         began = time.perf_counter()
-        self._copy = self._look()
+        self._copy = self._read()
         ended = time.perf_counter()
-        if self.is_adapted and not self.is_heavy:
+        if not self.is_heavy:
             took, step = ended - began, ended - self._ended
             self._num_long = self._num_long + 1 if took > max(_LONG_S, _LONG_SHARE * step) else 0
             self._ended = ended
@@ -69,33 +104,23 @@ class PlainComponent:
             100 * took / step,
         )
 
-    def look(self) -> Any:
-        """The state as it is now; None for a heavy one."""
-        return None if self.is_heavy else self._look()
+    def _read(self) -> Any:
+        state = self._adapter.state_dict()
+        return state if self._adapter.gives_copies else copy_tree(state)
 
-    def _look(self) -> Any:
-        state = self._stateful.state_dict()
-        return copy_tree(state) if self._copies else state
+    def look(self) -> Any:
+        return None if self.is_heavy else self._read()
 
     @property
     def seen(self) -> Any:
-        """The boundary's copy; None for a heavy one."""
         return None if self.is_heavy else self._copy
 
     def state(self) -> Any:
-        if self._copy is None and self.is_heavy:
+        if self._copy is None:
             if not self.at_boundary:
                 raise UnsupportedStateError(
                     self.name,
                     "it takes too long to be copied at every boundary, and the program has gone on since the last one",
                 )
-            self._copy = self._look()
+            self._copy = self._read()
         return self._copy
-
-    def load(self, state: Any) -> None:
-        self.put_back(state)
-        self.copy()
-
-    def put_back(self, state: Any) -> None:
-        """Make the target as `state` says, which `look` or `state` has given."""
-        self._stateful.load_state_dict(copy_tree(state))

@@ -45,6 +45,7 @@ class Training:
     """A loop without surprises; the scenarios override what surprises."""
 
     ddp: ClassVar[dict[str, Any]] = {}
+    network: Any
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
         torch.manual_seed(0)
@@ -61,7 +62,7 @@ class Training:
         self.guard = mx.Guard(directory=directory, prefix="changing", **parts)
 
     def build(self) -> None:
-        self.network: nn.Module = Net()
+        self.network = Net()
 
     def wrap(self, world_size: int) -> nn.Module:
         return DistributedDataParallel(self.network, **self.ddp) if world_size > 1 else self.network
@@ -485,6 +486,11 @@ class Pruning(Training):
 
 class Buffered(Net):
     """Buffers that no state_dict has, that are made late, and that begin with None."""
+
+    noise: torch.Tensor
+    running: torch.Tensor
+    center: torch.Tensor | None
+    late: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
