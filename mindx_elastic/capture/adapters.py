@@ -267,7 +267,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
         return _Tensor(name, target)
     if isinstance(target, _CONTAINERS):
         return _Container(name, target)
-    if type(target).__module__ == "numpy" and getattr(target, "ndim", 0):
+    if type(target).__module__ == "numpy" and getattr(target, "ndim", False):
         return _Container(name, target)
     if isinstance(target, _IMMUTABLE) or type(target).__module__ == "numpy":
         raise UsageError(
@@ -300,7 +300,8 @@ def _generator(name: str, target: object) -> Adapter | None:
 
 def _attributes(target: object) -> Iterator[tuple[str, Any]]:
     slots = [name for kind in type(target).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
-    for name in dict.fromkeys([*slots, *getattr(target, "__dict__", ())]):
+    own: list[str] = list(vars(target)) if hasattr(target, "__dict__") else []
+    for name in dict.fromkeys([*slots, *own]):
         if name not in ("__dict__", "__weakref__") and hasattr(target, name):
             yield name, getattr(target, name)
 
@@ -324,7 +325,7 @@ def _seed_sequence(bits: Any) -> dict[str, Any] | None:
     seeds = getattr(bits, "seed_seq", None)
     if not isinstance(seeds, numpy.random.SeedSequence):
         return None
-    state = dict(seeds.state)
+    state: dict[str, Any] = dict(seeds.state)
     if not isinstance(state["entropy"], (int, type(None))):
         state["entropy"] = [int(word) for word in state["entropy"]]
     return state

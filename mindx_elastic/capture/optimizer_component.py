@@ -107,12 +107,12 @@ class OptimizerComponent:
 
     def arrange(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
         """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
-        wanted = [[parameters.get(place) for place in group] for group in groups]
-        if missing := [place for group in groups for place in group if parameters.get(place) is None]:
+        if missing := [place for group in groups for place in group if place not in parameters]:
             raise MismatchError(
                 f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program "
                 "does not have"
             )
+        wanted = [[parameters[place] for place in group] for group in groups]
         live = self.local.param_groups
         for group, mine in zip(live, wanted, strict=False):
             group["params"][:] = mine

@@ -56,10 +56,11 @@ class Masks:
         surplus = [place for place in self._pruned if place not in wanted]
         for place in missing:
             child, name = self._find(place)
-            if name in child._parameters:  # else another model: loading says so
-                prune.custom_from_mask(child, name, torch.ones_like(child._parameters[name]))  # type: ignore[no-untyped-call]
+            parameter = child._parameters.get(name)
+            if parameter is not None:  # else another model: loading says so
+                prune.custom_from_mask(child, name, torch.ones_like(parameter))
         for place in surplus:
-            prune.remove(*self._pruned[place])  # type: ignore[no-untyped-call]
+            prune.remove(*self._pruned[place])
         self.follow()
         return bool(missing or surplus)
 

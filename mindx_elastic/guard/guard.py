@@ -86,8 +86,8 @@ class Guard:
     * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
       Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. In `stateful` also, as they are:
       generators (torch, numpy, `random.Random`), tensors, lists, dicts, deques, sets, arrays, and objects made of
-      these (an average with a dict of tensors, the state of a DDP communication hook). A `mindx_elastic.data.ResumableLoader`
-      also carries the position inside the epoch and the randomness of its workers.
+      these (an average with a dict of tensors, the state of a DDP communication hook). A
+      `mindx_elastic.data.ResumableLoader` also carries the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.

@@ -255,13 +255,13 @@ def _load(
 
 
 def _put_back(state: Mapping[str, Any], head: LoopHead, collector: Collector, step: int, *, with_flags: bool) -> None:
-    """The objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
+    """Objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
     if touched := head.touched():
         collector.load_again(state, touched)
         head.begin()
         logger.info(
-            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again in a "
-            "resumed epoch)",
+            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again "
+            "in a resumed epoch)",
             step,
             listed(touched, 5),
         )

@@ -38,7 +38,7 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(x))
+        return self.head(self.backbone(x))  # type: ignore[no-any-return]
 
 
 class Training:
@@ -80,11 +80,14 @@ class Training:
         """At the epoch's beginning."""
         self.model.train()
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x
 
     def before(self, step: int) -> None:
         """At the step's beginning."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def after(self, step: int) -> None:
         """After the update, before the boundary."""
@@ -100,7 +103,7 @@ class Training:
                 for x, y in self.loader:
                     step = guard.position.step + 1
                     self.before(step)
-                    self.optimizer.zero_grad()
+                    self.zero_grad()
                     loss = nn.functional.cross_entropy(self.model(self.batch(x)), y)
                     loss.backward()
                     if step in stop_at and self.rank == 0:
@@ -180,13 +183,20 @@ class Unfreezing(Training):
 
 
 class Freezing(Training):
-    """The backbone is frozen from step 8 on, and its gradients stay zeros: weight decay and momentum go on."""
+    """The backbone is frozen from step 8 on."""
 
     ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
 
     def before(self, step: int) -> None:
         if step == BATCHES + 2:
             self.network.backbone.requires_grad_(False)
+
+
+class FreezingZeros(Freezing):
+    """Its gradients stay zeros: weight decay and momentum go on."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
 
 
 class Generators(Training):
@@ -231,7 +241,7 @@ class Generators(Training):
                 self.model.eval()
                 self.draw()
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x + self.draw()
 
 
@@ -262,14 +272,14 @@ class Sharded(Training):
     def build(self) -> None:
         super().build()
         self.network.backbone[1] = nn.LayerNorm(16)
-        self.average = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
 
     def wrap(self, world_size: int) -> nn.Module:
         from torch.distributed.fsdp import fully_shard
 
         for part in (self.network.backbone, self.network, self.average.module):
             fully_shard(part)
-        return self.network
+        return self.network  # type: ignore[no-any-return]
 
     def wrapped(self) -> None:
         self.network.backbone.requires_grad_(False)
@@ -307,7 +317,7 @@ class AddedGroup(Training):
 
     def wrapped(self) -> None:
         self.network.backbone.requires_grad_(False)
-        self.steps = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+        self.steps: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
 
     def more(self) -> dict[str, Any]:
         return {"lr_scheduler": self.steps}
@@ -460,7 +470,7 @@ class Parametrized(Training):
         self.network.extra = nn.utils.spectral_norm(nn.Linear(4, 4))
         self.network.last = prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(4, 4)), "bias", amount=2)
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x + self.network.last(self.network.extra(x[:, :4])).sum() * 0.1
 
 
@@ -550,7 +560,7 @@ class OwnHookState:
 
 class UnnamedOwnHook(Training):
     def wrapped(self) -> None:
-        def hook(state: OwnHookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def hook(state: OwnHookState, bucket: dist.GradBucket) -> Any:
             state.calls += 1
             return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
@@ -581,14 +591,14 @@ class Objects(Training):
         self.log_alpha = torch.zeros(1, requires_grad=True)
         self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=0.1)
         self.ema = Ema(self.network)
-        self.average = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
         self.scaler = torch.amp.GradScaler("cpu", enabled=False)
 
     def more(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("replay", "history", "counts", "log_alpha", "ema", "average")}
         return {"optimizer": [self.optimizer, self.alpha_optimizer], "stateful": kept, "scaler": self.scaler}
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         self.replay.append((x, len(self.history)))
         old, number = self.replay[random.randrange(len(self.replay))]
         return x + 0.1 * old + 0.01 * number + 0.01 * self.ema.shadow["head.bias"].sum()
@@ -612,6 +622,7 @@ SCENARIOS: dict[str, type[Training]] = {
     "left_in_eval": LeftInEval,
     "unfreezing": Unfreezing,
     "freezing": Freezing,
+    "freezing_zeros": FreezingZeros,
     "generators": Generators,
     "trained_unknown": TrainedUnknown,
     "rewrapped": Rewrapped,

@@ -42,6 +42,7 @@ def stops(directory: Path, scenario: str, *steps: int) -> Job:
         ("unfreezing", (7, 8, 9)),
         ("unfreezing", (12, 14)),
         ("freezing", (7, 8, 9)),
+        ("freezing_zeros", (8, 9)),
         ("generators", (1, 2, 3)),
         ("generators", (6, 7)),
         ("added_group", (7, 8, 9)),
