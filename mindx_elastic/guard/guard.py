@@ -40,6 +40,7 @@ from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.evaluations import Evaluations
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
+from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
@@ -83,8 +84,10 @@ class Guard:
     Arguments (all by keyword):
 
     * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
-      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader`
-      also carries the position inside the epoch and the randomness of its workers.
+      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. In `stateful` also, as they are:
+      generators (torch, numpy, `random.Random`), tensors, lists, dicts, deques, sets, arrays, and objects made of
+      these (an average with a dict of tensors, the state of a DDP communication hook). A
+      `mindx_elastic.data.ResumableLoader` also carries the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
@@ -339,6 +342,8 @@ class Guard:
         self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            tell_of_hash_seed(start.resumed.checkpoint.info.coordinates, self._unmanaged)
         self._unmanaged.inherit(start.notes)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
@@ -544,6 +549,7 @@ class Guard:
             if self._cut and policy.due(self._loops.position):
                 self._checks.before_save()
                 self.save_periodic(policy)
+        self._collector.leave_boundary()
 
     def _late_boundary(self) -> None:
         """The loop has gone on, which shows that the step counted last is one to resume from."""
@@ -641,6 +647,7 @@ class Guard:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
+            self._collector.return_to_boundary()
             if self._witness is not None and target is not None:
                 target = self._witness.redirected_file(target)
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
@@ -653,6 +660,7 @@ class Guard:
             pass
         if problem is None:
             with self._stoppable():
+                self._collector.return_to_boundary()
                 return self._saver.save_periodic(policy)
         logger.error("step %d is not saved: %s", self._step, problem)
         return False
