@@ -73,7 +73,9 @@ _MOST_WATCHED = 256
 class Kept:
     """What the named objects keep, as far as it can be told without running the program's code."""
 
-    def __init__(self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector) -> None:
+    def __init__(
+        self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector, others: Iterable[Any] = ()
+    ) -> None:
         self.objects: set[int] = set()
         self.tensors: set[int] = set()
         self.storages: set[int] = set()
@@ -81,6 +83,8 @@ class Kept:
             self._add_target(target, collector.components.get(name))
         for loader in loaders:
             self.objects |= reachable(loader, models=False).keys()
+        for other in others:
+            self._add_target(other, None)
 
     def _add_target(self, target: Any, component: object) -> None:
         self.objects.add(id(target))
@@ -141,11 +145,15 @@ class Checks:
         collector: Collector,
         *,
         loaders: Sequence[Any] = (),
+        more: Mapping[str, object] | None = None,
+        kept: Sequence[object] = (),
         epoch: Callable[[], int],
     ) -> None:
-        """`loaders`: the named ones. `epoch`: gives the epoch of the last boundary."""
+        """`loaders`: the named ones. `more`: objects to look into that no variable may have, `kept`: those whose state
+        is kept all the same. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
-        self._loaders = tuple(loaders)
+        self._loaders, self._also_kept = tuple(loaders), tuple(kept)
+        self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._watch = _Watch()
         self._global_generators = _global_generators()
@@ -208,12 +216,12 @@ class Checks:
     # --- looking ---
 
     def _kept(self) -> Kept:
-        return Kept(self._targets, self._loaders, self._collector)
+        return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
-        return look(frame, self._targets, map(id, loose)), kept
+        return look(frame, self._roots, map(id, loose)), kept
 
     def _look_again(self, frame: FrameType | None) -> None:
         seen, kept = self._look(frame)

@@ -179,6 +179,8 @@ class Guard:
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
+        self._more: Mapping[str, object] = {}
+        self._kept: Sequence[object] = ()
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
 
@@ -192,6 +194,11 @@ class Guard:
     def expect_no_look_ahead(self) -> None:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
         self._loaders.expect_no_look_ahead()
+
+    def look_into(self, variables: Mapping[str, object], *, kept: Sequence[object] = ()) -> None:
+        """For layers above, before entering: objects of the program that no variable of its own may have, by the name
+        that it knows; and those whose state the layer keeps."""
+        self._more, self._kept = dict(variables), tuple(kept)
 
     def __enter__(self) -> Guard:
         with ExitStack() as stack:
@@ -290,6 +297,8 @@ class Guard:
             self._targets,
             self._collector,
             loaders=self._loaders.named,
+            more=self._more,
+            kept=self._kept,
             epoch=lambda: self._loops.epoch,
         )
         if trains:
