@@ -15,7 +15,8 @@ a module, not named                                              its parameters 
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries; in an evaluation
                                                                  between epochs: a risk
-a list or deque of tensors or arrays that grows                  a risk
+a list or deque of tensors or arrays that grows, an average of   a risk
+weights in a dict, a ring buffer of arrays
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -26,7 +27,6 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,13 +43,13 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.movements import (
-    ContainerLook,
     GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
+from mindx_elastic.guard.plain_state import PlainState
 from mindx_elastic.guard.strangers import Strangers, storage_of
 from mindx_elastic.guard.surroundings import (
     Found,
@@ -77,22 +77,24 @@ class Kept:
         self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector, others: Iterable[Any] = ()
     ) -> None:
         self.objects: set[int] = set()
-        self.tensors: set[int] = set()
-        self.storages: set[int] = set()
+        self._held: list[torch.Tensor | None] = []
+        self._storages: set[int | None] | None = None
         for name, target in targets.items():
             self._add_target(target, collector.components.get(name))
         for loader in loaders:
             self.objects |= reachable(loader, models=False).keys()
         for other in others:
             self._add_target(other, None)
+        self.tensors = set(map(id, self._held))
 
     def _add_target(self, target: Any, component: object) -> None:
         self.objects.add(id(target))
         if isinstance(target, nn.Module):
-            self.objects.update(map(id, target.modules()))
-            self._add_tensors([*target.parameters(), *target.buffers()])
-            if isinstance(component, ModuleComponent):
-                self._add_tensors([*component.parameters, *component.named.values()])
+            for module in target.modules():
+                self.objects.add(id(module))
+                self._held += [t for table in (module._parameters, module._buffers) for t in table.values()]
+            if isinstance(component, ModuleComponent) and component.is_sharded:
+                self._held += component.named.values()
         elif isinstance(target, torch.optim.Optimizer):
             if isinstance(component, OptimizerComponent):
                 self.objects |= {id(component.optimizer), id(component.local)}
@@ -101,16 +103,15 @@ class Kept:
         else:
             found = reachable(target, models=kind != "loader")
             self.objects |= found.keys()
-            self._add_tensors(value for value in found.values() if isinstance(value, torch.Tensor))
-
-    def _add_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self.tensors.add(id(tensor))
-            if (storage := storage_of(tensor)) is not None:
-                self.storages.add(storage)
+            self._held += [value for value in found.values() if isinstance(value, torch.Tensor)]
 
     def has(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.tensors or storage_of(tensor) in self.storages
+        """Whether a named object has it, or its memory."""
+        if id(tensor) in self.tensors:
+            return True
+        if self._storages is None:
+            self._storages = {storage_of(held) for held in self._held if held is not None} - {None}
+        return storage_of(tensor) in self._storages
 
 
 @dataclass
@@ -130,7 +131,6 @@ class _Watch:
     modules: dict[int, _Watched] = field(default_factory=dict)
     generators: dict[int, _Watched] = field(default_factory=dict)
     scalers: dict[int, _Watched] = field(default_factory=dict)
-    containers: dict[int, _Watched] = field(default_factory=dict)
     scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
     schedulers: dict[int, _Watched] = field(default_factory=dict)
 
@@ -155,7 +155,7 @@ class Checks:
         self._loaders, self._also_kept = tuple(loaders), tuple(kept)
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
-        self._watch = _Watch()
+        self._watch, self._plain = _Watch(), PlainState()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
@@ -384,28 +384,10 @@ class Checks:
             if key not in watch.scheduler_likes and key not in kept.objects and id(attributes["optimizer"]) in ours:
                 look = NumbersLook.at(attributes)
                 watch.scheduler_likes[key] = _Watched(_reference(found.value), _shown(found), look, epoch)
-        self._watch_containers(seen, kept)
-
-    def _watch_containers(self, seen: Seen, kept: Kept) -> None:
-        """Containers cannot be referred to weakly: the growth of each is compared by its id, from look to look."""
-        before, epoch = self._watch.containers, self._epoch()
-        now: dict[int, _Watched] = {}
-        for key, found in seen.containers.items():
-            if key in kept.objects or type(found.value) not in (list, dict, deque):
-                continue
-            state = ContainerLook.at(found.value)
-            old = before.get(key)
-            moves = 0
-            if old is not None and old.name == _shown(found) and old.look.grew(state, found.value):
-                moves = old.moves + 1
-            if moves >= _MOVES:
-                self._unmanaged.risk(
-                    f"{_shown(found)} grows from step to step, holds tensors or arrays, and is not kept",
-                    "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict "
-                    "that has it in Guard(stateful={...})",
-                )
-            now[key] = _Watched(lambda: None, _shown(found), state, epoch, moves)
-        self._watch.containers = now
+        weights = [dict(c.named) for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
+        plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
+        for what, remedy in self._plain.look(plain, weights, kept.has):
+            self._unmanaged.risk(what, remedy)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
@@ -421,7 +403,7 @@ class Checks:
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
-        watch.containers.clear()
+        self._plain.forget()
 
     def _compare(self, kept: Kept) -> None:
         """Compare what is watched with the look before. Raises UnmanagedStateError."""
