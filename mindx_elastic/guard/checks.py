@@ -28,7 +28,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -155,6 +155,7 @@ class Checks:
         self._loaders, self._also_kept = tuple(loaders), tuple(kept)
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
+        self._is_on = False
         self._watch, self._plain = _Watch(), PlainState()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
@@ -172,7 +173,8 @@ class Checks:
     # --- when ---
 
     def at_entry(self) -> None:
-        """The state is back, the training begins. Raises UnmanagedStateError."""
+        """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
+        self._is_on = True
         seen, kept = self._look(sys._getframe(1))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
@@ -181,6 +183,8 @@ class Checks:
         """A boundary was passed. Raises UnmanagedStateError."""
         if (refusal := self._unmanaged.refusal) is not None:
             raise refusal
+        if not self._is_on:
+            return  # an evaluation
         if self._strangers.waiting:
             self._check_strangers(sys._getframe(1))
         if self._watch.schedulers:
@@ -190,9 +194,12 @@ class Checks:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
 
-    def before_save(self) -> None:
-        """A boundary is about to be saved: record what is known by now. Training thread; refuses nothing."""
-        with self._unmanaged.only_recorded():
+    def before_save(self, *, refuse: bool) -> None:
+        """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
+        else, at a stop, it is a note in the file."""
+        if not self._boundaries:
+            return
+        with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
             self._look_at_generators(seen, kept)
@@ -453,7 +460,10 @@ class Checks:
             watched.look, watched.epoch = now, epoch
             remedy = f"Write {self._stateful(watched)}"
             if trained and not between_epochs:
+                watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
+            elif watched.moves:
+                continue  # said before, and worse
             elif trained:
                 self._unmanaged.risk(f"module {watched.name} changes between epochs and is not named", remedy)
             elif other:
@@ -487,9 +497,9 @@ class Checks:
 
     def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
         remedy = f"Write {self._stateful(watched)}, or seed it anew in each step"
-        if between_epochs:
+        if between_epochs and watched.moves < _MOVES:
             self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
-        elif watched.moves >= _MOVES:
+        if watched.moves >= _MOVES:
             self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
 
     # --- words ---

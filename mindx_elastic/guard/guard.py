@@ -541,11 +541,11 @@ class Guard:
         if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(self._step):
-            self._checks.before_save()
+            self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._checks.before_save()
+                self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
 
     def _late_boundary(self) -> None:

@@ -92,8 +92,8 @@ class PlainState:
         return now, (
             f"{found} grows from step to step, holds tensors or arrays, and is not kept",
             (
-                "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict that has it "
-                "in Guard(stateful={...})"
+                "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict that "
+                "has it in Guard(stateful={...})"
             ),
         )
 

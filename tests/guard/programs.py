@@ -586,8 +586,8 @@ NOTED = {
         def step(): update(net(x).square().mean(), opt); average.update()
         """,
         (
-            '"average.shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is not '
-            "kept"
+            '"average.shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is '
+            "not kept"
         ),
     ),
     "an average in a list": (
