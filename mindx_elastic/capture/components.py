@@ -38,6 +38,9 @@ __all__ = [
 class Component(Protocol):
     """One object of the job; see the module."""
 
+    KEPT_IN: str
+    """The attribute with its copied state, buffers apart."""
+
     def copy(self) -> None: ...
     def state(self) -> Any: ...
     def load(self, state: Any) -> None: ...

@@ -27,7 +27,10 @@ def copy_tree(value: Any) -> Any:
     if kind is dict:
         return {key: item if type(item) in _ATOMS else copy_tree(item) for key, item in value.items()}
     if kind is list:
-        return [item if type(item) in _ATOMS else copy_tree(item) for item in value]
+        for item in value:
+            if type(item) not in _ATOMS:
+                return [copy_tree(item) for item in value]
+        return value.copy()
     if kind is tuple:
         for item in value:
             if type(item) not in _ATOMS:

@@ -42,7 +42,6 @@ class LooseBuffers:
             self._versions.append(version)
         self._copies = {name: copy for name, copy in self._copies.items() if name in {n for n, _, _ in self._slots}}
 
-    @torch.no_grad()
     def copy(self) -> None:
         for number, (name, table, key) in enumerate(self._slots):
             tensor = table.get(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
 __all__ = ["ModuleComponent", "unwrap_module"]
+
+_shape_of, _requires_grad = attrgetter("shape"), attrgetter("requires_grad")
 
 
 def unwrap_module(module: nn.Module) -> nn.Module:
@@ -51,6 +53,9 @@ def _wrappers_of(module: nn.Module) -> list[nn.Module]:
 
 class ModuleComponent:
     """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
+
+    KEPT_IN = "_extra_copies"
+    """The attribute with its copied state, buffers apart."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -128,11 +133,14 @@ class ModuleComponent:
         self._masks.copy()
         self._loose.copy()
 
-    @torch.no_grad()
     def _copy_live(self) -> None:
         live = [slots[key] for slots, key in self._slots]
-        if self._dense and all(map(is_, live, self._live)) and [t.shape for t in live] == self._shapes:
-            torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+        if self._dense and all(map(is_, live, self._live)) and [*map(_shape_of, live)] == self._shapes:
+            if any(map(_requires_grad, live)):  # hardly ever; `no_grad` takes as long as a dozen copies
+                with torch.no_grad():
+                    torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+            else:
+                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
         else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
             self._block = BufferBlock(live)
             self._copies = self._block.views

@@ -4,18 +4,20 @@ schedulers change them between two."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from mindx_elastic.capture.copying import copy_items, map_tensors
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_tensors
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["OptimizerComponent", "unwrap_optimizer"]
+
+_params_of = itemgetter("params")
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -28,6 +30,9 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 class OptimizerComponent:
     """A torch optimizer: its state is stable, the options of its groups are volatile."""
+
+    KEPT_IN = "_groups"
+    """The attribute with its copied state."""
 
     def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
         self.name = name
@@ -61,10 +66,10 @@ class OptimizerComponent:
         return [p for group in self.local.param_groups for p in group["params"]]
 
     def copy(self) -> None:
-        self._groups = self.look()
+        self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
 
     def _look_sizes(self) -> list[int]:
-        return [len(group["params"]) for group in self.optimizer.param_groups]
+        return [*map(len, map(_params_of, self.optimizer.param_groups))]
 
     def has_changed(self) -> bool:
         """Whether it has got other groups since `follow`. Every step."""
@@ -179,8 +184,9 @@ class OptimizerComponent:
                 f"this optimizer has {ours}"
             )
         state = self._with_layouts(state)
-        with _in_place(self.local):
-            self.local.load_state_dict(state)
+        groups, values = self.local.param_groups, self.local.state
+        self.local.load_state_dict(state)
+        _keep_objects(self.local, groups, values)
         self._undo_casts(state)
         for place, values in retired.items():
             if (parameter := self._parameters.get(place)) is not None:
@@ -220,35 +226,28 @@ class OptimizerComponent:
                     loaded[key] = _with_dtypes_of(value, loaded[key])
 
 
-@contextmanager
-def _in_place(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Have ``optimizer.load_state_dict`` fill the groups and the state that it has, in place of making new ones.
+def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Move what was loaded into the dicts and lists that were there before, `groups` and `state`.
 
-    Others may have them, too: an optimizer around this one or inside of it (SAM, Lookahead), a program that sets the
-    learning rate of a group that it has kept.
+    `Optimizer.load_state_dict` makes new ones, and optimizers around others (SAM, Lookahead) share theirs: after it,
+    the inner one would no longer have the outer one's learning rate or moments.
     """
-    groups, state = optimizer.param_groups, optimizer.state
-
-    def take(new: dict[str, Any]) -> None:
-        loaded = dict(new)
-        given = loaded.get("param_groups")
-        if isinstance(given, list) and len(given) == len(groups) and given is not groups:
-            for old, fresh in zip(groups, [dict(group) for group in given], strict=True):
-                old.clear()
-                old.update(fresh)
-            loaded["param_groups"] = groups
-        values = loaded.get("state")
-        if isinstance(values, dict) and isinstance(state, dict) and values is not state:
-            state.clear()
-            state.update(values)
-            loaded["state"] = state
-        type(optimizer).__setstate__(optimizer, loaded)
-
-    vars(optimizer)["__setstate__"] = take  # what `Optimizer.load_state_dict` ends with
-    try:
-        yield
-    finally:
-        vars(optimizer).pop("__setstate__", None)
+    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
+    inner = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    if loaded_groups is not groups and len(loaded_groups) == len(groups):
+        for group, loaded in zip(groups, loaded_groups, strict=True):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+        for each in (optimizer, *inner):
+            if each.param_groups is loaded_groups:
+                each.param_groups = groups
+    if loaded_state is not state:
+        state.clear()
+        state.update(loaded_state)
+        for each in (optimizer, *inner):
+            if each.state is loaded_state:
+                each.state = state
 
 
 def _named_instead(places: Sequence[str]) -> str:

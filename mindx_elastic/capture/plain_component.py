@@ -22,6 +22,9 @@ class Stateful(Protocol):
 class PlainComponent:
     """The whole state is copied at every boundary. `adapter`: for a target without the two methods."""
 
+    KEPT_IN = "_copy"
+    """The attribute with its copied state."""
+
     def __init__(self, name: str, target: Any, adapter: Adapter | None = None) -> None:
         self.name = name
         self.target = target
@@ -31,7 +34,7 @@ class PlainComponent:
         self.copy()
 
     def copy(self) -> None:
-        self._copy = self.look()
+        self._copy = copy_tree(self._stateful.state_dict())  # `look`, without a call
 
     def look(self) -> Any:
         """The state as it is now."""

@@ -33,7 +33,6 @@ class Masks:
         """Of the pruned parameters, by their first names (``fc.weight``)."""
         return list(self._pruned)
 
-    @torch.no_grad()
     def copy(self) -> None:
         self._copies = {
             place: value.detach().clone()

@@ -22,9 +22,8 @@ window that has never run in a step that was looked at stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +31,7 @@ import torch
 
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.printable import listed
@@ -80,7 +79,7 @@ class UpdateWindow:
         self._boundaries = 0
         self._middle: _Middle | None = None
         self._blocks: dict[str, BufferBlock] = {}
-        self._getters = [(name, _reference_of(component)) for name, component in collector.components.items()]
+        self._kept = [(name, component, component.KEPT_IN) for name, component in collector.components.items()]
         self._broken: str | None = None
         # These copies are never changed in place, so the last two boundaries' are kept without another copy.
         self._base: dict[str, Any] = self._references()
@@ -217,7 +216,7 @@ class UpdateWindow:
 
     def _references(self) -> dict[str, Any]:
         """The last boundary's copies of all small state except generators and buffers."""
-        return {name: getter() for name, getter in self._getters}
+        return {name: getattr(component, attribute) for name, component, attribute in self._kept}
 
     def _parts(self) -> dict[str, Any]:
         """The same state as it is now."""
@@ -226,15 +225,6 @@ class UpdateWindow:
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
                 found[name] = component.look()
         return found
-
-
-def _reference_of(component: Component) -> Callable[[], Any]:
-    """Gives the boundary's copy of its small state except buffers. Called at every boundary."""
-    if isinstance(component, OptimizerComponent):
-        return partial(getattr, component, "groups")
-    if isinstance(component, ModuleComponent):
-        return partial(getattr, component, "extras")
-    return component.state
 
 
 def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:

@@ -21,6 +21,7 @@ import random
 import struct
 import sys
 import sysconfig
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -85,10 +86,11 @@ def python_state(earlier: object = None) -> PythonState | tuple[Any, ...]:
         access = _python = _PythonAccess(random.getstate)
     if access.block is None:
         return random.getstate()
-    raw, gauss = access.block.raw, access.owner.gauss_next
-    if type(earlier) is PythonState and earlier.raw == raw and earlier.gauss == gauss:
+    gauss = access.owner.gauss_next
+    # Both are as long: this compares, without a copy of the words, which costs more where they are not in the cache.
+    if type(earlier) is PythonState and earlier.raw.startswith(access.block) and earlier.gauss == gauss:
         return earlier
-    return PythonState(raw, gauss)
+    return PythonState(access.block.raw, gauss)
 
 
 def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
@@ -177,12 +179,13 @@ class NumpyState:
 
 
 class _NumpyAccess:
-    """Where the state is of numpy's global generator while it draws from `bits`."""
+    """Where the state is of numpy's global generator, while it draws from `bits`."""
 
-    def __init__(self, bits: Any) -> None:
-        from numpy.random import MT19937, RandomState, mtrand
+    def __init__(self) -> None:
+        from numpy.random import MT19937, RandomState, get_bit_generator, mtrand  # type: ignore[attr-defined]
 
-        self.bits = bits
+        self.current_bits: Callable[[], Any] = get_bit_generator
+        bits = self.bits = get_bit_generator()
         owner = self._owner = mtrand._rand  # type: ignore[attr-defined]  # missing in its stubs
         offset = _gauss_offset() if type(bits) is MT19937 and type(owner) is RandomState else None
         self.words: Any = None
@@ -197,12 +200,10 @@ _numpy: _NumpyAccess | None = None
 
 def _numpy_access() -> _NumpyAccess:
     global _numpy
-    import numpy
-
-    bits = numpy.random.get_bit_generator()  # type: ignore[attr-defined]  # missing in its stubs
     access = _numpy
-    if access is None or access.bits is not bits:
-        access = _numpy = _NumpyAccess(bits)
+    # The function of the access: an `import` costs more than all the rest, where a step has just used the caches.
+    if access is None or access.current_bits() is not access.bits:
+        access = _numpy = _NumpyAccess()
     return access
 
 
@@ -214,10 +215,13 @@ def numpy_state(earlier: object = None) -> NumpyState | dict[str, Any]:
         import numpy
 
         return dict(numpy.random.get_state(legacy=False))
-    raw, gauss = access.words.raw, access.gauss.raw
-    if type(earlier) is NumpyState and earlier.raw == raw and earlier.gauss == gauss:
+    if (
+        type(earlier) is NumpyState
+        and earlier.raw.startswith(access.words)  # compares, as above
+        and earlier.gauss.startswith(access.gauss)
+    ):
         return earlier
-    return NumpyState(raw, gauss)
+    return NumpyState(access.words.raw, access.gauss.raw)
 
 
 def put_back_numpy(state: NumpyState | dict[str, Any]) -> None:

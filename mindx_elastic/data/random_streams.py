@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, get_worker_info
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate, get_worker_info
+from torch.utils.data._utils.collate import collate_tensor_fn, default_collate_fn_map
 
 from mindx_elastic.core.mersenne import numpy_state, put_back_numpy, put_back_python, python_state
 from mindx_elastic.data.generators import find_generators, seed_generators, set_state, state_of
@@ -81,25 +82,32 @@ class SeededDataset(Dataset[Any]):
     are looked for once an iteration in each process. Collating happens in here because many collate functions draw
     too (mixup, cutmix); they get a seed made from the batch's first key. Where the data set brings its own batched
     ``__getitems__``, the whole batch is seeded from its first key. In the main process (`num_workers` 0) all streams
-    are put back afterwards, so that dropout and the like are not disturbed.
+    are put back afterwards, so that dropout and the like are not disturbed. Nothing is seeded for torch's own data set
+    of plain tensors, which draws nothing: that would take longer than the loading.
     """
 
     def __init__(self, wrapped: Any, collate_fn: Callable[[Any], Any]) -> None:
         self.wrapped = wrapped
         self.collate_fn = collate_fn
+        self._draws = not _draws_nothing(wrapped, collate_fn)
         self._own: dict[str, Any] | None = None
         self._complete = False
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"wrapped": self.wrapped, "collate_fn": self.collate_fn, "_own": None, "_complete": False}
+        return {**vars(self), "_own": None, "_complete": False}
 
     def __len__(self) -> int:
         return len(self.wrapped)
 
     def __getitem__(self, key: tuple[int, Any]) -> Any:
+        if not self._draws:
+            return self.collate_fn(self.wrapped[key[1]])
         return self._kept(self._load_one, key)
 
     def __getitems__(self, keys: list[tuple[int, Any]]) -> Any:
+        if not self._draws:
+            dataset = self.wrapped
+            return self.collate_fn([dataset[index] for _, index in keys])
         return self._kept(self._load_batch, keys)
 
     def _kept(self, load: Callable[[Any], Any], keys: Any) -> Any:
@@ -149,6 +157,16 @@ class SeededDataset(Dataset[Any]):
             samples = [self._seeded(seed, functools.partial(dataset.__getitem__, index)) for seed, index in keys]
         self._seed(mix(first_seed, _COLLATE))
         return self.collate_fn(samples)
+
+
+def _draws_nothing(dataset: Any, collate_fn: object) -> bool:
+    """Whether neither can draw random numbers: only code of torch's runs in them, and none of it does."""
+    if collate_fn is not default_collate or default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        return False
+    while type(dataset) is Subset and type(dataset.indices) in (list, tuple, range):
+        dataset = dataset.dataset
+    plain = type(dataset) is TensorDataset and all(type(tensor) is torch.Tensor for tensor in dataset.tensors)
+    return plain and not hasattr(dataset, "__getitems__") and "__getitem__" not in vars(dataset)
 
 
 def _loads_batches(dataset: Any) -> bool:

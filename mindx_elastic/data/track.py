@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mindx_elastic.data.look_ahead import Fetches
@@ -28,6 +29,7 @@ class Track:
         """`now`: the loader's position."""
         self._marks: deque[Mark] = deque([now])  # after batch number `_oldest`, and after each one since
         self._oldest = 0
+        self._keeps_marks = True
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
         self._thread = threading.get_ident()
@@ -48,6 +50,12 @@ class Track:
             self._marks.popleft()
             self._oldest += 1
 
+    def forget_all(self) -> int:
+        """No position will be asked for. Returns how many batches were handed out."""
+        self._keeps_marks = False
+        self._marks.clear()
+        return self._handed
+
     # --- called by the loader ---
 
     def begin(self) -> None:
@@ -58,8 +66,10 @@ class Track:
         if threading.get_ident() != self._thread:
             self.other_thread = threading.current_thread().name
 
-    def hand_out(self, mark: Mark) -> None:
-        self._marks.append(mark)
+    def hand_out(self, mark: Callable[[], Mark]) -> None:
+        """`mark` gives the position after this batch."""
+        if self._keeps_marks:
+            self._marks.append(mark())
         self._handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
 

@@ -37,6 +37,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
@@ -50,6 +51,7 @@ from mindx_elastic.guard.movements import (
     is_sharded_in_part,
 )
 from mindx_elastic.guard.plain_state import PlainState
+from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.strangers import Strangers, storage_of
 from mindx_elastic.guard.surroundings import (
     Found,
@@ -67,6 +69,7 @@ __all__ = ["Checks"]
 
 _FIRST_LOOKS = 4
 _MOVES = 2
+_ORDER_COUNTS = 3
 _MOST_WATCHED = 256
 
 
@@ -178,6 +181,7 @@ class Checks:
         seen, kept = self._look(sys._getframe(1))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
+        self._check_ddp(seen)
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -365,6 +369,30 @@ class Checks:
                 watched.look = _steps_of(scheduler)
                 what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
                 self._unmanaged.certain(what, watched.remedy)
+
+    # --- DDP ---
+
+    def _check_ddp(self, seen: Seen) -> None:
+        """What keeps DDP's order of gradients from being restored. With two ranks no order counts: a + b is b + a."""
+        named = dict(ddp_modules(self._targets))
+        for name, module in named.items():
+            if module.static_graph and module.process_group.size() >= _ORDER_COUNTS:
+                self._unmanaged.risk(
+                    f"{name} is DDP with static_graph=True, whose first step cannot be replayed, so the last bits of a "
+                    "resumed run may differ",
+                    "Leave static_graph out",
+                )
+        known, own = set(map(id, named.values())), {id(p) for p in self._collector.parameters}
+        for found in seen.modules.values():
+            module = found.value
+            if not isinstance(module, DistributedDataParallel) or id(module) in known:
+                continue
+            if module.process_group.size() >= _ORDER_COUNTS and any(id(p) in own for p in module.parameters()):
+                self._unmanaged.risk(
+                    f"module {_shown(found)} wraps the guard's model in DDP, and the guard was given the model inside, so the "
+                    "last bits of a resumed run may differ",
+                    f"Write Guard(model={found.name}, ...)",
+                )
 
     # --- what moves ---
 

@@ -18,7 +18,7 @@ from mindx_elastic.data import ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
-from mindx_elastic.data.position import epoch_reader
+from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -36,6 +36,7 @@ class FollowedLoader:
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
+        self._iteration, self._num_batches = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -80,10 +81,20 @@ class FollowedLoader:
             return self.engine.cursor.epoch
         return self.track.mark_after(self.look_ahead.used).epoch
 
+    def num_batches(self) -> int:
+        """Batches of an epoch. An iteration fixes them when it begins; asked at every boundary."""
+        iteration = self.engine.cursor.token
+        if iteration != self._iteration or not iteration:
+            self._iteration, self._num_batches = iteration, num_batches(self.loader)
+        return self._num_batches
+
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
         track, look_ahead = self.track, self.look_ahead
         assert track is not None
+        if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
+            look_ahead.used = track.forget_all()
+            return True
         was_known = look_ahead.ahead is not None
         if not look_ahead.at_boundary(track.fetches):
             return False
@@ -118,6 +129,10 @@ class Loaders:
         followed = self._followed[0] if self._followed and self._followed[0].loader is self.first else None
         self.epoch: Callable[[], int] = epoch_reader(self.first) if followed is None else followed.epoch
         """The epoch of the newest batch that was used, else 0."""
+        self.num_batches: Callable[[], int] = (
+            partial(num_batches, self.first) if followed is None else followed.num_batches
+        )
+        """Batches of one epoch on one rank where the loader knows it, else 0."""
         self._fetches_ahead = True
 
     def expect_no_look_ahead(self) -> None:

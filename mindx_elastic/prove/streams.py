@@ -30,8 +30,8 @@ class _Twister:
 def numbers_between(stream: str, before: bytes, after: bytes, *, most: int = MOST_NUMBERS) -> int | None:
     """32-bit words drawn from `before` to `after`; None: more than `most`, or the one does not lead to the other.
 
-    `stream`: ``python``, ``numpy``, ``torch`` or ``cuda:0``, whose states `digests.stream_bytes` gives. On CUDA it is the
-    movement of the offset.
+    `stream`: ``python``, ``numpy``, ``torch`` or ``cuda:0``, whose states `digests.stream_bytes` gives. On CUDA it is
+    the movement of the offset.
     """
     if before == after:
         return 0

@@ -236,3 +236,31 @@ print(mersenne._python_is_as_expected(), type(mersenne.python_state()).__name__)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["False", "tuple"]
+
+
+@given(st.sampled_from(sorted(PYTHON)), st.sampled_from(sorted(NUMPY)))
+def test_an_earlier_state_is_taken_over_only_where_it_is_equal(python_move: str, numpy_move: str) -> None:
+    python, numpy = python_state(), numpy_state()
+    assert python_state(python) is python
+    assert numpy_state(numpy) is numpy
+    PYTHON[python_move]()
+    NUMPY[numpy_move]()
+    now, then = python_state(python), python
+    assert isinstance(now, PythonState)
+    assert isinstance(then, PythonState)
+    assert now.as_tuple() == random.getstate()
+    assert (now is then) is (now.as_tuple() == then.as_tuple())
+    assert repr(as_dict(numpy_state(numpy))) == repr(numpy_says())
+
+
+def test_every_word_counts() -> None:
+    version, words, _ = random.getstate()
+    key, index = np.random.get_state()[1:3]
+    for place in (0, 1, 311, 622, 623):
+        python, numpy = python_state(), numpy_state()
+        random.setstate((version, (*words[:place], words[place] ^ 1, *words[place + 1 :]), None))
+        changed = np.array(key)
+        changed[place] ^= 1
+        np.random.set_state(("MT19937", changed, index))
+        assert python_state(python) is not python
+        assert numpy_state(numpy) is not numpy
