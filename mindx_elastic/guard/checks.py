@@ -389,8 +389,8 @@ class Checks:
                 continue
             if module.process_group.size() >= _ORDER_COUNTS and any(id(p) in own for p in module.parameters()):
                 self._unmanaged.risk(
-                    f"module {_shown(found)} wraps the guard's model in DDP, and the guard was given the model inside, so the "
-                    "last bits of a resumed run may differ",
+                    f"module {_shown(found)} wraps the guard's model in DDP, and the guard was given the model "
+                    "inside, so the last bits of a resumed run may differ",
                     f"Write Guard(model={found.name}, ...)",
                 )
 
