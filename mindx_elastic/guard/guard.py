@@ -182,6 +182,8 @@ class Guard:
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
+        self._more: Mapping[str, object] = {}
+        self._kept: Sequence[object] = ()
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
 
@@ -195,6 +197,11 @@ class Guard:
     def expect_no_look_ahead(self) -> None:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
         self._loaders.expect_no_look_ahead()
+
+    def look_into(self, variables: Mapping[str, object], *, kept: Sequence[object] = ()) -> None:
+        """For layers above, before entering: objects of the program that no variable of its own may have, by the name
+        that it knows; and those whose state the layer keeps."""
+        self._more, self._kept = dict(variables), tuple(kept)
 
     def __enter__(self) -> Guard:
         self._loops.open(sys._getframe(1), self, self._targets)
@@ -294,6 +301,8 @@ class Guard:
             self._targets,
             self._collector,
             loaders=self._loaders.named,
+            more=self._more,
+            kept=self._kept,
             epoch=lambda: self._loops.epoch,
         )
         if trains:
@@ -543,11 +552,11 @@ class Guard:
         if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(step):
-            self._checks.before_save()
+            self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._checks.before_save()
+                self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
         self._collector.leave_boundary()
 
