@@ -25,6 +25,7 @@ from mindx_elastic.config import (
     FaultPaths,
     KeySettings,
     MemorySettings,
+    ProveSettings,
     RankInfo,
     RedundancySettings,
     Settings,
@@ -77,6 +78,7 @@ def variables_in_source() -> set[str]:
 SETTINGS = (
     *(RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings),
     SharingSettings,
+    ProveSettings,
 )
 
 

@@ -46,9 +46,10 @@ def name_targets(
         elif value is not None:
             named[name] = value
     for name, value in (stateful or {}).items():
-        if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
-            raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")
-        named[name] = value
+        key = f"stateful.{name}" if name in RESERVED_NAMES else name  # "rng" is what people call theirs
+        if not isinstance(name, str) or key in named:
+            raise UsageError(f"stateful[{name!r}]: that name is taken or not a string; choose another")
+        named[key] = value
     return named
 
 

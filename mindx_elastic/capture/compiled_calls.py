@@ -81,13 +81,13 @@ class CompiledCalls:
         self._targets = targets
         self._calls: list[dict[str, Any]] = []
         self._frames: dict[str, int] = {}
-        self._started_others: set[str] = set()
         self._listening = False
         self._same_step = False  # the last call was made in the step that is being done
         self.kept = b""
         """The calls so far, one a line, as JSON; only ever replaced. Empty: nothing was compiled."""
         self.problems: dict[str, str] = {}
-        """What cannot be made the same after a resume, by the name of the compiled callable."""
+        """The compiled callables that are compiled for sizes that vary and cannot be compiled the same again; with the
+        reason."""
         self.only_names = False
         """No call can be made again (a forward of a sharded model exchanges parts with the other ranks)."""
 
@@ -132,24 +132,27 @@ class CompiledCalls:
         try:
             self._note(compile_id)
         except Exception as error:  # the program's compilation must go on; the guard names the problem
-            self.problems.setdefault("", f"a compilation could not be recorded: {type(error).__name__}: {error}")
+            self.problems.setdefault("a model", f"the call could not be recorded: {type(error).__name__}: {error}")
 
     def _note(self, compile_id: str) -> None:
         found = _outermost_call()
         if found is None:
             return
         called, function, arguments = found
+        module = _module_of(called, function)
+        if module is None and (owner := _owner_among(arguments[0], function)) is not None:
+            module, arguments = owner, (arguments[0][1:], arguments[1])
         frame, _, number = compile_id.partition("/")
         names = {id(module): name for name, module in named_modules_of(self._targets).items()}
-        module = _module_of(called, function)
         name = None if module is None else names.get(id(unwrap_module(module)))
         if module is None or name is None or self.only_names:
-            self._note_other(name or _name_of(function), arguments)
+            why = "a sharded model cannot be called at a start" if name else "it is not a module that the guard has"
+            self._note_other(name or _name_of(function), arguments, why)
             return
         try:
             described = describe_arguments(*arguments)
         except UnknownArgumentError as error:
-            self._note_other(name, arguments, f", with arguments that cannot be made again ({error})")
+            self._note_other(name, arguments, f"an argument cannot be made again: {error}")
             return
         call = {
             "on": name,
@@ -167,27 +170,24 @@ class CompiledCalls:
         self._same_step = True
         self._publish()
 
-    def _note_other(self, name: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], because: str = "") -> None:
+    def _note_other(self, name: str, arguments: tuple[tuple[Any, ...], dict[str, Any]], because: str) -> None:
         kind = f"{name}{'' if torch.is_grad_enabled() else ' (without gradients)'}"
         sizes = sizes_in(arguments)
-        first = kind not in self._started_others
-        self._started_others.add(kind)
         known = [call["sizes"] for call in self._calls if call.get("other") == kind]
         if all(each == sizes for each in known):
             self._calls.extend([] if known else [{"other": kind, "sizes": sizes}])
         elif not _is_static():
-            when = "was compiled for other sizes in the run before" if first else "is compiled for sizes that vary"
-            self.problems[kind] = f"{when}{because}"
-            self._calls.append({"other": kind, "sizes": sizes})
+            self.problems[name] = because
+            self._calls.extend([] if sizes in known else [{"other": kind, "sizes": sizes}])
         self._publish()
 
     def _publish(self) -> None:
         if len(self._calls) > _MOST_CALLS:
-            self.problems[""] = f"more than {_MOST_CALLS} calls were compiled"
+            self.problems["a model"] = f"more than {_MOST_CALLS} calls were compiled"
             return
         kept = "\n".join(json.dumps(call, separators=(",", ":")) for call in self._calls).encode()
         if len(kept) > _MOST_BYTES:
-            self.problems[""] = "the descriptions of the compiled calls are too large to be kept"
+            self.problems["a model"] = "the descriptions of the calls are too large to be kept"
             return
         self.kept = kept
 
@@ -224,6 +224,14 @@ def _module_of(called: nn.Module | None, function: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
+def _owner_among(positional: tuple[Any, ...], function: Any) -> nn.Module | None:
+    """The module whose method is called, where the class has the compiled method (``@torch.compile`` above it)."""
+    owner = positional[0] if positional else None
+    method = getattr(type(owner), getattr(function, "__name__", ""), None)
+    is_method = isinstance(owner, nn.Module) and getattr(method, "_torchdynamo_orig_callable", None) is function
+    return owner if is_method else None
+
+
 def wrappers_in(module: nn.Module) -> list[str]:
     """The types of the wrappers from `module` inwards, without the user's own module."""
     found = []
@@ -237,7 +245,7 @@ def wrappers_in(module: nn.Module) -> list[str]:
 
 
 def _is_static() -> bool:
-    """Whether the call that is compiled gets code of its own for each size (``dynamic=False``): then no order counts."""
+    """Whether the call that is compiled has code of its own for each size (``dynamic=False``), whatever their order."""
     from torch._dynamo import config
 
     return bool(config.assume_static_by_default and not config.automatic_dynamic_shapes)

@@ -184,7 +184,9 @@ class OptimizerComponent:
                 f"this optimizer has {ours}"
             )
         state = self._with_layouts(state)
+        groups, values = self.local.param_groups, self.local.state
         self.local.load_state_dict(state)
+        _keep_objects(self.local, groups, values)
         self._undo_casts(state)
         for place, values in retired.items():
             if (parameter := self._parameters.get(place)) is not None:
@@ -222,6 +224,30 @@ class OptimizerComponent:
             for key, value in saved.items():
                 if key in loaded:
                     loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Move what was loaded into the dicts and lists that were there before, `groups` and `state`.
+
+    `Optimizer.load_state_dict` makes new ones, and optimizers around others (SAM, Lookahead) share theirs: after it,
+    the inner one would no longer have the outer one's learning rate or moments.
+    """
+    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
+    inner = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    if loaded_groups is not groups and len(loaded_groups) == len(groups):
+        for group, loaded in zip(groups, loaded_groups, strict=True):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+        for each in (optimizer, *inner):
+            if each.param_groups is loaded_groups:
+                each.param_groups = groups
+    if loaded_state is not state:
+        state.clear()
+        state.update(loaded_state)
+        for each in (optimizer, *inner):
+            if each.state is loaded_state:
+                each.state = state
 
 
 def _named_instead(places: Sequence[str]) -> str:

@@ -91,6 +91,8 @@ class UpdateGate:
         """Whether in every step with updates each optimizer has stepped equally often."""
         self.even = True
         """Whether in every step with updates the parameters were changed in place equally often."""
+        self.others: Callable[[], str | None] | None = None
+        """In an evaluation: says that the parameters hold other weights now, which no version counter need show."""
         self._num_changes: int | None = None
         self._total = 0  # of the version counters at the last boundary
         self._updates: dict[int, int] = {}  # in this step, by optimizer
@@ -266,6 +268,8 @@ class UpdateGate:
             self._readers += 1
             problem = self._why_not_clean()
         try:
+            if problem is None and (others := self.others) is not None:
+                problem = others()  # not under the lock: it may wait for a device
             yield problem
         finally:
             self.give_back()
@@ -275,6 +279,17 @@ class UpdateGate:
         if self._state is not GateState.CLEAN or self.changed_since_boundary():
             return False
         return any(p.grad is not None for p in self._parameters)
+
+    def is_clean(self) -> bool:
+        """Whether the live state is that of the last boundary, as far as hooks and counters tell. Training thread."""
+        return self._state is GateState.CLEAN and self.changed_since_boundary() is None
+
+    def accept_changes(self) -> None:
+        """The parameters were changed in place since the boundary, and are as before. Training thread."""
+        versions = [p._version for p in self._parameters]
+        with self._lock:
+            if self._state is GateState.CLEAN:
+                self._versions, self._total = versions, sum(versions)
 
     def changed_since_boundary(self) -> str | None:
         """A text if parameters were changed outside of any optimizer, else None. Call it holding the gate."""

@@ -1,4 +1,4 @@
-"""``mindx-elastic prove``: does a stopped and resumed run do what the uninterrupted one does? And if not, since when?"""
+"""``mindx-elastic prove``: does a stopped and resumed run do what the uninterrupted one does? If not, since when?"""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def prove_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")] = None,
 ) -> None:
-    """Run your script twice without a stop, then stopped and resumed, compare every step, and name the first difference.
+    """Run your script without a stop, then stopped and resumed; compare every step and name the first difference.
 
     Usage: mindx-elastic prove [OPTIONS] [OPTIONS OF mindx-elastic run] -- SCRIPT [ARGUMENTS]
 
     Weights, optimizer, random streams, batch, learning rates and flags of each step are compared. With options of
-    `mindx-elastic run` (--nproc-per-node 2) the script runs under the agent, and each rank is compared. Checkpoints go to a
-    temporary folder; what the script itself writes is named.
+    `mindx-elastic run` (--nproc-per-node 2) the script runs under the agent, and each rank is compared. Checkpoints go
+    to a temporary folder; what the script itself writes is named.
 
     \b
     [bold]Exit code[/bold]
@@ -235,9 +235,7 @@ def _print(console: Console, proof: Proof, seconds: float, keep: Path | None) ->
     if proof.writes:
         from mindx_elastic.core.printable import listed
 
-        console.print(
-            printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True
-        )
+        console.print(printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True)
     if keep is not None:
         console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
 

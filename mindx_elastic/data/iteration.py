@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mindx_elastic.data.position import Cursor
@@ -138,6 +139,23 @@ class Engine:
         )
         self._live = weakref.ref(iteration)
         return iteration
+
+    @contextmanager
+    def set_aside(self, loader: Any) -> Iterator[None]:
+        """Inside, `loader` (the owner of this engine) can be iterated as if it were another object: the position, an
+        iteration under way and persistent workers are as before afterwards. Training thread."""
+        ready, loader.on_iterator_ready = loader.on_iterator_ready, None
+        before = self._live, self._torch_loader, self._torch_iterator, self._workers
+        self._live = self._torch_loader = self._torch_iterator = self._workers = None
+        try:
+            with self.cursor.set_aside():
+                try:
+                    yield
+                finally:
+                    self._end_persistent(_CLOSE_GRACE_S)
+        finally:
+            self._live, self._torch_loader, self._torch_iterator, self._workers = before
+            loader.on_iterator_ready = ready
 
     @property
     def live(self) -> Iteration | None:

@@ -6,6 +6,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -188,6 +189,12 @@ class ResumableLoader(DataLoader[Any]):
             state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
         )
         self._settings = None
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
+        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
+        the present epoch. `Guard.outside_step` has it around it."""
+        return self._engine.set_aside(self)
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -45,6 +46,9 @@ class PositionedLoader(Protocol):
     def shutdown(self) -> None: ...
 
 
+_tokens = itertools.count(1)  # unique: an iterator from inside of `Cursor.set_aside` must not be taken for a later one
+
+
 @dataclass
 class Cursor:
     """The position of the newest iteration, or of the next one while none has begun.
@@ -71,6 +75,17 @@ class Cursor:
     track: Track | None = None
     """Follows what is handed out, while a guard is entered."""
 
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, the cursor is at the begin of this epoch, and is not followed; afterwards it is as it was."""
+        before = vars(self).copy()
+        self.move_to(self.epoch)
+        self.track = None
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
     def mark(self) -> Mark:
         return Mark(self.epoch, self.batch, self.samples, self.finished, self.start)
 
@@ -96,7 +111,7 @@ class Cursor:
         elif not self.pending:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
-        self.token += 1
+        self.token = next(_tokens)
         if self.track is not None:
             self.track.begin()
         return self.token

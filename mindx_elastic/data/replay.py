@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -156,6 +157,17 @@ class ReplayLoader:
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
         self._settings = None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
+        found = {name: _capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()}
+        try:
+            with self._engine.set_aside(self):
+                yield
+        finally:
+            for name, part in self._parts().items():
+                _restore_part(part, found.get(name, {}))
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.

@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
@@ -73,12 +73,14 @@ _MOST_WATCHED = 256
 class Kept:
     """What the named objects keep, as far as it can be told without running the program's code."""
 
-    def __init__(self, targets: Mapping[str, Any], collector: Collector) -> None:
+    def __init__(self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector) -> None:
         self.objects: set[int] = set()
         self.tensors: set[int] = set()
         self.storages: set[int] = set()
         for name, target in targets.items():
             self._add_target(target, collector.components.get(name))
+        for loader in loaders:
+            self.objects |= reachable(loader, models=False).keys()
 
     def _add_target(self, target: Any, component: object) -> None:
         self.objects.add(id(target))
@@ -133,10 +135,17 @@ class Checks:
     """One per guard. Training thread."""
 
     def __init__(
-        self, unmanaged: Unmanaged, targets: Mapping[str, Any], collector: Collector, *, epoch: Callable[[], int]
+        self,
+        unmanaged: Unmanaged,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        *,
+        loaders: Sequence[Any] = (),
+        epoch: Callable[[], int],
     ) -> None:
-        """`epoch`: gives the epoch of the last boundary."""
+        """`loaders`: the named ones. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
+        self._loaders = tuple(loaders)
         self._boundaries, self._next = 0, 1
         self._watch = _Watch()
         self._global_generators = _global_generators()
@@ -199,7 +208,7 @@ class Checks:
     # --- looking ---
 
     def _kept(self) -> Kept:
-        return Kept(self._targets, self._collector)
+        return Kept(self._targets, self._loaders, self._collector)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
         kept = self._kept()
@@ -260,7 +269,7 @@ class Checks:
         if owners:
             remedy = f"Write {self._line('model', seen, owners.values())}"
         elif variables:
-            content = ", ".join(f'"{v.name}": torch.nn.ParameterList([{v.name}])' for v in variables[:3])
+            content = ", ".join(f'"{self._key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3])
             remedy = f"Write Guard(stateful={{{content}}}, ...)"
         else:
             remedy = "Give the guard the module that has them (model=[...]), or name them in stateful="
@@ -452,7 +461,7 @@ class Checks:
             trained, other = (old.movement(new) is Movement.MOVED for old, new in zip(watched.look, now, strict=True))
             between_epochs = watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
-            remedy = f"Write {_stateful(watched)}"
+            remedy = f"Write {self._stateful(watched)}"
             if trained and not between_epochs:
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
             elif trained:
@@ -487,7 +496,7 @@ class Checks:
                 self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
 
     def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
-        remedy = f"Write {_stateful(watched)}, or seed it anew in each step"
+        remedy = f"Write {self._stateful(watched)}, or seed it anew in each step"
         if between_epochs:
             self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
         elif watched.moves >= _MOVES:
@@ -502,6 +511,16 @@ class Checks:
         )
         return f'optimizer "{target if found is None or not found.place else found.name}"'
 
+    def _key(self, name: str) -> str:
+        """The key in `stateful` for the variable `name`."""
+        last = name.rpartition(".")[2]
+        plain = "".join(c for c in last if c.isalnum() or c == "_") or "state"
+        return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
+
+    def _stateful(self, watched: _Watched) -> str:
+        name = watched.name.split('"')[1]
+        return f'Guard(stateful={{"{self._key(name)}": {name}}}, ...)'
+
     def _line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
         """The line to write: ``Guard(optimizer=[opt, disc_opt], ...)``."""
         kinds: Mapping[str, dict[int, Found]] = {
@@ -514,11 +533,6 @@ class Checks:
                 names.append(found.name if found is not None and found.place else name)
         names += [found.name for found in added]
         return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
-
-
-def _stateful(watched: _Watched) -> str:
-    name = watched.name.split('"')[1]
-    return f'Guard(stateful={{"{name.rpartition(".")[2]}": {name}}}, ...)'
 
 
 def _same(value: Any) -> Any:

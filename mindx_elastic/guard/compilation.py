@@ -58,14 +58,18 @@ def restore_compiled(
     collector.copy(collector.position)  # a file of this boundary has them too
     if problem is not None:
         unmanaged.risk(
-            "what torch.compile had compiled could not be compiled the same again, so the resumed run may differ in the "
-            f"last bits: {problem}",
+            "what torch.compile had compiled could not be compiled the same again, so the resumed run may differ in "
+            f"the last bits: {problem}",
             _REMEDY,
         )
 
 
 def tell_of_compiled(collector: Collector, unmanaged: Unmanaged) -> None:
     """At a boundary: say what was compiled in the step that a resumed run may compile in another way."""
-    for name, problem in collector.compiled.problems.items():
-        unmanaged.risk(f"torch.compile, {name}: {problem}, so a resumed run may differ in the last bits", _REMEDY)
+    for name, reason in collector.compiled.problems.items():
+        unmanaged.risk(
+            f"torch.compile compiles {name} for sizes that vary, and which code runs depends on the order in which "
+            f"they came; a resumed run may differ in the last bits, for the same cannot be compiled again ({reason})",
+            f"{_REMEDY}. A compiled module that the guard has is exact with sizes that vary",
+        )
     collector.compiled.problems.clear()

@@ -6,6 +6,7 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,20 +26,19 @@ from mindx_elastic.alarm.alarm import REFUSAL
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector, name_targets
-from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.guard.changes import Changes
 from mindx_elastic.guard.checks import Checks
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.evaluations import Evaluations
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
@@ -175,7 +175,7 @@ class Guard:
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
-        self._warned_of_window = self._warned_of_buffers = False
+        self._warned_of_window = False
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
@@ -194,6 +194,7 @@ class Guard:
         self._loaders.expect_no_look_ahead()
 
     def __enter__(self) -> Guard:
+        self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             self._exchange = self._shared_exchange or open_exchange(self.ranks)
@@ -285,7 +286,13 @@ class Guard:
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
         trains = not (evaluates or self._around.is_guest)
-        self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._loops.epoch)
+        self._checks = Checks(
+            self._unmanaged,
+            self._targets,
+            self._collector,
+            loaders=self._loaders.named,
+            epoch=lambda: self._loops.epoch,
+        )
         if trains:
             self._checks.at_entry()
         self._start_stages(stack, settings, start.peers, relay, closing)
@@ -317,7 +324,7 @@ class Guard:
             resumed=self._resumed_from_step,
             resumed_path=self.resumed_path,
             signals=[number for policy in self._policies for number in policy.signals],
-            outside=lambda: bool(getattr(self, "_outside", False)),
+            outside=lambda: self._evaluations.is_inside,
             end=self._end_unsaved,
         )
 
@@ -353,6 +360,7 @@ class Guard:
         stack.callback(self._collector.unwatch)
         self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
         self._window = UpdateWindow(self._collector, self._update_gate)
+        self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         self._orders = GradientOrders(
             self._targets,
             self._collector,
@@ -489,6 +497,8 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
+        if self._evaluations.is_inside:
+            raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         loops = self._loops
         self._known = self._loaders.at_boundary()
         loops.count()
@@ -571,32 +581,25 @@ class Guard:
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
         if self._step_gate.at_limit():
-            self.stopper.at_limit(is_cut=True)
+            self._stop_between_steps()
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
         """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
 
-        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
-        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
-        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices), the modes of the modules
+        and the position of the named loaders are as before afterwards, so that the training is the same whether the
+        block was run, cut off by a stop, or left out. The training's own loader can be iterated in it. Put the model
+        into evaluation mode in it: buffers that change are part of no boundary, and a warning names them. Averaged
+        weights can be evaluated in it, if the block puts the training's back: a stop waits for that. After the block,
         note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
         resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
         latter, as long as the deadline allows.
         """
         self._require_entered("outside_step()")
-        before = self._collector.buffer_versions()
-        with kept_rng(), self._collector.kept_streams_and_flags(), self._checks.paused(), self._stoppable():
+        evaluations = self._evaluations
+        with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
-        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
-        if changed:
-            self._warned_of_buffers = True
-            logger.warning(
-                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
-                "goes on without it. Call eval() on the model first",
-                self._step,
-                listed(changed, 3),
-            )
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -617,7 +620,13 @@ class Guard:
 
     def _enter_step(self) -> None:
         if self._step_gate.enter_step():
-            self.stopper.at_limit(is_cut=True)
+            self._stop_between_steps()
+
+    def _stop_between_steps(self) -> None:
+        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        self.stopper.at_limit(is_cut=problem is None)
 
     # --- saves and stops that the program asks for ---
 

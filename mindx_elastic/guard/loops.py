@@ -17,8 +17,13 @@ of a loop that has nothing left to do
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
@@ -26,6 +31,7 @@ from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loaders import FollowedLoader, Loaders
+from mindx_elastic.guard.own_counters import Entry, entry_of, find_own_counter, has_source, innermost_range
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Loops"]
@@ -43,6 +49,11 @@ class Loops:
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
+        self._has_looped = False  # over `epochs` or `steps`
+        self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
+        self._entry: Entry | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._first = 0
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
 
@@ -51,8 +62,16 @@ class Loops:
     def take_over(self, position: Position, restore: Callable[[], None] | None) -> None:
         """Go on from `position`. `restore` puts the random streams back as at that boundary; None: a fresh start."""
         self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self._restore = restore
+        self._restore, self._first = restore, position.step
         self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
+
+    def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
+        """The guard is being entered, from `frame`."""
+        self._entry = entry_of(frame)
+        kept = [guard, *targets.values(), *self.loaders]
+        kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
+        self._kept = frozenset(map(id, kept))
+        self._counts_elsewhere = any(_may_count(name, target) for name, target in targets.items())
 
     def enter(
         self,
@@ -86,10 +105,16 @@ class Loops:
         """A step has ended."""
         current = self._loaders.epoch()
         if self.epoch == 0 or current not in (0, self.epoch):
+            if self._suspects_epochs and not (self.asked or self._has_looped):
+                self._refuse_unseen()
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
         self.step += 1
         self.step_in_epoch += 1
         self._restores = False
+        if self.step == self._first + 1:
+            self._asked_first, self.asked = self.asked, False
+        elif self.step == self._first + 2 and not self._has_looped:
+            self._look_for_own_counter()
 
     def is_boundary(self) -> bool:
         """After `count`, where no accumulation window is open: whether a run can be resumed from here.
@@ -102,6 +127,8 @@ class Loops:
         if self.loaders or not self._in_epoch:
             return True
         self._cuts_in_epoch += 1
+        if self._cuts_in_epoch == 2:
+            self._look_for_inner_counter()
         one_step = self._collector.loop.get(_ONE_STEP)
         self._is_late = one_step is None and self._cuts_in_epoch == 1
         if one_step is not False and self._cuts_in_epoch > 1:
@@ -115,7 +142,7 @@ class Loops:
         _check_number("epochs", num_epochs)
         if isinstance(start, bool) or not isinstance(start, int):
             raise UsageError(f"epochs(..., start={start!r}): give the number of the first epoch, usually 0 or 1")
-        self.asked = True
+        self._has_looped = True
         return self._epochs(num_epochs, start)
 
     def _epochs(self, num_epochs: int, start: int) -> Iterator[int]:
@@ -214,6 +241,52 @@ class Loops:
         self.leave()
         self._in_epoch, self._done = False, self.epoch
 
+    # --- loops that count by themselves ---
+
+    def _look_for_own_counter(self) -> None:
+        """At the second boundary of a process that uses none of our loops. Raises UnmanagedStateError."""
+        if self._counts_elsewhere:
+            return
+        follows = any(self._copied(loader).get("batch") for loader in self.loaders)
+        frame = sys._getframe(1)
+        if not has_source(frame, self._entry):
+            if not (self._asked_first or self.asked):
+                self._suspects_epochs = follows  # one pass over the loader goes on by itself
+                if not follows:
+                    self._refuse_unseen()
+            return
+        found = find_own_counter(
+            frame,
+            self._entry,
+            self._kept,
+            follows_loader=follows,
+            asked_first=self._asked_first,
+            asked_later=self.asked,
+        )
+        if found is not None:
+            self._unmanaged.certain(found.what, found.remedy)
+
+    def _refuse_unseen(self) -> None:
+        self._suspects_epochs = False
+        self._unmanaged.certain(
+            "the program has not asked the guard where it stands, so its loop begins anew after a resume",
+            "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its "
+            "count in an object of stateful= reads guard.step once before the loop",
+        )
+
+    def _look_for_inner_counter(self) -> None:
+        """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
+        if self._counts_elsewhere or self._looked_inside:
+            return
+        self._looked_inside = True
+        has_asked = self._asked_first or self.asked
+        found = innermost_range(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
+        if found is not None:
+            self._unmanaged.certain(
+                f"the loop at {found} begins anew when its epoch is resumed in the middle, for it counts by itself",
+                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs()",
+            )
+
     # --- the streams at the resumed place ---
 
     def _arm(self, *, restore: bool) -> None:
@@ -254,7 +327,7 @@ class Loops:
         _check_number("steps", num_steps)
         if isinstance(start, bool) or not isinstance(start, int):
             raise UsageError(f"steps(..., start={start!r}): give the number of the first step, usually 0 or 1")
-        self.asked = True
+        self._has_looped = True
         return self._steps(num_steps, start)
 
     def _steps(self, num_steps: int, start: int) -> Iterator[int]:
@@ -292,7 +365,6 @@ class Loops:
 
     def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
         """See `Guard.enumerate`."""
-        self.asked = True
         batches = iter(loader)
         number = _batches_done(loader) + start
         for batch in batches:
@@ -323,6 +395,15 @@ def _batches_done(loader: Any) -> int:
             "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
         )
     return int(state["batch"])
+
+
+def _may_count(name: str, target: object) -> bool:
+    """Whether an object of the program's own may hold its counters."""
+    if name.startswith(("model", "optimizer", "lr_scheduler", "scaler")):
+        return False
+    known = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator, FollowedLoader)
+    library = type(target).__module__.partition(".")[0]
+    return not isinstance(target, known) and library not in ("torch", "numpy", "random", "mindx_elastic")
 
 
 def _check_number(what: str, value: object) -> None:

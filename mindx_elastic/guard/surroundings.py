@@ -205,7 +205,7 @@ class _Walk:
         self.seen = Seen()
         self.known: dict[int, object] = {}
         self._wanted, self._everything, self._models = wanted, everything, models
-        self._most = _MOST_OBJECTS if everything else _MOST_ITEMS
+        self._most, self._depth = (_MOST_OBJECTS, 2 * _DEPTH) if everything else (_MOST_ITEMS, _DEPTH)
         self._queue: deque[tuple[str, str, Any, int]] = deque()
         self._kinds: dict[type, str] = {}
 
@@ -238,7 +238,7 @@ class _Walk:
             name, place, value, depth = self._queue.popleft()
             kind = self._kind(type(value))
             self._note(kind, Found(name, place, value))
-            if depth < _DEPTH:
+            if depth < self._depth:
                 for suffix, child in self._children(kind, value):
                     self.add(f"{name}{suffix}", place, child, depth + 1)
         return self.seen

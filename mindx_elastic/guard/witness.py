@@ -1,6 +1,7 @@
 """What a run under `mindx-elastic prove` notes at each step, and the stops and kills that it is told to make.
 
-A guard has one only where ``MINDX_PROVE`` names a control file (`prove.control`). It looks at a step in up to four places:
+A guard has one only where ``MINDX_PROVE`` names a control file (`prove.control`). It looks at a step in up to four
+places:
 
 * the first batch that the loader hands out, and the streams after it;
 * the first forward of a named module in training mode: streams, weights, options of the optimizers, flags;
@@ -242,7 +243,9 @@ class Witness:
     def _fires_first(self) -> bool:
         """A job that an agent has started again passes the same boundary once more."""
         try:
-            os.close(os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.close(
+                os.open(self._control.folder / "fired", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            )
         except FileExistsError:
             return False
         return True
@@ -280,8 +283,8 @@ class Witness:
                     found[f"weights|{target}.{name}"] = digest(parameter)
                 for name, buffer in component.module.named_buffers(remove_duplicate=False):
                     found[f"weights|{target}.{name}"] = digest(buffer)
-        for place, parameter in self._loose_parameters():
-            found[f"weights|{place}"] = digest(parameter)
+        for place, loose in self._loose_parameters():
+            found[f"weights|{place}"] = digest(loose)
         return found
 
     def _loose_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,13 +9,15 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, Part, Reference
 from mindx_elastic.prove.records import Step, Streams
 
-__all__ = ["Explained", "Moves", "explain", "explain_chance"]
+__all__ = ["Explained", "Moves", "Words", "explain", "explain_chance"]
 
 Moves = Callable[[str, str, str], "int | None"]
 """Name of a stream and the digests of two of its states -> numbers drawn between; None: the one does not lead to the
 other."""
+Words = tuple[str, str, str]
 _NAMED = 3
 _AHEAD = 16
+_DIGITS = 16  # of a digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +35,12 @@ def explain(reference: Reference, difference: Difference, moves: Moves) -> Expla
     """What is behind a stopped run that differs from the reference."""
     found = _Explainer(reference, difference, moves)
     part = difference.parts[0]
-    what, cause, remedy = found.stream(part) if part.kind == "stream" else found.other(part)
-    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts[1:]))
+    batch = next((each for each in difference.parts if each.kind == "batch"), None)
+    if part.kind == "stream" and batch is not None and (known := found.known_batch(batch)) is not None:
+        what, cause, remedy = known  # says more than the numbers that an iterator has drawn on its way there
+    else:
+        what, cause, remedy = found.describe(part)
+    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts))
 
 
 def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str, ...]) -> Explained:
@@ -53,7 +59,7 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
     }.get(part.kind, names)
     early = ", before any step was done" if part.where == "entry" else ""
     what = f"the script itself is not deterministic: two uninterrupted runs differ at step {step}{early}, in {thing}"
-    also = _also(difference.parts[1:])
+    also = _also(difference.parts)
     if by_hash:
         cause = "Python's hashes differ from process to process, and something goes through a set of texts"
         return Explained(
@@ -62,12 +68,13 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
     drawn = [name for name in unseeded if name in ("python", "numpy")]
     seeds = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)"}
     if part.where in ("entry", "begin", "batch", "fetch") or part.kind in ("stream", "batch"):
+        cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
+        remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"
         if drawn:
-            cause = f"the {' and '.join(drawn)} stream{'s' * (len(drawn) > 1)} began at random"
-            remedy = f"Write {', '.join(seeds[name] for name in drawn)} first, if the data or the weights come from it"
-        else:
-            cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
-            remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"
+            cause += f" (not seeded: {', '.join(drawn)})"
+            remedy = (
+                f"Write {', '.join(seeds[name] for name in drawn)} at the start, and a seed for every other generator"
+            )
         return Explained(what=what, cause=cause, remedy=remedy, also=also)
     cause = "streams and batches were equal: an operation gives other bits each time (atomic additions, threads)"
     if part.kind not in ("weights", "optimizer", "scalar"):
@@ -77,15 +84,17 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
 
 
 def _also(parts: tuple[Part, ...]) -> str:
-    """The other parts, in causal order, each kind once."""
+    """What differs besides the first part, in causal order, each kind once."""
     words = {"stream": "random streams", "batch": "the batch", "option": "options of the optimizer", "flag": "flags",
              "weights": "weights", "optimizer": "the optimizer's state", "stateful": "stateful objects",
              "scalar": "scalars", "position": "the position"}  # fmt: skip
-    kinds = dict.fromkeys(words.get(part.kind, part.kind) for part in parts)
+    kinds = dict.fromkeys(words.get(part.kind, part.kind) for part in parts if part.kind != parts[0].kind)
     return ", ".join(kinds)
 
 
 class _Explainer:
+    """Each method returns what differs, the usual cause, and what to write."""
+
     def __init__(self, reference: Reference, difference: Difference, moves: Moves) -> None:
         self.reference, self.difference, self._moves = reference, difference, moves
         self.step = difference.step
@@ -98,54 +107,54 @@ class _Explainer:
 
     # --- random streams ---
 
-    def stream(self, part: Part) -> tuple[str, str, str]:
-        name = part.names[0]
+    def stream(self, part: Part) -> Words:
+        name, step = part.names[0], self.step
         if part.where == "boundary":
-            return self._stream_inside(name)
-        point = "the batch" if self.one is not None and self.one.batches else "the first forward"
-        what = f"step {self.step} began with another {name} stream"
-        ours, theirs = self._moved(name, part.where, part.first), self._moved(name, part.where, part.second)
+            what = f"step {step} ended with another {name} stream, and had begun with the same one"
+            cause = "the step draws depending on something that is not kept"
+            return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
+        ours, theirs = self._moved(name, part.first), self._moved(name, part.second)
         early = self._moved_before(name)
         if early and part.where != "begin" and ours is not None and theirs == ours - early:
             ours, theirs = early, 0
         elif part.where != "begin" and not early:
             return self._stream_of_fetch(name, part.where, ours, theirs)
-        if ours and not theirs and theirs is not None:
-            what += f": something drew {_numbers(ours)} between the boundary of {self.step - 1} and {point}"
-            cause = "the resumed run did not draw them: the code after step_end(), or at the head of the loop, ran before the stop only"
-            return what, cause, (
-                "Draw before step_end(), or put that code (an evaluation, logging) into `with guard.outside_step():`"
+        what = f"step {step} began with another {name} stream"
+        point = "the batch" if self.one is not None and self.one.batches else "the first forward"
+        if ours and theirs == 0:
+            what += f": something drew {_numbers(ours)} between the boundary of {step - 1} and {point}"
+            cause = (
+                "code after step_end(), or at the head of the loop, draws, and the resumed run did not pass it again"
             )
+            remedy = "Draw before step_end(), or put an evaluation or logging into `with guard.outside_step():`"
+            return what, cause, remedy
         if theirs and ours is not None:
-            what += (
-                f": the resumed run drew {_numbers(theirs)} between its start and {point}, the uninterrupted one "
-                f"{_numbers(ours) if ours else 'none'}"
+            uninterrupted = _numbers(ours) if ours else "none"
+            what += f": the resumed run drew {_numbers(theirs)} up to {point}, the uninterrupted one {uninterrupted}"
+            cause = (
+                "code that runs once at the start draws after the guard was entered: the iterator of a loader that is "
+                "not named, a warm-up, initial weights"
             )
-            cause = "code that runs once at the start (a warm-up, an iterator, initial weights) draws after the guard was entered"
-            return what, cause, "Move it before `with guard:`, or into `with guard.outside_step():`"
-        cause = "it is no continuation of the stream at the boundary: a seed is set again after the guard is entered"
-        return what, cause, "Set seeds before `with guard:` only; for a seed an epoch or step, set it at each of them"
+            return what, cause, "Name the loader; move other code before `with guard:`"
+        cause = "it is no continuation of the stream at the boundary: a seed is set again after the guard was entered"
+        return what, cause, "Set seeds before `with guard:` only, or at the head of each epoch or step"
 
-    def _stream_of_fetch(self, name: str, where: str, ours: int | None, theirs: int | None) -> tuple[str, str, str]:
+    def _stream_of_fetch(self, name: str, where: str, ours: int | None, theirs: int | None) -> Words:
         place = "while the batch was fetched" if where == "fetch" else "between the batch and the first forward"
-        counted = ours is not None and theirs is not None
-        numbers = f": {_numbers(ours or 0)}, and {_numbers(theirs or 0)} in the resumed run" if counted else ""
-        what = f"step {self.step}: the {name} stream moved otherwise {place}{numbers}"
+        what = f"step {self.step}: the {name} stream moved otherwise {place}"
+        if theirs is None:
+            cause = "it is no continuation of the stream at the boundary: a seed is set there"
+            return what, cause, "Set seeds before `with guard:` only, or at the head of each epoch or step"
+        if ours is not None:
+            what += f": by {_numbers(ours)}, and by {theirs} in the resumed run"
         if where == "fetch":
-            return what, "the loader or its data set draws from the global stream, at other moments after a resume", (
-                "Name the loader: loader=..., or give the data set seeds of its own for each sample"
-            )
-        return what, "the code in front of the model draws depending on something that is not kept", (
-            "Name what it depends on in stateful=, or compute it from guard.position.step"
-        )
+            cause = "the loader or its data set draws from the global stream, at other moments after a resume"
+            return what, cause, "Name the loader: loader=..., or give the data set a seed for each sample"
+        cause = "the code in front of the model draws depending on something that is not kept"
+        return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
 
-    def _stream_inside(self, name: str) -> tuple[str, str, str]:
-        what = f"step {self.step} ended with another {name} stream, and had begun with the same one"
-        return what, "the step draws depending on something that is not kept", (
-            "Name what it depends on in stateful=, or compute it from guard.position.step"
-        )
-
-    def _moved(self, name: str, where: str, digest: str) -> int | None:
+    def _moved(self, name: str, digest: str) -> int | None:
+        """Numbers drawn since the boundary before."""
         before = self.before
         base = before.streams.get(name) if before is not None else None
         return None if base is None else self._moves(name, base, digest)
@@ -153,181 +162,180 @@ class _Explainer:
     def _moved_before(self, name: str) -> int:
         """How far the stream moved in the reference between the boundary and the step's begin."""
         begin: Streams = (self.one.begin if self.one is not None else None) or {}
-        return (self._moved(name, "begin", begin[name]) or 0) if name in begin else 0
+        return (self._moved(name, begin[name]) or 0) if name in begin else 0
 
-    # --- everything else ---
+    # --- the place ---
 
-    def other(self, part: Part) -> tuple[str, str, str]:
-        describe = {
-            "position": self._position,
-            "too many": self._too_many,
-            "batch": self._batch,
-            "flag": self._flag,
-            "option": self._option,
-            "weights": self._weights,
-            "optimizer": self._optimizer,
-            "stateful": self._stateful,
-            "scalar": self._scalar,
-        }
-        return describe[part.kind](part)
+    def position(self, part: Part) -> Words:
+        what = f"step {self.step} is {part.first}; in the resumed run it is {part.second}: it began another epoch"
+        cause = "the loop counts its epochs by itself and begins at the first one again"
+        return what, cause, "Write `for epoch in guard.epochs(n):`"
 
-    def _position(self, part: Part) -> tuple[str, str, str]:
+    def too_many(self, part: Part) -> Words:
+        steps, more = int(part.first), "or more " * bool(part.second)
+        what = f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for "
+        what += f"{_counted(steps, 'step')} {more}too many"
+        cause = "the loop does not read its position: it counts from 0 again after a resume"
         return (
-            f"step {self.step} is {part.first}; in the resumed run it is {part.second}: it began another epoch",
-            "the loop counts its epochs by itself and begins at the first one again",
-            "Write `for epoch in guard.epochs(n):`",
+            what,
+            cause,
+            ("Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step"),
         )
 
-    def _too_many(self, part: Part) -> tuple[str, str, str]:
-        steps = int(part.names[0])
-        return (
-            f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for {steps} steps "
-            f"{'or more ' * (steps > 8)}too many",
-            "the loop does not read its position: it counts from 0 again after a resume",
-            "Write `for epoch in guard.epochs(n):`, `for step in guard.steps(n):`, or begin at guard.position.step",
-        )
+    # --- the batch ---
 
-    def _batch(self, part: Part) -> tuple[str, str, str]:
+    def batch(self, part: Part) -> Words:
+        return self.known_batch(part) or self._unknown_batch()
+
+    def known_batch(self, part: Part) -> Words | None:
+        """Where the batch is that of another step."""
         step = self.step
         for number in self._steps_with(part):
-            if step < number <= step + _AHEAD:
-                ahead = number - step
-                what = f"the batch of step {step} is the one of step {number}: {_count(ahead)} fetched ahead"
-                return what, "the loop asks for a batch before the boundary and uses it after; after a resume it is lost", (
-                    "Name the loader so that the guard sees what is fetched: loader=...; or fetch at the head of the step"
-                )
-            if number == 1 or (self.one is not None and number == step - self.one.step_in_epoch + 1):
+            if step < number <= step + _AHEAD and number != self._first_of_epoch:
+                ahead = "one was" if number == step + 1 else f"{number - step} were"
+                what = f"the batch of step {step} is the one of step {number}: {ahead} fetched ahead"
+                cause = "the loop asks for a batch before the boundary and uses it after; after a resume it is lost"
+                return what, cause, "Name the loader, so that the guard sees it: loader=...; or fetch within the step"
+            if number in (1, self._first_of_epoch):
                 what = f"the batch of step {step} is that of step {number}: the data order began anew"
-                return what, "no loader is named, or another one than the loop goes through", (
-                    "Name it: Guard(loader=...), and iterate that one"
-                )
+                cause = "no loader is named, or another one than the loop goes through"
+                return what, cause, "Name it: Guard(loader=...), and iterate that one"
             if number < step:
                 what = f"the batch of step {step} is that of step {number} again"
-                return what, "the position of the data is behind the step that was saved", (
-                    "Name the loader that the loop goes through: Guard(loader=...), and call step_end() once a batch"
-                )
-        return self._unknown_batch()
+                cause = "the position of the data is behind the step that was saved"
+                return what, cause, "Name the loader that the loop goes through, and call step_end() once a batch"
+        return None
 
-    def _unknown_batch(self) -> tuple[str, str, str]:
-        step, one, other = self.step, self.one, self.other_step
-        what = f"the batch of step {step} is another one"
+    def _unknown_batch(self) -> Words:
+        what, one, other = f"the batch of step {self.step} is another one", self.one, self.other_step
         if one is None or other is None:
             return what, "", ""
-        if one.batches and set(one.batches) & set(other.batches):
-            return (
-                f"{what}: the loader handed out the same, and the model was given something else",
-                "code between loader and model (augmentation, noise, a curriculum) uses a generator or a counter that "
-                "is not kept",
-                "Name it in stateful=, or compute it from guard.position.step",
+        if set(one.batches) & set(other.batches):
+            what += ": the loader handed out the same, and the model was given something else"
+            cause = (
+                "code between loader and model (augmentation, a curriculum) uses a generator or counter that is not "
             )
-        equal = {part for batch in one.batches for part in batch.split(",")}
-        if equal & {part for batch in other.batches for part in batch.split(",")}:
-            return (
-                f"{what}: a part of it is equal, so the samples are the same and their content differs",
-                "the data set draws from a generator of its own, which no checkpoint has",
-                "Draw from the global streams (they are seeded for each sample), or seed by the sample's index",
-            )
+            return what, f"{cause}kept", "Name it in stateful=, or compute it from guard.position.step"
+        if _content(one) & _content(other):
+            what += ": a part of it is equal, so the samples are the same and their content differs"
+            cause = "the data set draws from a generator of its own, which no checkpoint has"
+            return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
         if not one.batches and not other.batches:
-            return what, "it comes from no loader that the guard knows", (
-                "Name the loader, or the generator that it is drawn from: Guard(loader=..., stateful={'generator': g})"
-            )
-        return what, "its order or content comes from a generator, a set or a counter that no checkpoint has", (
-            "Let a seed and the epoch decide the order (mindx_elastic.data.ResumableLoader), or name the generator in "
-            "stateful="
-        )
+            cause = "it comes from no loader that the guard knows"
+            return what, cause, "Name the loader, or the generator that it is drawn from: stateful={'generator': g}"
+        cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
+        return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
 
     def _steps_with(self, part: Part) -> Iterator[int]:
-        """The reference's steps that were given what the other run was given here; the nearest ones ahead first."""
+        """The reference's steps that were given what the other run was given here, the likeliest explanation first:
+        the next step, the first ones, those ahead. (Without a shuffle each epoch has the same batches.)"""
         digests = set(part.second.split(" ")) - {""}
-        if not digests or self.one is None:
+        if not digests or self.one is None or digests <= set(part.first.split(" ")):
             return
-        steps = self.reference.by_rank[self.difference.rank].values()
         found = []
-        for step in steps:
+        for step in self.reference.by_rank[self.difference.rank].values():
             known = step.inputs.get(part.names[0], ()) if part.names else step.batches
             if step.series == self.one.series and step.number != self.step and digests & set(known):
                 found.append(step.number)
-        yield from sorted(found, key=lambda number: (number < self.step, number))
+        firsts = 1, self._first_of_epoch
+        yield from sorted(found, key=lambda n: (n != self.step + 1, n not in firsts, n < self.step, n))
 
-    def _flag(self, part: Part) -> tuple[str, str, str]:
-        name = part.names[0]
-        more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
-        return (
-            f"step {self.step}: {name} is {part.first}, and {part.second} in the resumed run{more}",
-            "the program sets it at a moment that the resumed run does not pass again",
-            "Set it at the head of each epoch or step, from guard.position",
-        )
+    @property
+    def _first_of_epoch(self) -> int:
+        return 1 if self.one is None else self.step - self.one.step_in_epoch + 1
 
-    def _option(self, part: Part) -> tuple[str, str, str]:
+    # --- state ---
+
+    def flag(self, part: Part) -> Words:
+        what = f"step {self.step}: {part.names[0]} is {part.first}, and {part.second} in the resumed run{_more(part)}"
+        cause = "the program sets it at a moment that the resumed run does not pass again"
+        return what, cause, "Set it at the head of each epoch or step, from guard.position"
+
+    def option(self, part: Part) -> Words:
         name = part.names[0]
         what = f"{name} differs at step {self.step}: {part.first}, and {part.second} in the resumed run"
         if name.rpartition(" ")[2] not in ("lr", "momentum", "betas", "weight_decay", "initial_lr"):
             return what, "the program sets it and the resumed run does not", "Set it before the guard is entered"
-        return (
-            what,
-            "a scheduler is not named, or the value is computed from a counter that began anew",
-            "Name the scheduler: Guard(lr_scheduler=...), or compute the value from guard.position.step",
-        )
+        cause = "a scheduler is not named, or the value is computed from a counter that began anew"
+        return what, cause, "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.position.step"
 
-    def _weights(self, part: Part) -> tuple[str, str, str]:
+    def weights(self, part: Part) -> Words:
         step, names = self.step, listed(part.names, _NAMED)
-        loose = next((name for name in part.names if "in no named module" in name), None)
-        if part.where in ("entry", "forward") and self.difference.is_first:
-            what = f"weights differ at the very first resumed step ({step}), before any batch: {names}"
-            if loose is not None:
-                return what, f"{loose}: no checkpoint has it", "Name its module: Guard(model=[model, other])"
-            if part.where == "entry":
-                return what, "it is not saved (a buffer that is not persistent), or load_state_dict() does not put it back", (
-                    "Register the buffer with persistent=True, or compute it in forward"
-                )
+        if part.where == "entry":
+            return self._weights_at_entry(part)
         if part.where == "forward":
             what = f"weights differ at the first forward of step {step}: {names}"
-            before = self.before
-            key = f"weights|{part.names[0]}"
+            before, key = self.before, f"weights|{part.names[0]}"
             if before is not None and self.one is not None and before.end.get(key) == (self.one.given or {}).get(key):
-                return what, "the resumed run changed them after the state was put back", (
-                    "Initialise and load pretrained weights before `with guard:`"
-                )
-            return what, f"they were changed after the boundary of {step - 1}, and no checkpoint has that", (
-                "Change weights (clipping, averaging, freezing) before step_end()"
-            )
+                cause = "the resumed run changed them after the state was put back"
+                return what, cause, "Initialise and load pretrained weights before `with guard:`"
+            cause = f"they were changed after the boundary of {step - 1}, and no checkpoint has that"
+            return what, cause, "Change weights (clipping, averaging, freezing) before step_end()"
         what = f"weights differ after step {step}: {names}"
-        return what, (
+        cause = (
             "the step began alike, so the update was another one: an optimizer that is not named, a counter of the "
             "program, or an operation that gives other bits after a new start"
-        ), "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
+        )
+        return what, cause, "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
 
-    def _optimizer(self, part: Part) -> tuple[str, str, str]:
-        name = part.names[0]
+    def _weights_at_entry(self, part: Part) -> Words:
+        names = listed(part.names, _NAMED)
+        what = f"weights differ at the very first resumed step ({self.step}), before any batch: {names}"
+        if any("in no named module" in name for name in part.names):
+            return (
+                what,
+                "no checkpoint has a parameter of a module that is not named",
+                ("Name its module: Guard(model=[model, other])"),
+            )
+        cause = "they are not saved (a buffer that is not persistent), or load_state_dict() does not put them back"
+        return what, cause, "Register the buffer with persistent=True, or compute it in forward"
+
+    def optimizer(self, part: Part) -> Words:
         where = "when the state was put back" if part.where == "entry" else f"after step {self.step}"
-        more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
-        what = f"the optimizer's state differs {where}: {name}{more}"
+        what = f"the optimizer's state differs {where}: {part.names[0]}{_more(part)}"
         if part.where == "entry":
             return what, "the optimizer does not put back what its state_dict() gives", "Look at its load_state_dict()"
-        return what, "the gradients or the number of updates differ", (
-            "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
-        )
+        cause = "the gradients or the number of updates differ"
+        return what, cause, "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
 
-    def _stateful(self, part: Part) -> tuple[str, str, str]:
-        name = part.names[0]
-        more = f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
-        return (
-            f"{name}{more} differs after step {self.step}: {part.first}, and {part.second} in the resumed run",
-            "the object's load_state_dict() does not put back all of its state, or it changes after the boundary",
-            "Give all of it in state_dict(), and change it before step_end()",
-        )
+    def stateful(self, part: Part) -> Words:
+        what = f"{part.names[0]}{_more(part)} differs after step {self.step}: {part.first}, and {part.second} in the "
+        cause = "the object's load_state_dict() does not put back all of its state, or it changes after the boundary"
+        return f"{what}resumed run", cause, "Give all of it in state_dict(), and change it before step_end()"
 
-    def _scalar(self, part: Part) -> tuple[str, str, str]:
-        return (
-            f"{part.names[0]} differs at step {self.step}: {part.first}, and {part.second} in the resumed run",
-            "the loss depends on something that is not kept: a counter, a curriculum, an averaged value",
-            "Name it in stateful=, or compute it from guard.position.step",
-        )
+    def scalar(self, part: Part) -> Words:
+        what = f"{part.names[0]} differs at step {self.step}: {part.first}, and {part.second} in the resumed run"
+        cause = "it depends on something that is not kept: a counter, a curriculum, an averaged value"
+        return what, cause, "Name that in stateful=, or compute it from guard.position.step"
+
+    def describe(self, part: Part) -> Words:
+        describers: dict[str, Callable[[Part], Words]] = {
+            "position": self.position,
+            "too many": self.too_many,
+            "stream": self.stream,
+            "batch": self.batch,
+            "flag": self.flag,
+            "option": self.option,
+            "weights": self.weights,
+            "optimizer": self.optimizer,
+            "stateful": self.stateful,
+            "scalar": self.scalar,
+        }
+        return describers[part.kind](part)
+
+
+def _content(step: Step) -> set[str]:
+    """The parts of its batches that are no mere numbers."""
+    return {part for batch in step.batches for part in batch.split(",") if len(part) == _DIGITS}
+
+
+def _more(part: Part) -> str:
+    return f" (and {len(part.names) - 1} more)" if len(part.names) > 1 else ""
 
 
 def _numbers(count: int) -> str:
-    return f"{count} number{'s' * (count != 1)}"
+    return _counted(count, "number")
 
 
-def _count(ahead: int) -> str:
-    return "one was" if ahead == 1 else f"{ahead} were"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"

@@ -7,17 +7,16 @@ optimizers, other objects, flags, streams.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mindx_elastic.prove.records import Life, Sample, Step, Streams
 
-__all__ = ["Difference", "Part", "Reference", "compare_life", "compare_steps", "harmless", "split_kinds"]
+__all__ = ["Difference", "Part", "Reference", "compare_life", "compare_steps", "split_kinds"]
 
 _AT_ENTRY = ("weights", "option", "optimizer")
 _AT_FORWARD = ("flag", "option", "weights")
 _AT_END = ("scalar", "weights", "optimizer", "option", "stateful", "flag")
-_MAY_VARY = ("scalar", "stateful")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,8 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             position = tuple(part for part in parts if part.kind == "position")
             parts = position + entry * is_first + tuple(part for part in parts if part.kind != "position")
         elif reference.has_ended and step.number > last:
-            parts = (Part(where="position", kind="too many", names=(str(life.steps[-1].number - last),)),)
+            cut = "and more" if life.outcome != "finished" else ""
+            parts = (Part(where="position", kind="too many", first=str(life.steps[-1].number - last), second=cut),)
         if parts:
             return Difference(
                 rank=life.rank,
@@ -157,11 +157,6 @@ def compare_steps(
         yield late
 
 
-def harmless(parts: Iterable[Part]) -> bool:
-    """Whether only such things differ as may be other in each run: times, speeds."""
-    return all(part.kind in _MAY_VARY for part in parts)
-
-
 def split_kinds(key: str) -> tuple[str, str]:
     """``kind|name`` -> both."""
     kind, _, name = key.partition("|")
@@ -205,9 +200,7 @@ def _shown(digests: Sequence[str]) -> str:
     return " ".join(digests)
 
 
-def _unequal(
-    where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]
-) -> Iterator[Part]:
+def _unequal(where: str, kinds: Sequence[str], one: Sample, other: Sample, varying: Collection[str]) -> Iterator[Part]:
     found: dict[str, list[str]] = {kind: [] for kind in kinds}
     for key in {**one, **other}:
         kind = split_kinds(key)[0]

@@ -78,8 +78,10 @@ def read_control(path: Path) -> Control:
         alarm, last = content.pop("alarm"), content.pop("last")
         paths = {name: Path(content.pop(name)) for name in ("folder", "directories", "streams")}
         return Control(
-            **content,
-            **paths,
+            steps=int(content["steps"]),
+            folder=paths["folder"],
+            directories=paths["directories"],
+            streams=paths["streams"],
             last=None if last is None else (int(last[0]), int(last[1])),
             alarm=None if alarm is None else Alarm(**alarm),
         )

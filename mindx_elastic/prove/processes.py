@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from mindx_elastic.agent import child
 from mindx_elastic.core.posix import members_of
@@ -152,14 +153,14 @@ class Zygote:
             raise RuntimeError(f"the process that forks has ended: see {self._log}")
         return _ForkedProcess(self, int(answer["pid"]), request)
 
-    def hear(self, timeout_s: float | None) -> dict[str, object] | None:
+    def hear(self, timeout_s: float | None) -> dict[str, Any] | None:
         """The next answer; None: there is none yet, or the process is gone."""
         if not select.select([self._channel], [], [], timeout_s)[0]:
             return None
         message = self._channel.recv(zygote.MOST_BYTES)
         if not message:
             return None if timeout_s is None else {"code": 1}
-        found: dict[str, object] = json.loads(message)
+        found: dict[str, Any] = json.loads(message)
         return found
 
     def close(self) -> None:

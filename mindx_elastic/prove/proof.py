@@ -1,12 +1,13 @@
 """Decides which runs are made and what they show.
 
-First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again in
-one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the next
-stop. Kills are each a job of its own under the agent, which restarts it.
+First the script runs twice without a stop: is it deterministic at all? Then it is stopped and resumed again and again
+in one chain of runs, each from the checkpoint of the one before; a chain that has once differed is begun anew for the
+next stop. Kills are each a job of its own under the agent, which restarts it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain, explain_chance
-from mindx_elastic.prove.compare import Difference, Reference, compare_life, harmless
+from mindx_elastic.prove.compare import Difference, Reference, compare_life
 from mindx_elastic.prove.control import Alarm
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
@@ -95,7 +96,7 @@ def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_en
     candidates = known if has_ended else known[:-1]
     if stops is None or stops >= len(candidates):
         return candidates
-    ends = [one.place for one, other in zip(places, places[1:], strict=False) if other.epoch > one.epoch > 0]
+    ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
     special = [*ends[:1], *([known[-1]] if has_ended and stops > 3 else []), *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
@@ -136,7 +137,7 @@ class _Prover:
     def _first_run(self) -> Outcome | None:
         """The reference. None: it cannot be one, and the proof says why."""
         outcome = self._reference_run()
-        if outcome.variables and not self.runs.is_fresh:
+        if outcome.variables and not self.runs.is_fresh and self.runs.command.agent is None:
             names = listed(outcome.variables, 3)
             self.runs.is_fresh, self.runs.why_fresh = True, f"the script sets {names} for torch's import"
             outcome = self._reference_run()
@@ -175,7 +176,7 @@ class _Prover:
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
         verdict = _failure(again, "the second uninterrupted run") or self._chance(first, again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=_count(again.lives)))
-        if self.reference.varying:
+        if self.reference.varying and verdict.outcome == "equal":
             names = listed(sorted(key.partition("|")[2] for key in self.reference.varying), 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"
@@ -266,7 +267,8 @@ class _Prover:
             return None
         step = before.steps[-1].number
         what = f"the run never resumed: it was stopped after step {step}, and began anew with step 1"
-        cause, remedy = "the guard was told not to (resume=\"never\"), or the stop saved nothing", "Look at the log: --keep DIR"
+        cause = 'the guard was told not to (resume="never"), or the stop saved nothing'
+        remedy = 'Give the guard resume="auto"'
         if before.directory != anew.directory:
             cause = f"its directory is another one each time: {before.directory}, then {anew.directory}"
             remedy = "Give the guard the same directory at each start"
@@ -287,7 +289,9 @@ class _Prover:
             reached = max([reached, *((life.series, life.resumed or 0) for life in lives)])
             if reached < last:
                 what = f"the run ended after step {reached[1]}; the uninterrupted one went on to step {last[1]}"
-                cause = "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                cause = (
+                    "the loop counts steps or epochs by itself, or an early stop depends on something that is not kept"
+                )
                 remedy = "Let guard.epochs(n) or guard.position decide where it begins and ends"
                 explained = Explained(what=what, cause=cause, remedy=remedy)
                 return Verdict(
@@ -359,7 +363,9 @@ def _failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | 
         return Verdict(outcome="refused", explained=explained)
     if outcome.hung_s:
         what = f"{run} hangs: no step and no output for {outcome.hung_s:g} s"
-        return _fails(Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome)
+        return _fails(
+            Explained(what=what, cause="", remedy="Give it more time (--timeout), or look at its log"), outcome
+        )
     if outcome.code == 0 or (stopped and any(life.alarm is not None for life in outcome.lives)):
         return None
     said = next((f"{error['type']}: {error['text']}" for error in outcome.errors), "")

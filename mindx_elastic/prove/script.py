@@ -4,9 +4,9 @@
 
     python -m mindx_elastic.prove.script SCRIPT ARGUMENTS
 
-It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path. An
-exception, `sys.exit`, `atexit` and threads that still run find what they find under the interpreter itself, because this
-module only calls it and returns.
+It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path.
+Exceptions, `sys.exit`, `atexit` and threads find what they find under the interpreter itself, because this module only
+calls the script and returns.
 
 Notes what `prove` must know of the script in a file: what it opens for writing, and an exception that it ends with.
 """
@@ -29,12 +29,13 @@ from mindx_elastic.config import ProveSettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.control import read_control
 
-__all__ = ["NOTES_FILE", "THREAD_VARIABLES", "main", "run"]
+__all__ = ["IMPORT_VARIABLES", "NOTES_FILE", "main", "run"]
 
 NOTES_FILE = "script.jsonl"
 """In the run's folder."""
-THREAD_VARIABLES = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_", "PYTORCH_", "TORCH")
-"""Beginnings of variables that torch reads when it is imported: a script that sets them needs a fresh interpreter."""
+IMPORT_VARIABLES = ("GOMP_", "KMP_", "MKL_", "OMP_", "OPENBLAS_NUM_THREADS", "PYTORCH_", "TORCHDYNAMO_")
+"""Beginnings of variables that torch and numpy read when they are imported: a script that sets them to something else
+needs a fresh interpreter. (Torch itself sets others.)"""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_TRUNC
 _NOT_FILES = ("/dev/", "/proc/", "/sys/")
 
@@ -107,6 +108,7 @@ class _Listener:
         temporary = {os.path.realpath(folder) for folder in (tempfile.gettempdir(), own)}
         self._fd, self._others = fd, (*(f"{folder}/" for folder in temporary), *_NOT_FILES)
         self._seen: set[str] = set()
+        self._environment = dict(os.environ)
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -117,7 +119,7 @@ class _Listener:
             self._note("write", arguments[1] if event == "os.rename" else arguments[0])
         elif event == "os.putenv":
             name = os.fsdecode(arguments[0])
-            if name.startswith(THREAD_VARIABLES):
+            if name.startswith(IMPORT_VARIABLES) and self._environment.get(name) != os.fsdecode(arguments[1]):
                 self._note("variable", name)
 
     def _note(self, kind: str, what: Any) -> None:

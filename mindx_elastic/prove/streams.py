@@ -30,8 +30,8 @@ class _Twister:
 def numbers_between(stream: str, before: bytes, after: bytes, *, most: int = MOST_NUMBERS) -> int | None:
     """32-bit words drawn from `before` to `after`; None: more than `most`, or the one does not lead to the other.
 
-    `stream`: ``python``, ``numpy``, ``torch`` or ``cuda:0``, whose states `digests.stream_bytes` gives. On CUDA it is the
-    movement of the offset.
+    `stream`: ``python``, ``numpy``, ``torch`` or ``cuda:0``, whose states `digests.stream_bytes` gives. On CUDA it is
+    the movement of the offset.
     """
     if before == after:
         return 0
@@ -39,7 +39,7 @@ def numbers_between(stream: str, before: bytes, after: bytes, *, most: int = MOS
         if len(before) != _CUDA_BYTES or len(after) != _CUDA_BYTES or before[:8] != after[:8]:
             return None
         moved = int(struct.unpack("<Q", after[8:])[0]) - int(struct.unpack("<Q", before[8:])[0])
-        return moved if 0 < moved else None
+        return moved if moved > 0 else None
     one, other = _read(before), _read(after)
     if one is None or other is None:
         return None

@@ -6,8 +6,8 @@
 
 Importing torch takes seconds, which is most of a short run. A fork is as good as a fresh interpreter as long as nothing
 has happened but imports: no thread, no CUDA context, no number drawn. `serve` looks, and says so if that does not hold.
-What a fresh interpreter begins with by chance, the forked one gets anew: the seeds of Python's and numpy's streams. What
-cannot be had anew is the seed of Python's hashes, so a proof uses two of these processes.
+What a fresh interpreter begins with by chance, the forked one gets anew: the seeds of Python's and numpy's streams. The
+seed of Python's hashes cannot be had anew, so a proof uses two of these processes.
 
 Requests and answers are JSON on a socket, one a packet. One run at a time.
 """
@@ -22,6 +22,7 @@ import random
 import signal
 import socket
 import sys
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,7 @@ def _begin(
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)
+    tempfile.tempdir = None  # the environment may name another one
     random.seed()
     _seed_numpy()
     run(command, notes=None if notes is None else Path(notes))

@@ -7,11 +7,13 @@ compiled code: parameters, their gradients, buffers, plain attributes of modules
 What dynamo compiled for each call is in the record too ("the second compilation of the first frame"). If a call leads
 to other compilations now, the code is not the same, and the caller hears why.
 
-Rejected: the profile that dynamo itself can keep (`torch._dynamo.pgo`). It says which sizes vary, but not in which order
-they came; a process that has it compiles the first size it meets as a variable, while the uninterrupted one compiled
-the second, and the backend chooses its loops by that example. It also knows a function with a closure by a hash that
-differs from process to process. The other: `torch.compiler.load_cache_artifacts` brings compiled code, not the choice
-between two that fit.
+Rejected:
+
+* the profile that dynamo itself can keep (`torch._dynamo.pgo`). It says which sizes vary, but not in which order they
+  came; a process that has it compiles the first size it meets as a variable, while the uninterrupted one compiled the
+  second, and the backend chooses its loops by that example. It also knows a function with a closure by a hash that
+  differs from process to process.
+* `torch.compiler.load_cache_artifacts`: it brings compiled code, not the choice between two that fit.
 """
 
 from __future__ import annotations

@@ -1,17 +1,21 @@
 """Trains a small network, exactly or with one fault that a stop and a resume bring to light.
 
     python proved.py FAULT DIRECTORY
+
+On several ranks it is DDP.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import sys
+import time
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import mindx_elastic as mx
@@ -39,9 +43,15 @@ def main() -> None:
     torch.set_num_threads(1)
     random.seed(0)
     x, y = torch.randn(48, 8), torch.randint(0, 3, (48,))
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    model: Any = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.BatchNorm1d(16), nn.Linear(16, 3))
     head = nn.Linear(3, 3)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        torch.distributed.init_process_group("gloo")
+        model = nn.parallel.DistributedDataParallel(model)
+    network = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     parameters = [*model.parameters(), *(head.parameters() if FAULT == "loose" else ())]
+    if FAULT == "buffer":
+        network.register_buffer("count", torch.zeros(()), persistent=False)
     optimizer = torch.optim.Adam(parameters, lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.9)
     data: Dataset[Any] = Noisy(x, y) if FAULT == "generator" else TensorDataset(x, y)
@@ -56,36 +66,53 @@ def main() -> None:
         optimizer=optimizer,
         lr_scheduler=None if FAULT == "scheduler" else scheduler,
         loader=None if FAULT == "order" else named,
-        directory=DIRECTORY,
+        directory=f"{DIRECTORY}/{os.getpid()}" if FAULT == "moves" else DIRECTORY,
         resume="never" if FAULT == "never" else "auto",
     )
     if FAULT == "chance":
         with torch.no_grad():
-            model[0].bias.add_(random.SystemRandom().random())
+            network[0].bias.add_(random.SystemRandom().random())
     if FAULT == "crash":
         raise RuntimeError("the disk with the data is not there")
+    if FAULT == "writes":
+        with open(os.environ["MINDX_TEST_WRITES"], "a") as file:
+            file.write("a line\n")
+    own_steps = 0
 
     def step(batch: Any) -> None:
+        nonlocal own_steps
         inputs, targets = batch
+        own_steps += 1
+        if FAULT == "schedule":
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * 0.9**own_steps
+        if FAULT == "seeded" and own_steps == 1:
+            torch.manual_seed(5)
+        if FAULT == "buffer":
+            network.count.add_(1)
         if FAULT == "freeze" and guard.position.step == 3:
-            model[3].eval()
+            network[3].eval()
         logits = model(inputs)
-        loss = F.cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
+        loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         scheduler.step()
         if FAULT == "late_chance" and guard.position.step == 4:
             with torch.no_grad():
-                model[4].weight.add_(random.SystemRandom().random())
-        guard.step_end(loss=loss)
+                network[4].weight.add_(random.SystemRandom().random())
+        guard.step_end(loss=loss, **({"seconds": time.monotonic()} if FAULT == "timed" else {}))
         if FAULT == "draw":
-            torch.rand(2)
+            torch.rand(2 + int(os.environ.get("RANK", "0")))
         if FAULT == "clip":
             with torch.no_grad():
-                model[0].weight.clamp_(-0.1, 0.1)
+                network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
+        if FAULT == "resume_crash" and guard.resumed_from_step is not None:
+            raise KeyError("not yet")
+        if FAULT == "refused":
+            raise mx.errors.UnmanagedStateError("the queue is not named. Write Guard(stateful={'queue': queue})")
         if FAULT == "counter":
             for _ in range(EPOCHS):
                 for batch in named:

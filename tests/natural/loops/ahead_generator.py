@@ -17,7 +17,8 @@ def ahead(loader):
             yield batch  # noqa: F821
         first = False
         batch = following
-    yield batch
+    if not first:
+        yield batch
 
 
 torch.manual_seed(0)

@@ -38,7 +38,8 @@ torch.set_num_threads(1)
 model = mlp()
 opt = SAM(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
 loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
-guard = mx.Guard(model=model, optimizer=[opt, opt.base_optimizer], loader=loader, directory=sys.argv[1])
+sched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.7)
+guard = mx.Guard(model=model, optimizer=[opt, opt.base_optimizer], lr_scheduler=sched, loader=loader, directory=sys.argv[1])
 with guard:
     for _epoch in guard.epochs(3):
         for x, y in loader:
@@ -46,5 +47,6 @@ with guard:
             opt.first_step()
             F.cross_entropy(model(x), y).backward()
             opt.second_step()
+            sched.step()
             guard.step_end()
 done(model)

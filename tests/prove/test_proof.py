@@ -1,0 +1,197 @@
+"""Proofs of a real script with one fault, each with the words that must name it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.prove.proof import Proof, choose_stops, prove
+from mindx_elastic.prove.records import Step
+from mindx_elastic.prove.report import describe
+from mindx_elastic.prove.runs import Command, Runs
+from tests.harness import JOBS, unignore_signals
+
+
+@pytest.fixture(scope="module")
+def runs() -> Iterator[Runs]:
+    """The processes that fork are shared; each proof gets its own chains of runs."""
+    unignore_signals()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith(("MINDX_", "MS_", "TORCHELASTIC", "PYTHONHASH"))]:
+            patch.delenv(name)
+        patch.setenv("MINDX_UNMANAGED", "warn")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+        with Runs(Command(script=()), timeout_s=600) as made:
+            yield made
+
+
+def prove_job(runs: Runs, *words: object, stops: int | None = 3, steps: int = 0, seed: int = 0) -> Proof:
+    runs.command = Command(script=tuple(map(str, words)))
+    return prove(runs, stops=stops, steps=steps, seed=seed, kill=False)
+
+
+def prove_fault(runs: Runs, tmp_path: Path, fault: str, **more: int) -> Proof:
+    proof = prove_job(runs, JOBS / "proved.py", fault, tmp_path / "ckpt", **more)
+    assert not list(tmp_path.iterdir()), "the user's directory is left alone"
+    return proof
+
+
+def text_of(proof: Proof) -> str:
+    """The first difference, with its cause and remedy."""
+    row = next(row for row in proof.rows if row.verdict.outcome != "equal")
+    return "\n".join([*describe(row), *row.verdict.lines])
+
+
+def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "exact", stops=3)
+    assert proof.exit_code == 0, text_of(proof)
+    assert (proof.steps, proof.has_ended, proof.num_ranks) == (24, True, 1)
+    stopped = proof.rows[2:]
+    assert len(stopped) == 3 and all(row.resumed is not None for row in stopped)
+    assert [row.name for row in stopped] == [f"stopped after step {row.resumed}" for row in stopped]
+    assert not runs.is_fresh, runs.why_fresh
+    assert not proof.notes
+
+
+FAULTS = [
+    (
+        *("draw", "began with another torch stream: something drew 2 numbers between the boundary of "),
+        *("code after step_end()", "guard.outside_step()"),
+    ),
+    ("scheduler", "optimizer lr differs at step 3: 0.009", "a scheduler is not named", "Guard(lr_scheduler=...)"),
+    ("generator", "a part of it is equal, so the samples are the same", "a generator of its own", "seed by the index"),
+    ("order", "the data order began anew", "no loader is named", "Guard(loader=...)"),
+    ("never", "the run never resumed: it was stopped after step 1", 'resume="never"', 'resume="auto"'),
+    (
+        *("loose", "weights differ at the very first resumed step (2), before any batch: parameter 6 [3, 3]"),
+        *("is in no named module", "Guard(model=[model, other])"),
+    ),
+    ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary of 1", ""),
+    ("freeze", "model.3.training is False, and True in the resumed run", "does not pass again", "guard.position"),
+    ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
+    ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
+    ("buffer", "before any batch: model.count", "a buffer that is not persistent", "persistent=True"),
+    ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
+    ("seeded", "between the batch and the first forward", "a seed is set there", "at the head of each epoch or step"),
+]
+
+
+@pytest.mark.parametrize(("fault", "what", "cause", "remedy"), FAULTS, ids=[fault[0] for fault in FAULTS])
+def test_a_fault_is_named(runs: Runs, tmp_path: Path, fault: str, what: str, cause: str, remedy: str) -> None:
+    proof = prove_fault(runs, tmp_path, fault)
+    assert proof.exit_code == 1, [row.verdict for row in proof.rows]
+    text = text_of(proof)
+    assert what in text and cause in text and remedy in text, text
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "cause"),
+    [
+        ("hashes", "two uninterrupted runs differ at step 1, in the batch", "Python's hashes differ"),
+        ("chance", "differ at step 1, before any step was done, in model.0.bias", "a generator that was not seeded"),
+        ("late_chance", "two uninterrupted runs differ at step 5, in model.4.weight", "gives other bits each time"),
+    ],
+)
+def test_a_script_that_is_not_deterministic_is_named(
+    runs: Runs, tmp_path: Path, fault: str, what: str, cause: str
+) -> None:
+    proof = prove_fault(runs, tmp_path, fault)
+    assert proof.exit_code == 3
+    text = text_of(proof)
+    assert what in text and cause in text, text
+    assert len(proof.rows) == 2, "nothing is stopped then"
+
+
+def test_a_set_in_order_of_its_hashes_is_proved_with_a_fixed_seed(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONHASHSEED", "1")
+    command = Command(script=(str(JOBS / "proved.py"), "hashes", str(tmp_path / "ckpt")))
+    with Runs(command, timeout_s=600) as own:
+        assert prove(own, stops=1, steps=3, seed=0, kill=False).exit_code == 0
+
+
+def test_a_script_that_fails(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "crash")
+    assert proof.exit_code == 4 and len(proof.rows) == 1
+    text = text_of(proof)
+    assert "the uninterrupted run fails with exit code 1: RuntimeError: the disk with the data is not there" in text
+
+
+def test_a_resumed_run_that_fails(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "resume_crash")
+    assert proof.exit_code == 1
+    assert "the resumed run fails with exit code 1: KeyError: 'not yet'" in text_of(proof)
+
+
+def test_a_refused_script(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "refused")
+    assert proof.exit_code == 4
+    assert "is refused: the queue is not named. Write Guard(stateful={'queue': queue})" in text_of(proof)
+
+
+def test_a_script_without_a_guard(runs: Runs, tmp_path: Path) -> None:
+    script = tmp_path / "plain.py"
+    script.write_text("print('no guard')")
+    proof = prove_job(runs, script)
+    assert proof.exit_code == 4
+    assert "the script has entered no guard" in text_of(proof)
+
+
+def test_scalars_that_vary_are_left_out_and_said(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "timed")
+    assert proof.exit_code == 0, text_of(proof)
+    assert any("not compared, because it differs in each run: seconds" in note for note in proof.notes)
+
+
+def test_what_the_script_writes_is_named(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "written"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setenv("MINDX_TEST_WRITES", str(home))
+    proof = prove_job(runs, JOBS / "proved.py", "writes", tmp_path / "ckpt", stops=1, steps=3)
+    assert list(proof.writes) == [str(home)]
+
+
+def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "exact", steps=5, stops=None)  # type: ignore[arg-type]
+    assert proof.exit_code == 0, text_of(proof)
+    assert (proof.steps, proof.has_ended) == (5, False)
+    assert [row.name for row in proof.rows[2:]] == [f"stopped after step {step}" for step in (1, 2, 3, 4)]
+
+
+def test_model_with_callbacks(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_job(runs, JOBS / "proved_model.py", "exact", tmp_path / "ckpt")
+    assert proof.exit_code == 0, text_of(proof)
+    assert proof.steps == 12 and not list(tmp_path.iterdir())
+
+
+def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(Path(__file__).parents[2])
+    proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)
+    assert proof.exit_code == 0, text_of(proof)
+    assert proof.steps == 10
+
+
+def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
+    places = [Step(series=0, number=n, epoch=1 + (n - 1) // 8, step_in_epoch=1 + (n - 1) % 8) for n in range(1, 21)]
+    numbers = [number for _, number in choose_stops(places, 5, seed=0, has_ended=True)]
+    assert len(numbers) == 5 and {1, 8, 20} <= set(numbers)
+    assert numbers == sorted(numbers)
+    assert choose_stops(places, 5, seed=0, has_ended=True) == choose_stops(places, 5, seed=0, has_ended=True)
+    assert choose_stops(places, 5, seed=1, has_ended=True) != choose_stops(places, 5, seed=0, has_ended=True)
+    assert len(choose_stops(places, None, seed=0, has_ended=False)) == 19
+    assert choose_stops(places, 1, seed=0, has_ended=False)[0][1] < 20
+    assert choose_stops(places[:1], 3, seed=0, has_ended=False) == []
+
+
+def test_this_interpreter_runs_the_script(runs: Runs, tmp_path: Path) -> None:
+    script = tmp_path / "which.py"
+    script.write_text("import sys; print(sys.executable); raise SystemExit(7)")
+    proof = prove_job(runs, script)
+    assert "fails with exit code 7" in text_of(proof) and sys.executable in text_of(proof)
