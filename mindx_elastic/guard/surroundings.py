@@ -431,6 +431,8 @@ def _place_of(frame: FrameType) -> str:
 _STANDARD = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 _verdicts: dict[str, bool] = {}
+_listed: set[str] = set()  # the names of the modules that `_own_names` was made from
+_own_names: list[str] = []
 
 
 def _root(module: str) -> str:
@@ -459,10 +461,13 @@ def _judge(module: str) -> bool:
 
 
 def _program_modules() -> list[types.ModuleType]:
+    if sys.modules.keys() - _listed:  # some were imported since; most of the two thousand are torch's
+        _own_names[:] = [name for name in list(sys.modules) if not _is_library(name)]
+        _listed.update(sys.modules)
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
-    for name, module in list(sys.modules.items()):
-        is_own = type(module) is types.ModuleType and module is not main and not _is_library(name)
+    for module in map(sys.modules.get, _own_names):
+        is_own = type(module) is types.ModuleType and module is not main
         if is_own and getattr(module, "__file__", None) is not None:
             found.append(module)
     return found
