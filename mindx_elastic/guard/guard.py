@@ -188,6 +188,7 @@ class Guard:
         """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
+        self._loops.is_layered = True
 
     def expect_no_look_ahead(self) -> None:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
@@ -397,6 +398,7 @@ class Guard:
             late_boundary=self._late_boundary,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
+            is_clean=self._update_gate.is_clean,
         )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)

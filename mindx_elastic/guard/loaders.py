@@ -80,6 +80,12 @@ class FollowedLoader:
             return self.engine.cursor.epoch
         return self.track.mark_after(self.look_ahead.used).epoch
 
+    def begin_epoch(self) -> None:
+        """The loop begins an epoch: what it has fetched before it does not use."""
+        if self.track is not None and self.look_ahead.ahead is None:
+            self.look_ahead.pass_over(self.track.fetches)
+            self.track.forget_before(self.look_ahead.used)
+
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
         track, look_ahead = self.track, self.look_ahead
@@ -174,6 +180,11 @@ class Loaders:
                 loader.shutdown()
 
     # --- steps ---
+
+    def begin_epoch(self) -> None:
+        """The loop over epochs begins one."""
+        for followed in self._followed:
+            followed.begin_epoch()
 
     def at_boundary(self) -> bool:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders."""

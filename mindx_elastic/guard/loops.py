@@ -28,16 +28,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.evaluations import WeightSample
 from mindx_elastic.guard.loaders import FollowedLoader, Loaders
-from mindx_elastic.guard.own_counters import Entry, entry_of, find_own_counter, has_source, innermost_range
+from mindx_elastic.guard.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
+from mindx_elastic.guard.resumed_state import equal_trees, named_streams, put_back_small_state, put_back_streams
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Loops"]
 
 _IDLE_ITERATIONS = 1000
+_WEIGHTS_CHANGED = (
+    "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
+    "Do it before `with guard:`, or let guard.step decide whether to do it",
+)
 _STREAMS, _ONE_STEP = "epoch_streams", "one_step_epochs"  # the keys of `Collector.loop`
 
 
@@ -50,6 +58,8 @@ class Loops:
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
+        self.is_layered = False
+        """A layer above keeps the loop, and its callbacks may change what they like before it."""
         self._has_looped = False  # over `epochs` or `steps`
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
@@ -82,9 +92,14 @@ class Loops:
         late_boundary: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
+        is_clean: Callable[[], bool],
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
-        `leave_step`, `enter_step`: around code that belongs to no step."""
+        `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`."""
+        self._is_clean, self._weights = is_clean, WeightSample(collector.parameters)
+        self._left = self._boundaries = 0
+        self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
+        self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._running: object = None  # the loop over epochs that has yielded last
@@ -125,6 +140,7 @@ class Loops:
         itself, with the resumed one. The first step of all does not tell: it is a boundary once its epoch ends
         (`late_boundary`), and none if a second one follows.
         """
+        self._boundaries += 1
         if self.loaders or not self._in_epoch:
             return True
         self._cuts_in_epoch += 1
@@ -153,10 +169,15 @@ class Loops:
                 f"numbers go on from loop to loop; for {num_epochs} more epochs write "
                 f"guard.epochs({self._ended + num_epochs})"
             )
-        if self._between_loops:
-            self._between_loops = False
-            self._enter_step()
-        own = self._running = object()
+        self._begin_loop()
+        if self._left and self._left != num_epochs and not (self._asked_first or self.asked):
+            self._unmanaged.risk(
+                f"a loop over guard.epochs({self._left}) was left before its end, and another loop follows, so a run "
+                "that is resumed in the second loop begins with the first one again",
+                "Let guard.position.epoch decide whether to begin the first one",
+            )
+        own, self._left = object(), num_epochs
+        self._running = own
         try:
             for epoch in range(self._first_epoch(), num_epochs + 1):
                 self._begin_epoch(epoch)
@@ -171,9 +192,35 @@ class Loops:
             self._in_epoch = False
         if self._is_resuming and self.epoch == num_epochs:  # else the resumed place is in a later loop
             self._reach_resumed_step()
-        self._ended = max(self._ended, num_epochs)
+        self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
+
+    def _begin_loop(self) -> None:
+        if self._between_loops:
+            self._between_loops = False
+            self._enter_step()
+        if self.is_layered or self._is_resuming or self._is_clean() or not self._weights.has_changed():
+            return
+        if self.step == 0 and not self.asked:
+            self._unmanaged.certain(*_WEIGHTS_CHANGED)
+        elif not (self._asked_first or self.asked):
+            self._unmanaged.risk(*_WEIGHTS_CHANGED)
+
+    def _keep_resumed_state(self) -> None:
+        """The loop has reached the resumed place: what the program's own begin has changed is put back."""
+        if self.is_layered:
+            return
+        if not self._is_clean() and self._weights.has_changed():
+            self._unmanaged.certain(*_WEIGHTS_CHANGED)
+        if changed := put_back_small_state(self._collector):
+            logger.warning(
+                "%s: put back as at step %d, for it was changed inside the guard's block before the loop reached the "
+                "resumed place, where a run that is never stopped has long been. To change it from here on, do it "
+                "inside the loop",
+                listed(changed, 4),
+                self.step,
+            )
 
     def _first_epoch(self) -> int:
         if self._done >= self.epoch or self._is_over():
@@ -212,7 +259,9 @@ class Loops:
         self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
-        if resuming and self._restore is not None:
+        if resuming:
+            self._keep_resumed_state()
+            assert self._restore is not None
             self._restore()
         self._restores = resuming and again
         if epoch != self.epoch:
@@ -220,14 +269,16 @@ class Loops:
         for loader in self.loaders:
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
+        self._loaders.begin_epoch()
         loop = self._collector.loop
         if self._restores:
             self._arm(restore=True)
             if streams := loop.get(_STREAMS):
-                restore_rng(streams)
+                restore_rng(streams["global"])
+                put_back_streams(self._collector, streams["named"])
         elif not again:
             self._collector.loop = {key: value for key, value in loop.items() if key != _STREAMS}
-            self._begin = capture_rng()
+            self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
             self._arm(restore=False)
 
     def leave(self) -> None:
@@ -277,15 +328,16 @@ class Loops:
 
     def _look_for_inner_counter(self) -> None:
         """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
-        if self._counts_elsewhere or self._looked_inside:
+        if self._counts_elsewhere or self._looked_inside or self._counted_inside:
             return
         self._looked_inside = True
         has_asked = self._asked_first or self.asked
-        found = innermost_range(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
+        found = find_inner_counter(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
         if found is not None:
             self._unmanaged.certain(
                 f"the loop at {found} begins anew when its epoch is resumed in the middle, for it counts by itself",
-                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs()",
+                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
+                "guard.step_end() once an epoch",
             )
 
     # --- the streams at the resumed place ---
@@ -312,13 +364,15 @@ class Loops:
             assert self._restore is not None
             self._restore()
         elif self._begin is not None:
-            if not equal_rng(self._begin, capture_rng()):
+            named = named_streams(self._collector)
+            if not (equal_rng(self._begin["global"], capture_rng()) and equal_trees(self._begin["named"], named)):
                 self._note_streams()
             self._begin = None
 
     def _note_streams(self) -> None:
         if self._begin is not None:
-            self._collector.loop = {**self._collector.loop, _STREAMS: pack_rng(self._begin)}
+            streams = {**self._begin, "global": pack_rng(self._begin["global"])}
+            self._collector.loop = {**self._collector.loop, _STREAMS: streams}
             self._begin = None
 
     # --- steps, enumerate ---
@@ -335,13 +389,27 @@ class Loops:
         inside = self._in_epoch
         if inside and not self.loaders and self._collector.loop.get(_ONE_STEP) is None:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
-        elif not inside and self._between_loops:
-            self._between_loops = False
-            self._enter_step()
+        if not inside:
+            self._begin_loop()
+        ended = (self.epoch if inside else 0, num_steps)
+        if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
+            raise UsageError(
+                f"guard.steps({num_steps}): a loop before it has gone through as many steps"
+                f"{' of this epoch' * inside}, and the numbers go on from loop to loop; for {num_steps} more write "
+                f"guard.steps({self._ended_steps[ended[0]] + num_steps})"
+            )
+        self._counted_inside = self._counted_inside or inside
         idle = 0
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self._reach_resumed_step()
+            self._boundaries = 0
             yield before + start
+            if self._boundaries > 1:
+                self._unmanaged.certain(
+                    f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "
+                    "that is resumed at one before its end begins the iteration anew",
+                    "Call guard.step_end() once in an iteration, at its end",
+                )
             idle = idle + 1 if (self.step_in_epoch if inside else self.step) == before else 0
             if idle >= _IDLE_ITERATIONS:
                 raise UsageError(
@@ -350,13 +418,16 @@ class Loops:
                 )
         if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
             self._reach_resumed_step()
+        self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True
             self._leave_step()
 
     def _reach_resumed_step(self) -> None:
         """The code that comes now has nothing in front of it that a resumed run does again."""
-        self._is_resuming = False
+        if self._is_resuming:
+            self._is_resuming = False
+            self._keep_resumed_state()
         if self._restores:
             assert self._restore is not None
             self._restore()

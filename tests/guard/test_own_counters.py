@@ -281,3 +281,49 @@ def test_a_program_without_source(tmp_path: Path, source: str) -> None:
     with pytest.raises(UnmanagedStateError, match="has not asked the guard where it stands"), p.guard:
         exec(source, {"p": p, "one": one, "__name__": "__main__"})  # noqa: S102
     assert p.guard._loops.step in (refused - 1, refused)
+
+
+def inner_list_without_loader(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            for batch in [p.full_batch() for _ in range(3)]:
+                one(p, batch)
+
+
+def inner_count_without_loader(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            number = 0
+            while number < 3:
+                one(p, p.full_batch())
+                number += 1
+
+
+def two_boundaries_an_iteration(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.steps(6):
+            one(p, p.full_batch())
+            one(p, p.full_batch())
+
+
+def weights_changed_before_the_loop(p: Program) -> None:
+    with p.guard:
+        p.network.load_state_dict({name: value * 2 for name, value in p.network.state_dict().items()})
+        for _ in p.guard.steps(3):
+            one(p, p.full_batch())
+
+
+MORE = [
+    (inner_list_without_loader, r"for batch in \[p\.full_batch\(\).* begins anew when its epoch"),
+    (inner_count_without_loader, r"while number < 3\) begins anew when its epoch"),
+    (two_boundaries_an_iteration, r"has passed 2 boundaries"),
+    (weights_changed_before_the_loop, r"weights are changed inside the guard's block"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), MORE)
+def test_refused_in_loops_of_ours(tmp_path: Path, program: Callable[[Program], None], words: str) -> None:
+    p = Program(tmp_path, loader=None)
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(p)
+    assert not list(tmp_path.glob("*.safetensors"))
