@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mindx_elastic.data.look_ahead import Fetches
@@ -31,6 +32,8 @@ class Track:
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
         self._thread = threading.get_ident()
+        self.at_next_ask: Callable[[], None] | None = None
+        """Called once, when the training thread asks for another batch of this iteration."""
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
@@ -52,11 +55,15 @@ class Track:
 
     def begin(self) -> None:
         self._iterations += 1
+        self.at_next_ask = None
 
     def ask(self) -> None:
         self._asked += 1
         if threading.get_ident() != self._thread:
             self.other_thread = threading.current_thread().name
+        elif self.at_next_ask is not None:
+            look, self.at_next_ask = self.at_next_ask, None
+            look()
 
     def hand_out(self, mark: Mark) -> None:
         self._marks.append(mark)

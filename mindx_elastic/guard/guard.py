@@ -596,6 +596,8 @@ class Guard:
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
+        if not evaluations.is_inside:
+            self._loops.watch_tail()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:

@@ -181,6 +181,12 @@ class Loaders:
 
     # --- steps ---
 
+    def at_next_ask(self, look: Callable[[], None] | None) -> None:
+        """Have `look` called when the loop asks for the next batch of its epoch, where it fetches none ahead."""
+        for followed in self._followed:
+            if followed.track is not None:
+                followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
+
     def begin_epoch(self) -> None:
         """The loop over epochs begins one."""
         for followed in self._followed:

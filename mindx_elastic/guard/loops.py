@@ -36,12 +36,19 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.evaluations import WeightSample
 from mindx_elastic.guard.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
-from mindx_elastic.guard.resumed_state import equal_trees, named_streams, put_back_small_state, put_back_streams
+from mindx_elastic.guard.resumed_state import (
+    equal_trees,
+    moved_since,
+    named_streams,
+    put_back_small_state,
+    put_back_streams,
+)
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Loops"]
 
 _IDLE_ITERATIONS = 1000
+_TAILS = (1, 2, 3, 8)  # after which boundaries of the process
 _WEIGHTS_CHANGED = (
     "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
     "Do it before `with guard:`, or let guard.step decide whether to do it",
@@ -98,6 +105,8 @@ class Loops:
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`."""
         self._is_clean, self._weights = is_clean, WeightSample(collector.parameters)
         self._left = self._boundaries = 0
+        self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
+        self._watches_tail = False
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
@@ -131,6 +140,11 @@ class Loops:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
             self._look_for_own_counter()
+        if self.step in self._tail_steps:
+            self.watch_tail()
+        elif self._watches_tail:
+            self._watches_tail = False
+            self._loaders.at_next_ask(None)
 
     def is_boundary(self) -> bool:
         """After `count`, where no accumulation window is open: whether a run can be resumed from here.
@@ -290,7 +304,12 @@ class Loops:
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
+        if self._is_late:
+            self._watches_tail = False  # the boundary is here
         self.leave()
+        if self._is_over():
+            self._look_at_tail()
+        self._watches_tail = False
         self._in_epoch, self._done = False, self.epoch
 
     # --- loops that count by themselves ---
@@ -339,6 +358,27 @@ class Loops:
                 "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
                 "guard.step_end() once an epoch",
             )
+
+    def watch_tail(self) -> None:
+        """See whether the code between this boundary and the next batch moves what the boundary has. Also after an
+        evaluation, whose result such code may note."""
+        if not self.is_layered:
+            self._watches_tail = True
+            self._loaders.at_next_ask(self._look_at_tail)
+
+    def _look_at_tail(self) -> None:
+        if not self._watches_tail:
+            return
+        self._watches_tail = False
+        moved, others = moved_since(self._collector)
+        for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
+            if names:
+                tell(
+                    f"{listed(names, 3)} moves after guard.step_end() and before the next batch, and a run that is "
+                    "stopped at that step goes on without it",
+                    "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws "
+                    "random numbers belongs into `with guard.outside_step():`",
+                )
 
     # --- the streams at the resumed place ---
 
@@ -404,6 +444,8 @@ class Loops:
             self._reach_resumed_step()
             self._boundaries = 0
             yield before + start
+            if not self.loaders:
+                self._look_at_tail()
             if self._boundaries > 1:
                 self._unmanaged.certain(
                     f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "

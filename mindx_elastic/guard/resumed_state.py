@@ -16,9 +16,10 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.guard.loaders import FollowedLoader
 
-__all__ = ["equal_trees", "named_streams", "put_back_small_state", "put_back_streams"]
+__all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
 
 
 def put_back_small_state(collector: Collector) -> list[str]:
@@ -45,6 +46,22 @@ def put_back_small_state(collector: Collector) -> list[str]:
                 changed.append(name)
                 component.put_back(component.state())
     return changed + buffers
+
+
+def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
+    """What is not as at the boundary now: optimizers, schedulers and random streams; other objects of the program."""
+    certain = [] if equal_rng(collector.rng, capture_rng()) else ["a random stream"]
+    others = []
+    for name, component in collector.components.items():
+        if isinstance(component, OptimizerComponent):
+            if not equal_trees(component.look(), component.groups):
+                certain.append(name)
+        elif not isinstance(component, PlainComponent) or isinstance(component.target, FollowedLoader):
+            continue
+        elif not equal_trees(component.look(), component.state()):
+            is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
+            (certain if is_known else others).append(name)
+    return certain, others
 
 
 def _put_back_options(component: OptimizerComponent) -> None:

@@ -327,3 +327,83 @@ def test_refused_in_loops_of_ours(tmp_path: Path, program: Callable[[Program], N
     with pytest.raises(UnmanagedStateError, match=words):
         program(p)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+# --- what is done between step_end() and the next batch ---
+
+
+def scheduler_after_the_boundary(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                one(p, batch)
+                p.scheduler.step()
+
+
+def draws_after_the_boundary(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.steps(6):
+            one(p, p.full_batch())
+            p.log.append(p.full_batch())
+
+
+def scheduler_after_a_full_batch(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(6):
+            one(p, p.full_batch())
+            p.scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "options"),
+    [
+        (scheduler_after_the_boundary, r"lr_scheduler moves after guard\.step_end\(\)", {}),
+        (draws_after_the_boundary, r"a random stream moves after", {"loader": None}),
+        (scheduler_after_a_full_batch, r"lr_scheduler moves after", {"loader": None}),
+    ],
+)
+def test_what_a_stop_would_lose_is_refused(
+    tmp_path: Path, program: Callable[[Program], None], words: str, options: dict[str, Any]
+) -> None:
+    p = Program(tmp_path, **options)
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(p)
+
+
+def at_the_head_and_between(p: Program) -> None:
+    counter = p.guard._targets["counter"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                if p.guard.step % 2 == 1:
+                    with p.guard.outside_step():
+                        p.full_batch()
+                    counter.number += 1
+                p.full_batch()
+                one(p, batch)
+                with p.guard.outside_step():
+                    p.full_batch()
+            p.scheduler.step()
+            with p.guard.outside_step():
+                p.full_batch()
+            counter.number += 1
+            p.full_batch()
+
+
+def test_the_right_places_are_left_alone(tmp_path: Path) -> None:
+    at_the_head_and_between(Program(tmp_path, stateful={"counter": Counter()}))
+
+
+def test_a_result_noted_after_the_boundary_is_a_risk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counter = Counter()
+    p = Program(tmp_path, stateful={"counter": counter})
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            for batch in p.loader:
+                one(p, batch)
+                if p.guard.step == 12:
+                    with p.guard.outside_step():
+                        p.full_batch()
+                    counter.number += 1
+    (line,) = [r.getMessage() for r in caplog.records if "moves after" in r.getMessage()]
+    assert line.startswith("counter moves after guard.step_end()") and "at the head of the loop" in line
