@@ -285,6 +285,8 @@ class Guard:
             self._policies = tuple(replace(policy, save=False) for policy in self._policies)
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
+        if self._around.is_guest:
+            self._loops.is_layered = True
         self._take_over(start, settings)
         trains = not (evaluates or self._around.is_guest)
         self._checks = Checks(self._unmanaged, self._targets, self._collector, epoch=lambda: self._loops.epoch)

@@ -66,7 +66,8 @@ class Loops:
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
         self.is_layered = False
-        """A layer above keeps the loop, and its callbacks may change what they like before it."""
+        """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
+        train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
@@ -316,7 +317,7 @@ class Loops:
 
     def _look_for_own_counter(self) -> None:
         """At the second boundary of a process that uses none of our loops. Raises UnmanagedStateError."""
-        if self._counts_elsewhere:
+        if self._counts_elsewhere or self.is_layered:
             return
         follows = any(self._copied(loader).get("batch") for loader in self.loaders)
         frame = sys._getframe(1)
@@ -347,7 +348,7 @@ class Loops:
 
     def _look_for_inner_counter(self) -> None:
         """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
-        if self._counts_elsewhere or self._looked_inside or self._counted_inside:
+        if self._counts_elsewhere or self.is_layered or self._looked_inside or self._counted_inside:
             return
         self._looked_inside = True
         has_asked = self._asked_first or self.asked
