@@ -45,7 +45,7 @@ from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.loops import Loops
+from mindx_elastic.guard.loops import Loops, without_streams
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -333,6 +333,8 @@ class Guard:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         self._loops.take_over(self._collector.position, start.restore_streams)
+        if start.resumed is not None and start.resumed.plan.resharded:
+            self._collector.loop = without_streams(self._collector.loop)  # they are another rank's
         self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path

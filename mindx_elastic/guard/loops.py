@@ -45,7 +45,7 @@ from mindx_elastic.guard.resumed_state import (
 )
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Loops"]
+__all__ = ["Loops", "without_streams"]
 
 _IDLE_ITERATIONS = 1000
 _TAILS = (1, 2, 3, 8)  # after which boundaries of the process
@@ -292,7 +292,7 @@ class Loops:
                 restore_rng(streams["global"])
                 put_back_streams(self._collector, streams["named"])
         elif not again:
-            self._collector.loop = {key: value for key, value in loop.items() if key != _STREAMS}
+            self._collector.loop = without_streams(loop)
             self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
             self._arm(restore=False)
 
@@ -485,6 +485,11 @@ class Loops:
         for batch in batches:
             yield number, batch
             number += 1
+
+
+def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
+    """`Collector.loop` without the streams that the epoch began with."""
+    return {key: value for key, value in loop.items() if key != _STREAMS}
 
 
 class _WhenReady:

@@ -311,7 +311,9 @@ def in_phases_with_code_between(p: Program) -> None:
     draw()
     for group in p.opt.param_groups:
         group["lr"], group["betas"] = 0.5, (0.5, 0.9)
-    p.network[1].reset_running_stats()
+    norm = p.network[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    norm.reset_running_stats()
     p.scheduler.base_lrs = [0.1]
     for epoch in p.guard.epochs(3):
         for x, y in p.loader:
@@ -337,7 +339,7 @@ def test_what_is_put_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def test_weights_changed_before_the_resumed_place_are_refused(tmp_path: Path) -> None:
     def again(p: Program) -> None:
         if p.stop_at == 0:
-            nn.init.ones_(p.network[0].weight)
+            nn.init.ones_(next(p.network.parameters()))
         for _ in p.guard.epochs(3):
             for x, y in p.loader:
                 p.step(x, y)

@@ -252,7 +252,7 @@ FINE = [
 
 @pytest.mark.parametrize("program", FINE)
 def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
-    stateful = {"stateful": {"counter": Counter()}} if program is counts_in_an_object else {}
+    stateful: dict[str, Any] = {"stateful": {"counter": Counter()}} if program is counts_in_an_object else {}
     full = (counts_from_the_guards_step, what_is_left, until_the_scheduler_ends, place_in_an_epoch, counts_in_an_object)
     loader: dict[str, Any] = {"loader": None} if program in full else {}
     p = Program(tmp_path, **stateful, **loader)
@@ -272,7 +272,8 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_program_without_source(tmp_path: Path, source: str) -> None:
     """From stdin, or made by `exec`: told when a second epoch begins, at the latest."""
-    p = Program(tmp_path, **({"loader": None} if "full_batch" in source else {}))
+    options: dict[str, Any] = {"loader": None} if "full_batch" in source else {}
+    p = Program(tmp_path, **options)
     refused = SOURCES[source]
     if not refused:
         with p.guard:
