@@ -195,6 +195,10 @@ class ModuleComponent:
         found = zip(self._slot_names, self._slots, strict=True)
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
+    def copied_buffers(self) -> dict[str, torch.Tensor]:
+        """The boundary's copies of the saved buffers, by name."""
+        return {n: c for n, c in zip(self._slot_names, self._copies, strict=False) if c is not None}
+
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of the block are left out."""
         block = self._ahead if ahead else self._block

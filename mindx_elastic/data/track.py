@@ -33,6 +33,8 @@ class Track:
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
         self._thread = threading.get_ident()
+        self.at_next_ask: Callable[[], None] | None = None
+        """Called once, when the training thread asks for another batch of this iteration."""
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
@@ -60,11 +62,15 @@ class Track:
 
     def begin(self) -> None:
         self._iterations += 1
+        self.at_next_ask = None
 
     def ask(self) -> None:
         self._asked += 1
         if threading.get_ident() != self._thread:
             self.other_thread = threading.current_thread().name
+        elif self.at_next_ask is not None:
+            look, self.at_next_ask = self.at_next_ask, None
+            look()
 
     def hand_out(self, mark: Callable[[], Mark]) -> None:
         """`mark` gives the position after this batch."""

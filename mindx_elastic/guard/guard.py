@@ -46,7 +46,7 @@ from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.loops import Loops
+from mindx_elastic.guard.loops import Loops, without_streams
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -193,6 +193,7 @@ class Guard:
         """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
+        self._loops.is_layered = True
 
     def expect_no_look_ahead(self) -> None:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
@@ -294,6 +295,8 @@ class Guard:
             self._policies = tuple(replace(policy, save=False) for policy in self._policies)
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
+        if self._around.is_guest:
+            self._loops.is_layered = True
         self._take_over(start, settings)
         trains = not (evaluates or self._around.is_guest)
         self._checks = Checks(
@@ -348,6 +351,8 @@ class Guard:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         self._loops.take_over(self._collector.position, start.restore_streams)
+        if start.resumed is not None and start.resumed.plan.resharded:
+            self._collector.loop = without_streams(self._collector.loop)  # they are another rank's
         self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
@@ -419,6 +424,7 @@ class Guard:
             enter_step=self._enter_step,
             begin_epoch=self._changes.begin_epoch,
             check_begun=lambda resumed: self._changes.check_begun(resumed=resumed),
+            is_clean=self._update_gate.is_clean,
         )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
@@ -617,6 +623,8 @@ class Guard:
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
+        if not evaluations.is_inside:
+            self._loops.watch_tail()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
