@@ -226,7 +226,7 @@ class Witness:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        if control.is_last(self._series, position.step, self._passed, position.epoch, position.batch_num):
+        if control.is_last(self._series, position.step, self._passed, position.batch_num):
             self._is_ended = True
             self._end("the proof ends here")
             return True
