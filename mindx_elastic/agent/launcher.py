@@ -224,7 +224,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     """The last things: what memory holds goes to disk, the other nodes hear of it, the account is printed."""
     ending, ledger = supervisor.ending, supervisor.ledger
     for arena in sorted(map(Path, supervisor.arenas)):
-        if ending.outcome == "finished" and not ending.cut_off:
+        if supervisor.leaves_nothing or (ending.outcome == "finished" and not ending.cut_off):
             drop(arena)
             continue
         flushed = flush(arena)

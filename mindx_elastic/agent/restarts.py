@@ -10,6 +10,8 @@ Then the checkpoint itself may be the cause; it is set aside and an older one is
 the same failure again clears the checkpoint of suspicion and stops the job; a later step starts all counts anew.
 Nothing is set aside a second time in between, or a broken program would use up one good checkpoint after another.
 
+A training that its guard has refused (`UnmanagedStateError`) is stopped at once: every attempt would be refused.
+
 Pure: no clock, no files. One thread.
 """
 
@@ -77,6 +79,17 @@ class Failure:
     """Whether the worker told where it stood. If not, nothing is known about its step, and nothing is judged:
     such a script is restarted as torchrun restarts it."""
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the guard has refused the program, here or on another node."""
+        return _REFUSAL in self.cause
+
+    @property
+    def leaves_nothing(self) -> bool:
+        """Whether what is in memory is of no use: it was begun by a refused attempt, and the corrected program has
+        state that is not in it."""
+        return self.is_refusal and self.resumed_step < 0 and self.boundaries > 0 and not self.resumed_path
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -107,6 +120,8 @@ class CrashLoop:
 
     def judge(self, failure: Failure) -> Verdict:
         """Take one more failure into account and say what to do. Failures only: a stop that was asked for is none."""
+        if failure.is_refusal:
+            return Verdict("stop", _explain_refusal(failure))
         if not self._repeats or not failure.guarded:
             return Verdict("restart", "")
         suspect = self._set_aside
@@ -138,6 +153,7 @@ class CrashLoop:
         return Verdict("set_aside", explanation, failure.resumed_path)
 
 
+_REFUSAL = "UnmanagedStateError: "
 _VARYING = (
     (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),  # UUIDs
     (
@@ -172,6 +188,16 @@ def _cleared(suspect: Failure, failure: Failure) -> bool:
     if same_cause(suspect.cause) != same_cause(failure.cause):
         return False
     return failure.step == suspect.step or not failure.boundaries
+
+
+def _explain_refusal(failure: Failure) -> str:
+    lines = [
+        "The guard has refused the training: a checkpoint would lack part of its state. So would every attempt.",
+        f"  what:       {failure.cause}",
+        f"  where:      {_place(failure)}; {_ranks([failure])}",
+        '  to go on:   correct the program as it says, or Guard(unmanaged="warn") (MINDX_UNMANAGED=warn)',
+    ]
+    return "\n".join(lines)
 
 
 def _explain_loop(row: Sequence[Failure]) -> str:

@@ -77,6 +77,8 @@ class Supervisor(LocalElasticAgent):
         self._stop_files, self._num_nodes = stop_files, num_nodes
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
+        self.leaves_nothing = False
+        """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._number = -1
         self._has_run = False
@@ -178,7 +180,9 @@ class Supervisor(LocalElasticAgent):
         if attempt.abandoned:
             logger.error("no restart: ranks %s could not be ended and hold their devices", attempt.abandoned)
             return False
-        verdict = self._crash_loop.judge(self.ledger.failure(attempt, ending))
+        failure = self.ledger.failure(attempt, ending)
+        self.leaves_nothing = failure.leaves_nothing
+        verdict = self._crash_loop.judge(failure)
         allowed = verdict.action != "stop" and self._restarts.take(time.monotonic())
         if verdict.explanation and (allowed or verdict.action == "stop"):
             logger.error("%s", verdict.explanation)

@@ -18,7 +18,8 @@ alone. So each rank reads two keys at any size of the job, and all ranks togethe
 
 A rank that fails between two meetings writes its error into the answer of the next one and sets the bell: the other
 ranks raise that error at once, also those that are waiting already. The answer is one key, so that all ranks come to
-the same outcome.
+the same outcome. A rank that fails in its wait (Ctrl-C) takes the answer of that meeting, or of the next one if rank 0
+was first.
 
 Rejected: every rank reads the values of all ranks (the first design: the total grew with the square of the ranks, 23 GB
 at 1,024); a tree of ranks (rank 0 spends 5 s on a whole start of 16,384 ranks, and each level adds ranks that can
@@ -51,6 +52,7 @@ from mindx_elastic.errors import (
     CheckpointError,
     MindxError,
     PeerStartError,
+    UnmanagedStateError,
     UnsupportedStateError,
     UntrustedMessageError,
     UsageError,
@@ -277,8 +279,13 @@ class Gathering:
             return
         self._told = True
         key = self._failed_key if error is self._failure else f"round{self._round}"
+        text = _failure_text(self.rank, error)
         try:
-            self._write_first(f"{key}/answer", _failure_text(self.rank, error))
+            if not is_failure(self._answer_first(key, text)):
+                # This rank has left its wait when rank 0 had answered (a Ctrl-C during a wait is raised at its end):
+                # the others go on to the next meeting.
+                key = f"round{self._round + 1}"
+                self._write_first(f"{key}/answer", text)
             self._ring(f"{key}/bell")
             heard = self._count(f"{key}/heard")
             end = time.monotonic() + _HEARD_S
@@ -287,6 +294,13 @@ class Gathering:
                 heard = self._heard(f"{key}/heard")
         except Exception as problem:
             logger.debug("the other ranks cannot be told of %r: %s", error, problem)
+
+    def _answer_first(self, key: str, text: str) -> str:
+        try:
+            return self._write_first(f"{key}/answer", text)
+        except UntrustedMessageError:  # an answer of this start, into which rank 0 has not let this rank yet
+            self._be_welcomed(key)
+            return self._write_first(f"{key}/answer", text)
 
     @abstractmethod
     def _heard(self, key: str) -> int:
@@ -390,7 +404,9 @@ def _error_of(text: str) -> MindxError:
         rank, name, message = -1, "", text
     name, message = printable(str(name), 200), printable(str(message), _MOST_CHARACTERS)
     kind = getattr(errors, name, None) if name in errors.__all__ else None
-    if isinstance(kind, type) and issubclass(kind, CheckpointError | UsageError | UntrustedMessageError):
+    if isinstance(kind, type) and issubclass(
+        kind, CheckpointError | UsageError | UntrustedMessageError | UnmanagedStateError
+    ):
         return kind(f"rank {rank}: {message}")
     if kind is UnsupportedStateError:
         return UnsupportedStateError(f"rank {rank}", message)

@@ -72,10 +72,7 @@ class Seal:
     def open_early(self, name: str, message: bytes | str) -> str:
         """The same for a message whose author was not bound to this start yet. A message of an earlier start under the
         same key and scope opens, too: for what can do no harm. Raises NotOursError."""
-        content, nonce = self._open(name, message, None, None, session="")
-        if not nonce and self._key is not None:
-            raise NotOursError("it is bound to another start")
-        return content
+        return self._open(name, message, None, None, session="")[0]
 
     def join(self, names: Sequence[str], messages: Sequence[bytes | str]) -> tuple[list[str], list[str]]:
         """Rank 0: open the first values of all ranks, in rank order, and bind all later messages to this start. Returns

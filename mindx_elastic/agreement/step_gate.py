@@ -30,6 +30,11 @@ class StepGate:
     def step(self) -> int:
         return self._step
 
+    @property
+    def is_between(self) -> bool:
+        """Whether the training thread is between two steps, where it may stay for long. Any thread."""
+        return self._between > 0
+
     def arrive(self, step: int) -> bool:
         """Boundary `step` is reached. True: this is the limit, call `wait` before going on."""
         with self._lock:

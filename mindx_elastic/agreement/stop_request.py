@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from mindx_elastic.alarm.alarm import ALARM_KINDS
+from mindx_elastic.alarm.alarm import REQUEST_KINDS
 from mindx_elastic.core.printable import printable
 
 __all__ = ["MAX_REASON", "MAX_REQUEST", "encode_request", "parse_request"]
@@ -40,7 +40,7 @@ def parse_request(text: str, world_size: int) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     kind, reason, grace_s = content.get("kind"), content.get("reason"), content.get("grace_left_s")
     signum = content.get("signum")
-    if not isinstance(kind, str) or kind not in ALARM_KINDS:
+    if not isinstance(kind, str) or kind not in REQUEST_KINDS:
         raise ValueError(f"not a kind of alarm: {printable(kind, 60)!r}")
     if not isinstance(reason, str):
         raise ValueError("the reason is not text")

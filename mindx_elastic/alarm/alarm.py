@@ -12,10 +12,16 @@ from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code, exit_code_
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
+from mindx_elastic.errors import UnmanagedStateError
 
-__all__ = ["ALARM_KINDS", "Alarm", "Alarms", "signal_name"]
+__all__ = ["ALARM_KINDS", "REFUSAL", "REQUEST_KINDS", "Alarm", "Alarms", "signal_name"]
 
 ALARM_KINDS = frozenset({"signal", "flag", "exception", "fault", "peer", "request"})
+"""What policies answer to."""
+REFUSAL = "unmanaged"
+"""The kind of an `UnmanagedStateError` that leaves the block: every rank stops, and no policy saves anything."""
+REQUEST_KINDS = ALARM_KINDS | {REFUSAL}
+"""What a rank may ask the others to stop for."""
 _LEAST_GRACE_S = 3.0  # an unsealed request cannot shorten the grace period further
 _LEAST_SEALED_GRACE_S = 0.5
 _MAX_REASON = 400
@@ -27,7 +33,7 @@ class Alarm:
     """Heard by one rank, sent to all. Immutable; passes between threads."""
 
     kind: str
-    """One of `ALARM_KINDS`."""
+    """One of `REQUEST_KINDS`."""
     reason: str
     """For people: ``SIGTERM``, ``flag file /x/graceful_exit.json``, ``exception: ValueError: ...``."""
     deadline: Deadline
@@ -75,7 +81,8 @@ class Alarms:
 
     def of_exception(self, error: BaseException) -> Alarm:
         reason = f"exception: {type(error).__name__}: {error}"[:_MAX_EXCEPTION]
-        return self._make("exception", printable(reason), exit_code("exception"))
+        kind = REFUSAL if isinstance(error, UnmanagedStateError) else "exception"
+        return self._make(kind, printable(reason), exit_code(kind))
 
     def of_death(self, ranks: Sequence[int]) -> Alarm:
         """The processes of other ranks have died: no step that needs them can end."""

@@ -23,6 +23,7 @@ from collections.abc import Mapping
 
 __all__ = ["EXIT_ERROR", "EXIT_TEMPORARY", "exit_code", "exit_code_from_peer", "exit_code_of_signal"]
 
+_ERRORS = ("exception", "unmanaged")
 EXIT_ERROR = 1
 EXIT_TEMPORARY = 75
 """EX_TEMPFAIL of sysexits.h: start the job again."""
@@ -41,7 +42,7 @@ def exit_code(
     kind: see `alarm.ALARM_KINDS`. overrides: codes of the policies, by kind. signum: of a signal. named: the code that
     a request or an order asks for.
     """
-    if kind == "exception":
+    if kind in _ERRORS:
         return EXIT_ERROR
     if overrides and kind in overrides:
         return overrides[kind]
@@ -54,7 +55,7 @@ def exit_code_from_peer(
     kind: str, overrides: Mapping[str, int], *, signum: int | None, named: int, is_sealed: bool
 ) -> int:
     """The code for an alarm that another rank has sent, with the code `named` that it exits with itself."""
-    if kind == "exception":
+    if kind in _ERRORS:
         return EXIT_TEMPORARY
     if is_sealed:
         return named

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, component_for
+from mindx_elastic.capture.compiled_calls import CompiledCalls
+from mindx_elastic.capture.components import (
+    Component,
+    ModuleComponent,
+    OptimizerComponent,
+    PlainComponent,
+    component_for,
+)
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
+from mindx_elastic.capture.structure import Watch
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
 
-RESERVED_NAMES = ("rng", "progress", "gradient_order")
+RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
 
 
@@ -30,17 +39,17 @@ def name_targets(
     if stateful is not None and not isinstance(stateful, Mapping):
         raise UsageError(f"stateful={stateful!r}: give a dict of names and objects, for example {{'ema': ema}}")
     named: dict[str, Any] = {}
-    for name, value in (("model", model), ("optimizer", optimizer), ("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+    objects = {"model": model, "optimizer": optimizer, "lr_scheduler": lr_scheduler, "scaler": scaler, "loader": loader}
+    for name, value in objects.items():
         if isinstance(value, (list, tuple)):
             named.update({f"{name}_{index}": one for index, one in enumerate(value)})
         elif value is not None:
             named[name] = value
-    if loader is not None:
-        named["loader"] = loader
     for name, value in (stateful or {}).items():
-        if not isinstance(name, str) or name in named or name in RESERVED_NAMES:
-            raise UsageError(f"stateful[{name!r}]: that name is taken or no string; choose another")
-        named[name] = value
+        key = f"stateful.{name}" if name in RESERVED_NAMES else name  # "rng" is what people call theirs
+        if not isinstance(name, str) or key in named:
+            raise UsageError(f"stateful[{name!r}]: that name is taken or not a string; choose another")
+        named[key] = value
     return named
 
 
@@ -55,7 +64,25 @@ class Collector:
         self.layouts = LayoutRecorder(self.components, ParallelSetup())
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
+        self.loop: dict[str, Any] = {}
+        """What else a loop needs to go on from `position`, see `guard.loops`; only ever replaced."""
+        self._loop = self.loop
         self.gradient_order: dict[str, list[int]] = {}
+        self.compiled = CompiledCalls(targets)
+        """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
+        self._compiled_calls = b""
+        self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
+        for optimizer in self._optimizers.values():
+            optimizer.set_names(self.places())
+        self._watch: Watch | None = None
+        self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
+        """Called at a boundary at which modules, parameters or groups have changed."""
+        self.problems: list[str] = []
+        """What the last such boundary has that a start cannot make again, in words."""
+        self.structure_is_new = False
+        """Such a boundary has been copied; reset by the reader."""
+        self._streams = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_stream]
         self._rng = capture_rng()
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
@@ -89,20 +116,69 @@ class Collector:
             if place in after and (after[place][0] is not buffer or after[place][1] != version)
         ]
 
+    def places(self) -> dict[int, str]:
+        """The place of each parameter (``model.fc.weight``), by its id; of a tied one the first."""
+        names: dict[int, str] = {}
+        for name, module in self._modules.items():
+            for place, parameter in module.named.items():
+                names.setdefault(id(parameter), f"{name}.{place}")
+        return names
+
+    def watch(self) -> None:
+        """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
+        self._watch = Watch([module.structure for module in self._modules.values()])
+
+    def unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+
+    def _follow(self) -> None:
+        """Modules, parameters or groups may have changed since the last boundary."""
+        problems = {name: module.follow() for name, module in self._modules.items() if module.structure.has_changed()}
+        names = self.places()
+        problems |= {name: optimizer.follow(names) for name, optimizer in self._optimizers.items()}
+        self.problems = [f"{name}: {problem}" for name, found in problems.items() for problem in found]
+        self.structure_is_new = True
+        self.layouts.forget()
+        self.on_new_parameters(self.parameters)
+
+    def _has_changed(self) -> bool:
+        for module in self._modules.values():
+            if module.structure.has_changed():
+                return True
+        for optimizer in self._optimizers.values():
+            if optimizer.has_changed():
+                return True
+        return False
+
+    def has_new_flags(self) -> bool:
+        """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
+        changed = False
+        for module in self._modules.values():
+            changed |= module.flags.has_changed
+            module.flags.has_changed = False
+        return changed
+
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
+        if self._has_changed():
+            self._follow()
         for component in self.components.values():
             component.copy()
         self._rng = capture_rng(self._rng)
-        self.position = position
+        self._compiled_calls = self.compiled.at_boundary()
+        self.position, self._loop = position, self.loop
         self._mark_devices()
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self._rng)
-        state["progress"] = asdict(self.position)
+        state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
+        if self._compiled_calls:
+            state["compiled_calls"] = self._compiled_calls
+        state["module_extras"] = {name: module.beside() for name, module in self._modules.items()}
         return state
 
     def volatile(self) -> dict[str, Any]:
@@ -114,12 +190,16 @@ class Collector:
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
             "rng": pack_rng(self._rng),
-            "progress": asdict(self.position),
+            "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
+            "compiled_calls": self._compiled_calls,
         }
+
+    def _progress(self) -> dict[str, Any]:
+        return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
     def copy_ahead(self) -> dict[str, Any] | None:
         """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
@@ -133,7 +213,7 @@ class Collector:
             return None
         self._ahead_rng = capture_rng(self._ahead_rng)
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers}
+        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
 
     def forecast_came_true(self) -> bool | None:
         """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
@@ -163,6 +243,8 @@ class Collector:
                     own[name] = {**state[name], "param_groups": merged}
             elif name in volatile.get("plain", {}):
                 own[name] = volatile["plain"][name]
+        if volatile.get("compiled_calls"):
+            own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
     @property
@@ -194,16 +276,61 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
+        beside = state.get("module_extras", {})  # not in files of older versions
+        for name, module in self._modules.items():
+            module.prepare(beside.get(name, {}), state[name])
+        self._arrange_groups(state)
         for name, component in self.components.items():
             component.load(state[name])
-        self.position = Position(**state["progress"])
+        for name, module in self._modules.items():
+            module.load_beside(beside.get(name, {}))
+        progress = dict(state["progress"])
+        self.loop = self._loop = dict(progress.pop("loop", {}))
+        self.position = Position(**progress)
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
+    def _arrange_groups(self, state: Mapping[str, Any]) -> None:
+        """Make the parameter groups that the run had got in mid-run (unfreezing with another learning rate)."""
+        modules = self._modules.items()
+        parameters = {f"{name}.{place}": p for name, module in modules for place, p in module.named.items()}
+        for name, optimizer in self._optimizers.items():
+            if isinstance(state[name], Mapping) and (groups := state[name].get("names")) is not None:
+                optimizer.arrange(groups, parameters)
+
+    def load_flags(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Set what `state` says of modules beside their state_dict: `training` and `requires_grad`.
+
+        Returns what was set anew, by list. Files of older versions say nothing.
+        """
+        changed: dict[str, list[str]] = {}
+        for name, module in self._modules.items():
+            for key, places in module.flags.load(state.get("module_extras", {}).get(name, {})).items():
+                changed.setdefault(key, []).extend(f"{name}.{place}" if place else name for place in places)
+        return changed
+
+    def load_streams(self, state: Mapping[str, Any]) -> None:
+        """Set the named generators once more: code before the first batch may have drawn from them."""
+        for component in self._streams:
+            component.load(state[component.name])
+
+    @contextmanager
+    def kept_streams_and_flags(self) -> Iterator[None]:
+        """Named generators and flags are afterwards as they were, whatever an evaluation does with them."""
+        streams = [component.look() for component in self._streams]
+        flags = {name: module.flags.look() for name, module in self._modules.items()}
+        try:
+            yield
+        finally:
+            for component, before in zip(self._streams, streams, strict=True):
+                component.put_back(before)
+            for name, module in self._modules.items():
+                module.flags.put_back(flags[name])
+
     def _mark_devices(self) -> None:
         # The kernels of this boundary's update may still run. With an event on the training stream a reader in another
         # thread waits for them only, and not for the next step's kernels, which may hang.
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()

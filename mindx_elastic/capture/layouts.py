@@ -74,6 +74,10 @@ class LayoutRecorder:
             self._record, self._num_described = self._describe(), num_states
         return self._record
 
+    def forget(self) -> None:
+        """Parameters or groups have changed: work the record out anew when it is asked for."""
+        self._record = None
+
     def set_job_layouts(self, job: Sequence[TensorSpec]) -> None:
         """Set one tensor of every layout that any rank of the job has.
 

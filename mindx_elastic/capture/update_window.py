@@ -22,9 +22,8 @@ window that has never run in a step that was looked at stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -32,7 +31,7 @@ import torch
 
 from mindx_elastic.capture.buffer_block import BufferBlock
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.printable import listed
@@ -40,8 +39,10 @@ from mindx_elastic.core.printable import listed
 __all__ = ["UpdateWindow"]
 
 _FIRST, _EVERY = 4, 50
-_MANY, _RARELY = 40, 1000  # a look takes a millisecond
+_MANY, _RARELY = 40, 1000
 _ENOUGH = 2
+_PLAIN = frozenset((type(None), bool, int, float, str))
+_MISSING = object()
 _Leaves = dict[str, Any]
 
 
@@ -50,7 +51,7 @@ class _Middle:
     """The volatile state right after the last update of a step."""
 
     rng: dict[str, Any]
-    parts: dict[str, _Leaves]
+    parts: dict[str, Any]
     buffers: dict[str, BufferBlock]
 
 
@@ -78,7 +79,7 @@ class UpdateWindow:
         self._boundaries = 0
         self._middle: _Middle | None = None
         self._blocks: dict[str, BufferBlock] = {}
-        self._getters = [(name, _reference_of(component)) for name, component in collector.components.items()]
+        self._kept = [(name, component, component.KEPT_IN) for name, component in collector.components.items()]
         self._broken: str | None = None
         # These copies are never changed in place, so the last two boundaries' are kept without another copy.
         self._base: dict[str, Any] = self._references()
@@ -142,7 +143,7 @@ class UpdateWindow:
             return found
         if changed := gate.unusual_changes():
             found.append(f"{changed} parameters were not changed in place as often as in the step before")
-        now = self._parts()
+        now = _flat_parts(self._parts())
         base, before, after = (_flat_parts(parts) for parts in (self._base, self._before, self._after))
         for name in learned.moved:
             missing = {
@@ -205,36 +206,25 @@ class UpdateWindow:
             assert isinstance(component, ModuleComponent)
             if not component.has_buffers(block):
                 learned.buffers.add(name)
-        after, first = _flat_parts(self._base), _flat_parts(before)
-        for name, leaves in middle.parts.items():
-            moved = _differing(leaves, after[name])
-            both = moved & _differing(first[name], leaves)
+        for name, part in middle.parts.items():
+            moved = set(_changes(part, self._base[name]))
             if moved:
                 learned.moved.setdefault(name, set()).update(moved)
                 learned.num_moves[name] = learned.num_moves.get(name, 0) + 1
-            if both:
-                learned.both.setdefault(name, set()).update(both)
+                if both := moved.intersection(_changes(before[name], part)):
+                    learned.both.setdefault(name, set()).update(both)
 
     def _references(self) -> dict[str, Any]:
         """The last boundary's copies of all small state except generators and buffers."""
-        return {name: getter() for name, getter in self._getters}
+        return {name: getattr(component, attribute) for name, component, attribute in self._kept}
 
-    def _parts(self) -> dict[str, _Leaves]:
+    def _parts(self) -> dict[str, Any]:
         """The same state as it is now."""
         found: dict[str, Any] = {}
         for name, component in self._collector.components.items():
             if isinstance(component, (PlainComponent, OptimizerComponent, ModuleComponent)):
                 found[name] = component.look()
-        return _flat_parts(found)
-
-
-def _reference_of(component: Component) -> Callable[[], Any]:
-    """Gives the boundary's copy of its small state except buffers. Called at every boundary."""
-    if isinstance(component, OptimizerComponent):
-        return partial(getattr, component, "groups")
-    if isinstance(component, ModuleComponent):
-        return partial(getattr, component, "extras")
-    return component.state
+        return found
 
 
 def _flat_parts(parts: Mapping[str, Any]) -> dict[str, _Leaves]:
@@ -246,12 +236,36 @@ def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
         yield f"{place} (length)", len(value)
     if isinstance(value, dict):
         for key, item in value.items():
-            yield from _leaves(item, f"{place}.{key}" if place else str(key))
+            yield from _leaves(item, _inside(place, key))
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _leaves(item, f"{place}.{number}" if place else str(number))
+            yield from _leaves(item, _inside(place, number))
     else:
         yield place, value
+
+
+def _changes(one: Any, other: Any, place: str = "") -> Iterator[str]:
+    """The leaves in which they differ, as `_differing` finds them, without a name for each that is equal."""
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        yield from _differing(dict(_leaves(one, place)), dict(_leaves(other, place)))
+        return
+    if len(one) != len(other):
+        yield f"{place} (length)"
+    for key in one.keys() | other.keys():
+        here, there = one.get(key, _MISSING), other.get(key, _MISSING)
+        if here is there or (type(here) in _PLAIN and type(here) is type(there) and here == there):
+            continue
+        inside = _inside(place, key)
+        if here is _MISSING or there is _MISSING:
+            yield from (name for name, _ in _leaves(there if here is _MISSING else here, inside))
+        else:
+            yield from _changes(here, there, inside)
+
+
+def _inside(place: str, key: object) -> str:
+    return f"{place}.{key}" if place else str(key)
 
 
 def _differing(one: _Leaves, other: _Leaves) -> set[str]:

@@ -105,31 +105,39 @@ def convert_command(
     mindx-elastic convert trained resnet.pt --from mindspore --strategy strategy.ckpt
     """
     is_folder(source)  # ends the command where it is neither that nor a file
-    from mindx_elastic.convert.conversion import Request, convert
-    from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
+    from mindx_elastic.convert.conversion import Request
 
-    try:
-        request = Request(
-            source=source,
-            destination=destination,
-            source_kind=source_kind,
-            destination_kind=destination_kind,
-            component=component,
-            everything=everything,
-            step=step,
-            epoch=epoch,
-            strategy=strategy,
-            force=force,
-        )
-        result = convert(request)
-    except MindxError as error:
-        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
-        bad = EXIT_NOTHING if isinstance(error, NoUsableCheckpointError) else EXIT_BAD
-        raise typer.Exit(bad if isinstance(error, CheckpointError) else EXIT_USAGE) from None
+    request = Request(
+        source=source,
+        destination=destination,
+        source_kind=source_kind,
+        destination_kind=destination_kind,
+        component=component,
+        everything=everything,
+        step=step,
+        epoch=epoch,
+        strategy=strategy,
+        force=force,
+    )
+    result = _convert_or_exit(request)
     if as_json:
         typer.echo(json.dumps(_as_dict(request, result), indent=2))
     else:
         _print(request, result)
+
+
+def _convert_or_exit(request: Request) -> Result:
+    """Convert; an error of this package ends the command with its message and exit code."""
+    from mindx_elastic.convert.conversion import convert
+    from mindx_elastic.errors import CheckpointError, MindxError, NoUsableCheckpointError
+
+    try:
+        return convert(request)
+    except MindxError as error:
+        typer.echo(f"mindx-elastic: error: {printable(error)}", err=True)
+        if isinstance(error, NoUsableCheckpointError):
+            raise typer.Exit(EXIT_NOTHING) from None
+        raise typer.Exit(EXIT_BAD if isinstance(error, CheckpointError) else EXIT_USAGE) from None
 
 
 def _as_dict(request: Request, result: Result) -> dict[str, Any]:

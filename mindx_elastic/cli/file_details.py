@@ -46,6 +46,7 @@ def describe_file(entry: CatalogEntry, problems: Sequence[str], *, verified: boo
         "batch_num": info.batch_num,
         "kind": info.kind,
         "reason": info.reason,
+        "unmanaged": list(info.unmanaged),
         "rank": info.rank,
         "world_size": info.world_size,
         "attempt": info.attempt,
@@ -134,6 +135,7 @@ def _lines(details: dict[str, Any]) -> list[tuple[str, str]]:
         ("size", human_size(details["size_bytes"])),
         ("digests", verified),
     ]
+    lines += [("not exact" if n == 0 else "", note) for n, note in enumerate(details["unmanaged"])]
     lines += [("coordinates", str(details["coordinates"]))] if details["coordinates"] else []
     lines += [("append_info", str(details["append_info"]))] if details["append_info"] else []
     lines.append(("state", f"{_count(details['num_tensors'], 'tensor')}, {human_size(details['tensor_bytes'])}"))

@@ -29,6 +29,7 @@ from mindx_elastic.cli.common import (
 )
 from mindx_elastic.cli.file_details import describe_file, print_file
 from mindx_elastic.cli.verify import check_entries, entries_at
+from mindx_elastic.core.printable import listed
 
 if TYPE_CHECKING:
     from mindx_elastic.inventory.inventory import Inventory, Step
@@ -149,6 +150,7 @@ def _step(step: Step, findings: _Findings | None, now: float) -> dict[str, Any]:
         "batch_num": infos[0].batch_num,
         "kind": infos[0].kind,
         "reasons": list(dict.fromkeys(info.reason for info in infos)),
+        "unmanaged": list(dict.fromkeys(note for info in infos for note in info.unmanaged)),
         "world_size": step.world_size,
         "ranks": sorted(best),
         "missing_ranks": list(step.missing_ranks[:_MOST_MISSING]),
@@ -264,6 +266,7 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
         for file in step["files"]:
             if file["problems"]:
                 lines.append(f"{file['path']}: {'; '.join(file['problems'])}")
+    lines += _notes(report)
     if report["problems"]:
         lines += ["", "cannot be used:"]
         lines += [
@@ -272,6 +275,18 @@ def _print_remarks(console: Console, report: dict[str, Any]) -> None:
     lines += ["", *_conclusion(report)]
     for line in lines:
         console.print(printable(line), soft_wrap=True)
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    """What is known against an exact resume, each with the steps whose files say it."""
+    steps: dict[str, list[str]] = {}
+    for step in reversed(report["steps"]):
+        for note in step["unmanaged"]:
+            steps.setdefault(note, []).append(str(step["step"]))
+    return [
+        f"not exact from step{'s' if len(numbers) > 1 else ''} {listed(list(dict.fromkeys(numbers)), 8)}: {note}"
+        for note, numbers in steps.items()
+    ]
 
 
 def _conclusion(report: dict[str, Any]) -> list[str]:

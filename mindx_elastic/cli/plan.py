@@ -14,7 +14,7 @@ from mindx_elastic.cli.common import EXIT_BAD, EXIT_GOOD, EXIT_NOTHING, fail, is
 
 if TYPE_CHECKING:
     from mindx_elastic.cli.plan_inputs import Checked, Found
-    from mindx_elastic.plan.facts import Refusal, ResumePlan
+    from mindx_elastic.plan.facts import Refusal, ResumePlan, World
     from mindx_elastic.platforms.faults import Faults
 
 __all__ = ["plan_command"]
@@ -96,14 +96,19 @@ def plan_command(
     mindx-elastic plan ckpt --emit-env resume.sh && . ./resume.sh
     mindx-elastic plan ckpt --json | jq '.step'
     """
+    from mindx_elastic.cli.plan_inputs import find, gather_faults, new_world, parse_mesh
     from mindx_elastic.plan.facts import ResumePlan
     from mindx_elastic.platforms.plan_files import write_env_file, write_plan
 
     if not is_folder(path):
         fail(f"{path} is a file: give the checkpoint directory (mindx-elastic inspect looks at one file)")
-    result = _plan(
-        path, strategy, (faults, fault_ranks, fault_node or [], rank_table), world_size, mesh, step, run, verify
-    )
+    sizes = None if mesh is None else parse_mesh(mesh)
+    found = find(path, strategy, run)
+    largest = max((fact.world_size for fact in found.facts), default=None)
+    report = gather_faults(faults, fault_ranks, fault_node or [], rank_table, largest)
+    if world_size is None and sizes is None:
+        _refuse_if_only_claimed(found)
+    result = _plan(found, report, new_world(found, world_size, sizes), step, verify=verify)
     if write:
         write_plan(path, result.plan)
     if emit_env is not None:
@@ -115,28 +120,13 @@ def plan_command(
         _print(result, document)
     if isinstance(result.plan, ResumePlan):
         raise typer.Exit(EXIT_GOOD)
-    raise typer.Exit(EXIT_BAD if result.found.anything else EXIT_NOTHING)
+    raise typer.Exit(EXIT_BAD if found.anything else EXIT_NOTHING)
 
 
-def _plan(
-    path: Path,
-    strategy: Path | None,
-    fault_options: tuple[str | None, str | None, list[str], Path | None],
-    world_size: int | None,
-    mesh: str | None,
-    step: int | None,
-    run: str | None,
-    verify: bool,
-) -> _Result:
-    from mindx_elastic.cli.plan_inputs import find, gather_faults, new_world, parse_mesh, plan_and_check
+def _plan(found: Found, faults: Faults, world: World, step: int | None, *, verify: bool) -> _Result:
+    from mindx_elastic.cli.plan_inputs import plan_and_check
     from mindx_elastic.plan.facts import KnownFaults
 
-    sizes = None if mesh is None else parse_mesh(mesh)
-    found = find(path, strategy, run)
-    faults = gather_faults(*fault_options, max((fact.world_size for fact in found.facts), default=None))
-    if world_size is None and sizes is None:
-        _refuse_if_only_claimed(found)
-    world = new_world(found, world_size, sizes)
     known = KnownFaults.of(faults.ranks, faults.created)
     if verify:
         return _Result(found, faults, *plan_and_check(found, world, known, step))

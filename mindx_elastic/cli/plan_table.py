@@ -52,8 +52,8 @@ def print_plan(console: Console, plan: ResumePlan, document: dict[str, Any], *, 
 
 
 def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple[str, str, str]]:
-    reasons = [text for text in document["reasons"] if text not in document["kinds"]]
-    why = ", ".join(document["kinds"]) + (f" ({'; '.join(reasons[:3])})" if reasons else "")
+    causes = [text for text in document["reasons"] if text not in document["kinds"]]
+    why = ", ".join(document["kinds"]) + (f" ({'; '.join(causes[:3])})" if causes else "")
     rows = [
         ("saved", f"{_when(document['created'], now)}: {why}", ""),
         ("position", f"epoch {plan.epoch}, step {plan.step_in_epoch} in it", ""),
@@ -61,7 +61,8 @@ def _facts(plan: ResumePlan, document: dict[str, Any], now: float) -> list[tuple
     if plan.exact:
         rows.append(("exact", "yes, it goes on bit for bit as if nothing had happened", "green"))
     else:
-        rows += [("exact" if n == 0 else "", f"NO: {r}" if n == 0 else r, "yellow") for n, r in enumerate(plan.inexact)]
+        reasons = document["inexact"]
+        rows += [("exact" if n == 0 else "", f"NO: {r}" if n == 0 else r, "yellow") for n, r in enumerate(reasons)]
     if plan.steps_lost:
         s = "s" * (plan.steps_lost > 1)
         rows.append(("lost", f"{plan.steps_lost} step{s}: up to {plan.step + plan.steps_lost} had been seen", "yellow"))

@@ -42,7 +42,7 @@ from mindx_elastic.persist.writer import write_checkpoint
 
 __all__ = ["OurStep", "converted_info", "find_step", "read_step", "write_ours"]
 
-_OF_EACH_RANK = {"rng", "loader", "progress", "gradient_order", "train", "callbacks"}
+_OF_EACH_RANK = {"rng", "loader", "progress", "gradient_order", "compiled_calls", "module_extras", "train", "callbacks"}
 """Components that differ between ranks by their nature; the lowest rank's is taken."""
 _FEW_RANKS = 1 << 12
 _REFERENCES = ("$tensor", "$ndarray", "$blob")

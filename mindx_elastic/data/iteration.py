@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from mindx_elastic.data.position import Cursor
@@ -46,6 +47,8 @@ class Iteration(Iterator[Any]):
         self._shared = shared
         self._count = 0
         self._stopped = False
+        self.outdated: Callable[[], None] | None = None
+        """Called before each batch of an iterator that was made before its guard was entered."""
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -53,11 +56,16 @@ class Iteration(Iterator[Any]):
             if self._stopped:
                 raise UsageError("the loader was shut down; make a new iterator with iter(loader)")
             raise StopIteration
+        if self.outdated is not None:
+            self.outdated()
         if self._shared and self._token != self._cursor.token:
             raise UsageError("a newer iterator of this loader uses its persistent workers; this one has ended")
         if self._announce is not None:
             announce, self._announce = self._announce, None
             announce()
+        track = self._cursor.track
+        if track is not None:
+            track.ask()
         try:
             batch = next(batches)
         except StopIteration:
@@ -132,8 +140,30 @@ class Engine:
         self._live = weakref.ref(iteration)
         return iteration
 
+    @contextmanager
+    def set_aside(self, loader: Any) -> Iterator[None]:
+        """Inside, `loader` (the owner of this engine) can be iterated as if it were another object: the position, an
+        iteration under way and persistent workers are as before afterwards. Training thread."""
+        ready, loader.on_iterator_ready = loader.on_iterator_ready, None
+        before = self._live, self._torch_loader, self._torch_iterator, self._workers
+        self._live = self._torch_loader = self._torch_iterator = self._workers = None
+        try:
+            with self.cursor.set_aside():
+                try:
+                    yield
+                finally:
+                    self._end_persistent(_CLOSE_GRACE_S)
+        finally:
+            self._live, self._torch_loader, self._torch_iterator, self._workers = before
+            loader.on_iterator_ready = ready
+
+    @property
+    def live(self) -> Iteration | None:
+        """The newest iterator, if it still exists."""
+        return self._live() if self._live is not None else None
+
     def shutdown(self) -> None:
-        iteration = self._live() if self._live is not None else None
+        iteration = self.live
         if iteration is not None:
             iteration.stop()
         self._end_persistent(_SHUTDOWN_GRACE_S)

@@ -6,6 +6,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -22,10 +23,11 @@ from torch.utils.data import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
-from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, as_collated
 from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
+from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
 from mindx_elastic.errors import MismatchError, UsageError
 
@@ -154,15 +156,18 @@ class ResumableLoader(DataLoader[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
+        return self.state_at(self._engine.cursor)
+
+    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
+        """The same for an earlier position."""
         if self._settings is None:
             self._settings = self._current_settings()
-        cursor = self._engine.cursor
         return {
             **self._settings,
-            "epoch": cursor.epoch,
-            "batch": cursor.batch,
-            "samples": cursor.samples,
-            "finished": cursor.finished,
+            "epoch": at.epoch,
+            "batch": at.batch,
+            "samples": at.samples,
+            "finished": at.finished,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -184,6 +189,12 @@ class ResumableLoader(DataLoader[Any]):
             state["epoch"], batch=state["batch"], samples=state["samples"], finished=bool(state.get("finished"))
         )
         self._settings = None
+
+    def set_aside(self) -> AbstractContextManager[None]:
+        """A block in which this loader can be iterated (an evaluation on the training data) without any effect on its
+        position and on an iteration under way. Inside, each ``iter()`` is a whole epoch, the first one in the order of
+        the present epoch. `Guard.outside_step` has it around it."""
+        return self._engine.set_aside(self)
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.

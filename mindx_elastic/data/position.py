@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from mindx_elastic.data.track import Mark, Track
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = [
@@ -44,6 +46,9 @@ class PositionedLoader(Protocol):
     def shutdown(self) -> None: ...
 
 
+_tokens = itertools.count(1)  # unique: an iterator from inside of `Cursor.set_aside` must not be taken for a later one
+
+
 @dataclass
 class Cursor:
     """The position of the newest iteration, or of the next one while none has begun.
@@ -67,6 +72,22 @@ class Cursor:
     """Number of the newest iteration; older iterators no longer move the position."""
     requested: int | None = None
     """Epoch asked for by `set_epoch` while an iteration is live."""
+    track: Track | None = None
+    """Follows what is handed out, while a guard is entered."""
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Inside, the cursor is at the begin of this epoch, and is not followed; afterwards it is as it was."""
+        before = vars(self).copy()
+        self.move_to(self.epoch)
+        self.track = None
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+    def mark(self) -> Mark:
+        return Mark(self.epoch, self.batch, self.samples, self.finished, self.start)
 
     @property
     def next_epoch(self) -> int:
@@ -90,7 +111,9 @@ class Cursor:
         elif not self.pending:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
-        self.token += 1
+        self.token = next(_tokens)
+        if self.track is not None:
+            self.track.begin()
         return self.token
 
     def abandon(self) -> None:
@@ -103,12 +126,16 @@ class Cursor:
             self.batch += 1
             self.samples = samples
             self.finished = finished
+            if self.track is not None:
+                self.track.hand_out(self.mark)
 
     def end(self, token: int, *, exhausted: bool) -> None:
         """The iteration is exhausted or was dropped."""
         if token == self.token and self.live:
             self.live = False
             self.finished = self.finished or exhausted
+            if self.track is not None:
+                self.track.end(exhausted=exhausted)
             if self.requested is not None:
                 self.move_to(self.requested)
 

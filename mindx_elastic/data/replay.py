@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.alarm.shield import WorkerShield
 from mindx_elastic.config import Settings
+from mindx_elastic.data.generators import find_generators, is_generator, set_state, state_of
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix, mix_array
-from mindx_elastic.data.position import check_numbers, check_unchanged, whole_number
+from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeededDataset,
     as_collated,
@@ -24,12 +25,14 @@ from mindx_elastic.data.random_streams import (
     restore_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
+from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["ReplayLoader", "iterates_as_stock"]
 
 _KIND = "replay"
+_STREAMS = "datasets.iterable_dataset"
 _SAMPLE, _WORKERS = 5, 6  # keep the hashes of (seed, epoch) apart
 
 
@@ -74,6 +77,7 @@ class ReplayLoader:
         self.seed = whole_number("seed", seed)
         self._engine = Engine()
         self._settings: dict[str, Any] | None = None
+        self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
         self._skipper: _SkippingSampler | None = None
@@ -127,16 +131,19 @@ class ReplayLoader:
 
         About 10 KB of arrays, which the dicts of one epoch share: do not change them in place.
         """
+        return self.state_at(self._engine.cursor)
+
+    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
+        """The same for an earlier position."""
         if self._settings is None:
             self._settings = self._current_settings()
-        cursor = self._engine.cursor
         return {
             **self._settings,
-            "epoch": cursor.epoch,
-            "batch": cursor.batch,
+            "epoch": at.epoch,
+            "batch": at.batch,
             "samples": 0,
-            "finished": cursor.finished,
-            "start": cursor.start,
+            "finished": at.finished,
+            "start": at.start,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -150,6 +157,17 @@ class ReplayLoader:
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
         self._settings = None
+
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
+        found = {name: _capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()}
+        try:
+            with self._engine.set_aside(self):
+                yield
+        finally:
+            for name, part in self._parts().items():
+                _restore_part(part, found.get(name, {}))
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.
@@ -195,7 +213,7 @@ class ReplayLoader:
         if isinstance(loader, DataLoader) and not isinstance(loader.worker_init_fn, WorkerShield):
             life_s = Settings.from_env().grace_s if self.worker_grace_s is None else self.worker_grace_s
             loader.worker_init_fn = WorkerShield(WorkerStart(loader.worker_init_fn), grace_s=life_s)
-        iterator, workers = open_iterator(loader)
+        iterator, workers = open_iterator(_AsItWas(loader, self._kind))
         # Its persistent workers are its own; they stay known to the exit hook.
         return iterator, None if getattr(loader, "persistent_workers", False) else workers
 
@@ -242,15 +260,12 @@ class ReplayLoader:
         return {
             "length": self._length(),
             "streams": capture_streams(),
-            # Not the loader's own state_dict(): some loaders start workers to answer.
-            "parts": {
-                name: _capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()
-            },
+            "parts": {name: _capture_part(part, self.loader) for name, part in self._parts().items()},
         }
 
     def _restore(self, start: Mapping[str, Any]) -> None:
         for name, part in self._parts().items():
-            _restore_part(part, start["parts"].get(name, {}))
+            _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
         check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
         restore_streams(start["streams"])
@@ -263,6 +278,21 @@ class ReplayLoader:
 
 
 _END = object()
+
+
+class _AsItWas:
+    """An iterable with the iterator of class `kind`, which its own class may hide."""
+
+    def __init__(self, loader: Any, kind: type) -> None:
+        self._loader = loader
+        self._kind: Any = kind
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator: Iterator[Any] = self._kind.__iter__(self._loader)
+        return iterator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
 
 
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:
@@ -349,50 +379,47 @@ class _Walk(Iterator[Any]):
 # --- state of a sampler, a loader or an iterable data set that decides its order ---
 
 
-def _capture_part(part: Any, *, own_state: bool = True) -> dict[str, Any]:
-    """The random generators among the attributes of `part`, its ``epoch`` and (`own_state`) its ``state_dict()``."""
-    attributes = getattr(part, "__dict__", {})
-    found: dict[str, Any] = {"rngs": {name: _rng_state(rng) for name, rng in attributes.items() if _is_rng(rng)}}
-    if isinstance(attributes.get("epoch"), int):
-        found["epoch"] = attributes["epoch"]
-    if own_state and _keeps_state(part):
+def _capture_part(part: Any, loader: Any) -> dict[str, Any]:
+    """The random generators that `part` keeps, its ``epoch`` and its ``state_dict()``."""
+    found: dict[str, Any] = {"rngs": {name: state_of(rng) for name, rng in _generators(part, loader).items()}}
+    if isinstance(epoch := _epoch_of(part), int):
+        found["epoch"] = epoch
+    if _keeps_state(part) and not _begins_by_epoch(part) and part is not loader:  # some loaders start workers to answer
         found["state"] = copy.deepcopy(part.state_dict())
     return found
 
 
-def _restore_part(part: Any, found: Mapping[str, Any]) -> None:
+def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
     """Put back what `_capture_part` found; what is no longer there is left out."""
-    if "state" in found and _keeps_state(part):
+    if "state" in found and _keeps_state(part) and not _begins_by_epoch(part):
         part.load_state_dict(copy.deepcopy(found["state"]))
-    attributes = getattr(part, "__dict__", {})
-    if "epoch" in found and isinstance(attributes.get("epoch"), int):
+    if "epoch" in found and isinstance(_epoch_of(part), int):
         if hasattr(part, "set_epoch"):
             part.set_epoch(found["epoch"])
         else:
             part.epoch = found["epoch"]
+    rngs = _generators(part, loader)
     for name, state in found.get("rngs", {}).items():
-        if _is_rng(attributes.get(name)):
-            _set_rng_state(attributes[name], state)
+        if name in rngs:
+            set_state(rngs[name], state)
+
+
+def _generators(part: Any, loader: Any) -> dict[str, Any]:
+    if part is loader:  # its samplers and its data set are parts of their own
+        return {name: value for name, value in getattr(part, "__dict__", {}).items() if is_generator(value)}
+    dataset = getattr(loader, "dataset", None)
+    return find_generators(part, beside=None if part is dataset else dataset)
+
+
+def _epoch_of(part: Any) -> Any:
+    return part.epoch if _begins_by_epoch(part) else getattr(part, "__dict__", {}).get("epoch")
+
+
+def _begins_by_epoch(part: Any) -> bool:
+    """Whether it is a stream of Hugging Face's `datasets`: the order of an epoch follows from the epoch's number alone,
+    and its own state, which is a position inside of the epoch, leaves out the shuffle buffer."""
+    return any(kind.__name__ == "IterableDataset" and kind.__module__ == _STREAMS for kind in type(part).__mro__)
 
 
 def _keeps_state(part: Any) -> bool:
     return hasattr(part, "state_dict") and hasattr(part, "load_state_dict")
-
-
-def _is_rng(value: Any) -> bool:
-    return isinstance(value, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
-
-
-def _rng_state(rng: Any) -> Any:
-    if isinstance(rng, np.random.Generator):
-        return rng.bit_generator.state
-    return rng.getstate() if isinstance(rng, random.Random) else rng.get_state()
-
-
-def _set_rng_state(rng: Any, state: Any) -> None:
-    if isinstance(rng, np.random.Generator):
-        rng.bit_generator.state = state
-    elif isinstance(rng, random.Random):
-        rng.setstate(state)
-    else:
-        rng.set_state(state)

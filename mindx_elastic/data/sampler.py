@@ -127,6 +127,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.ranks = ranks
         self.seeded = seeded
         self.whole_rounds = whole_rounds
+        self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
         self.cursor.set_epoch(epoch)
@@ -140,8 +141,11 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         return EpochPlan(size, self.batch_size, world_size, self.drop_last, size if finished else start)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch for one rank."""
-        return self.plan().num_batches
+        """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""
+        facts = (len(self.dataset), self.batch_size, self.ranks()[1], self.drop_last, self.whole_rounds)
+        if facts != self._length[0]:
+            self._length = facts, self.plan().num_batches
+        return self._length[1]
 
     def __iter__(self) -> Iterator[list[Key]]:
         # Not a generator: torch may want the first batch long after `iter`, when the cursor has moved.

@@ -6,8 +6,9 @@ handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes fi
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -21,26 +22,30 @@ from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, all_or_none, meet
 from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.alarm.alarm import REFUSAL
 from mindx_elastic.alarm.peers import PeerWatch
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.collector import Collector, name_targets
-from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
-from mindx_elastic.core.printable import listed
-from mindx_elastic.data.position import epoch_reader, num_batches
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.changes import Changes
+from mindx_elastic.guard.checks import Checks
+from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.evaluations import Evaluations
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
+from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.loops import Loops
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -151,19 +156,26 @@ class Guard:
             unmanaged=unmanaged,
         )
         self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
-        self.loader = loader
+        self._loaders = Loaders(loader, stateful)
+        self.loader = self._loaders.first
+        """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
         self._targets = name_targets(
-            model=model, optimizer=optimizer, lr_scheduler=lr_scheduler, scaler=scaler, loader=loader, stateful=stateful
+            model=model,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            scaler=scaler,
+            loader=self._loaders.argument,
+            stateful=self._loaders.stateful,
         )
-        self.resumed_from_step: int | None = None
-        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._resumed_from_step: int | None = None
         self.resumed_path: Path | None = None
         self.run_id = ""
-        self._step = self._epoch = self._step_in_epoch = 0
+        self._loops = Loops(self._loaders)
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
+        self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
         self._has_stepped = False  # a boundary was passed since the start
-        self._warned_of_window = self._warned_of_buffers = False
+        self._warned_of_window = False
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
@@ -177,7 +189,12 @@ class Guard:
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
 
+    def expect_no_look_ahead(self) -> None:
+        """For layers above, before entering: their loop uses each batch before it fetches the next one."""
+        self._loaders.expect_no_look_ahead()
+
     def __enter__(self) -> Guard:
+        self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
             self._exchange = self._shared_exchange or open_exchange(self.ranks)
@@ -227,9 +244,9 @@ class Guard:
             hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
         log = directories[0] / EVENTS_FILE
         self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
-        self._current_epoch = epoch_reader(self.loader)
         stack.callback(self._events.close)
         self._events.write_aside()
+        self._loaders.begin(stack)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
         self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts))
@@ -257,10 +274,10 @@ class Guard:
             directories,
             collector=self._collector,
             targets=self._targets,
-            loader=self.loader,
             saver=self._saver,
             resume=options.resume,
             around=self._around,
+            unmanaged=self._unmanaged,
         )
         if self._around.is_guest and not evaluates and start.resumed is not None:
             self._around.keeps_nothing = True
@@ -268,7 +285,19 @@ class Guard:
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         self._take_over(start, settings)
+        trains = not (evaluates or self._around.is_guest)
+        self._checks = Checks(
+            self._unmanaged,
+            self._targets,
+            self._collector,
+            loaders=self._loaders.named,
+            epoch=lambda: self._loops.epoch,
+        )
+        if trains:
+            self._checks.at_entry()
         self._start_stages(stack, settings, start.peers, relay, closing)
+        if trains:
+            self._checks.watch(self._update_gate)
         self._around.enter(
             start.resumed,
             start.run_id,
@@ -291,11 +320,11 @@ class Guard:
             targets=self._targets,
             loaders=[] if self.loader is None else [self.loader],
             collector=self._collector,
-            position=self.position,
-            resumed=self.resumed_from_step,
+            position=self._loops.position,
+            resumed=self._resumed_from_step,
             resumed_path=self.resumed_path,
             signals=[number for policy in self._policies for number in policy.signals],
-            outside=lambda: bool(getattr(self, "_outside", False)),
+            outside=lambda: self._evaluations.is_inside,
             end=self._end_unsaved,
         )
 
@@ -306,18 +335,17 @@ class Guard:
     def _take_over(self, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        position = self._collector.position
-        self._step, self._epoch, self._step_in_epoch = position.step, position.epoch, position.step_in_epoch
-        self.resumed_from_step = start.step
+        self._loops.take_over(self._collector.position, start.restore_streams)
+        self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        self._unmanaged.inherit(start.notes)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        if hasattr(self.loader, "worker_grace_s"):
-            self.loader.worker_grace_s = settings.grace_s
+        self._loaders.enter(self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -325,7 +353,14 @@ class Guard:
         self._update_gate = UpdateGate()
         self._update_gate.watch(self._collector.parameters)
         stack.callback(self._update_gate.unwatch)
+        self._collector.compiled.listen()
+        stack.callback(self._collector.compiled.stop)
+        self._collector.on_new_parameters = self._update_gate.follow
+        self._collector.watch()
+        stack.callback(self._collector.unwatch)
+        self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
         self._window = UpdateWindow(self._collector, self._update_gate)
+        self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
         self._orders = GradientOrders(
             self._targets,
             self._collector,
@@ -334,7 +369,7 @@ class Guard:
         )
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate, self._past_epochs = StepGate(self._step), False
+        self._step_gate = StepGate(self._step)
         stack.callback(peers.close)
         self._listeners = Listeners(settings, self._policies, self.ranks)
         watcher = self._watcher = Watcher(self._listeners.hear_signal)
@@ -362,6 +397,13 @@ class Guard:
         stack.callback(watcher.stop)
         self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
         stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
+        self._loops.enter(
+            self._collector,
+            self._unmanaged,
+            late_boundary=self._late_boundary,
+            leave_step=self._step_gate.leave_step,
+            enter_step=self._enter_step,
+        )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
 
@@ -369,8 +411,28 @@ class Guard:
 
     @property
     def position(self) -> Position:
-        """The last boundary passed."""
-        return Position(self._step, self._epoch, self._step_in_epoch, num_batches(self.loader))
+        """The last boundary passed. Right after a resume it is the resumed one."""
+        self._loops.asked = True
+        return self._loops.position
+
+    @property
+    def step(self) -> int:
+        """Number of the last boundary passed, over all epochs and restarts; 0 before the first.
+
+        What is done every so many steps goes by it: ``if guard.step % 100 == 0:``.
+        """
+        self._loops.asked = True
+        return self._loops.step
+
+    @property
+    def resumed_from_step(self) -> int | None:
+        """Step of the checkpoint that this run went on from; None on a fresh start."""
+        self._loops.asked = True
+        return self._resumed_from_step
+
+    @property
+    def _step(self) -> int:
+        return self._loops.step
 
     @property
     def rank(self) -> int:
@@ -382,26 +444,43 @@ class Guard:
         """Number of ranks; known once the guard is entered."""
         return self.ranks.world_size
 
-    def epochs(self, num_epochs: int) -> Iterator[int]:
-        """Yield the epochs still to do, from 1 to `num_epochs`; the first one is the resumed one.
+    def epochs(self, num_epochs: int, start: int = 1) -> Iterator[int]:
+        """Yield the epochs still to do, the first of `num_epochs` having the number `start`; the first one is the
+        resumed one.
 
         An epoch whose last boundary was reached before the stop is yielded again, and the loader then gives no batch:
         so code after the inner loop (an evaluation, a per-epoch scheduler) runs exactly once in the end, as without
-        the stop.
+        the stop. Checkpoints count from 1, whatever `start` is.
+
+        A second loop goes on where the first one has ended: ``epochs(2)`` and then ``epochs(5)`` are 2 and 3 epochs.
+        Without a loader an epoch is either one step (all data at once), or has an inner loop over `steps`.
         """
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 0:
-            raise UsageError(f"epochs({num_epochs!r}): give the number of epochs, a whole number from 0")
-        if self._past_epochs:  # a second loop in the same block
-            self._past_epochs = False
-            self._step_gate.enter_step()
-        for epoch in range(max(1, self._epoch), num_epochs + 1):
-            if epoch != self._epoch:
-                self._epoch, self._step_in_epoch = epoch, 0
-            if hasattr(self.loader, "set_epoch"):
-                self.loader.set_epoch(epoch)
-            yield epoch
-        self._past_epochs = True
-        self._step_gate.leave_step()
+        return self._loops.epochs(num_epochs, start)
+
+    def steps(self, num_steps: int, start: int = 1) -> Iterator[int]:
+        """Yield the numbers of the steps still to do, until `num_steps` boundaries have been passed in all.
+
+        ::
+
+            batches = iter(loader)
+            for step in guard.steps(10_000):
+                try:
+                    x, y = next(batches)
+                except StopIteration:  # the next epoch
+                    batches = iter(loader)
+                    x, y = next(batches)
+                ...
+                guard.step_end()
+
+        The first number is `start`; after a resume, that of the step behind the resumed one. Inside a loop over
+        `epochs` the steps of each epoch are counted. An iteration that calls no `step_end` does not count.
+        """
+        return self._loops.steps(num_steps, start)
+
+    def enumerate(self, loader: Iterable[Any], start: int = 0) -> Iterator[tuple[int, Any]]:
+        """As the builtin, for a loader that is named: after a resume the numbers go on from the batch's true place in
+        its epoch."""
+        return self._loops.enumerate(loader, start)
 
     def step_end(self, **scalars: Any) -> None:
         """The boundary: call it once after the optimizer (and scheduler, scaler) have stepped.
@@ -418,18 +497,26 @@ class Guard:
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
         self._require_entered("step_end()")
-        current_epoch = self._current_epoch()
-        if self._epoch == 0 or current_epoch not in (0, self._epoch):
-            self._epoch, self._step_in_epoch = max(1, current_epoch, self._epoch), 0
-        self._step += 1
-        self._step_in_epoch += 1
+        if self._evaluations.is_inside:
+            raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
+        loops = self._loops
+        self._known = self._loaders.at_boundary()
+        loops.count()
         self._finished_step = False
-        self._cut = not (self._accumulates and self._update_gate.window_open())
-        if not self._cut:
-            return
+        self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
+        self._cut = self._cut and loops.is_boundary()
+        if self._cut:
+            self._pass_boundary()
+        elif not self._known:
+            self._update_gate.pass_unknown()
+
+    def _pass_boundary(self) -> None:
         self._orders.at_boundary()
         self._copy_boundary()
-        self._window.at_boundary(self._step)
+        if self._collector.compiled.problems:
+            tell_of_compiled(self._collector, self._unmanaged)
+        self._window.at_boundary(self._loops.step)
+        self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
 
@@ -442,26 +529,35 @@ class Guard:
         if retake and self._cut:
             self._copy_boundary()
         self._finished_step = True
-        self._log_filter.step = self._step
+        step = self._log_filter.step = self._loops.step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(self._step, cut=self._cut)
-        if self._witness is not None and self._witness.at_boundary(self.position, is_cut=self._cut):
+        self._around.at_boundary(step, cut=self._cut)
+        if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
-        if self._step_gate.arrive(self._step):
+        if self._step_gate.arrive(step):
+            self._checks.before_save()
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
-            if self._cut and policy.due(self.position):
+            if self._cut and policy.due(self._loops.position):
+                self._checks.before_save()
                 self.save_periodic(policy)
 
+    def _late_boundary(self) -> None:
+        """The loop has gone on, which shows that the step counted last is one to resume from."""
+        self._cut = True
+        self._pass_boundary()
+        self.finish_step()
+
     def _copy_boundary(self) -> None:
-        position = self.position
+        position = self._loops.position
         self._has_stepped = True
         if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
             logger.warning(
                 "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
                 self._step,
             )
+        self._changes.at_boundary()
 
     def _warn_of_window(self) -> None:
         """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
@@ -485,32 +581,25 @@ class Guard:
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
         if self._step_gate.at_limit():
-            self.stopper.at_limit(is_cut=True)
+            self._stop_between_steps()
 
     @contextmanager
     def outside_step(self) -> Iterator[None]:
         """Around an evaluation or anything long between two steps: the job can stop at the boundary it has.
 
-        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices) are as before afterwards,
-        so that the training is the same whether the block was run, cut off by a stop, or left out. Put the model into
-        evaluation mode in it: buffers that change are part of no boundary, and a warning names them. After the block,
+        Random streams (python, numpy's global one, torch on the CPU and on all CUDA devices), the modes of the modules
+        and the position of the named loaders are as before afterwards, so that the training is the same whether the
+        block was run, cut off by a stop, or left out. The training's own loader can be iterated in it. Put the model
+        into evaluation mode in it: buffers that change are part of no boundary, and a warning names them. Averaged
+        weights can be evaluated in it, if the block puts the training's back: a stop waits for that. After the block,
         note its result: a stop that cut it off raises GracefulExit instead. Which evaluations are done again after a
         resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
         latter, as long as the deadline allows.
         """
         self._require_entered("outside_step()")
-        before = self._collector.buffer_versions()
-        with kept_rng(), self._stoppable():
+        evaluations = self._evaluations
+        with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
-        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(before)
-        if changed:
-            self._warned_of_buffers = True
-            logger.warning(
-                "step %d: %s changed inside guard.outside_step(): no boundary has that, so a run that is stopped here "
-                "goes on without it. Call eval() on the model first",
-                self._step,
-                listed(changed, 3),
-            )
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -527,8 +616,17 @@ class Guard:
             with self._around.between_steps():
                 yield
         finally:
-            if self._step_gate.enter_step():
-                self.stopper.at_limit(is_cut=True)
+            self._enter_step()
+
+    def _enter_step(self) -> None:
+        if self._step_gate.enter_step():
+            self._stop_between_steps()
+
+    def _stop_between_steps(self) -> None:
+        """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
+        with self._update_gate.hold(0.0) as problem:
+            pass
+        self.stopper.at_limit(is_cut=problem is None)
 
     # --- saves and stops that the program asks for ---
 
@@ -570,22 +668,29 @@ class Guard:
 
     def _conclude(self, error: BaseException | None) -> None:
         """The block is over: finished, stopped gracefully, or failed."""
+        refusal = self._unmanaged.refusal
+        if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
+            self._conclude(refusal)  # the program has caught it, or has made another exception of it
+            if error is None:
+                raise refusal
+            return
         if self._witness is not None:
             outcome = "finished" if error is None else type(error).__name__
             self._witness.leave(outcome, self._unmanaged.notes)
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             self._finish()
             return
-        if not isinstance(error, GracefulExit):
+        if not isinstance(error, (GracefulExit, UnmanagedStateError)):
             self._complete_step(error)
-        if hasattr(self.loader, "shutdown"):
-            self.loader.shutdown()  # a stuck loader worker would delay the exit
+        self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
             self._leave()
             return
         self.stopper.on_exception(error)
+        self._drop_refused()
         alarm = self.stopper.alarm
-        if alarm is not None and alarm.kind != "exception":
+        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
+        if alarm is not None and not own:
             # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
             logger.warning("%s: %s while stopping", type(error).__name__, error)
             raise self._leave() from error
@@ -593,6 +698,9 @@ class Guard:
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
+        self._loops.leave()
+        if self._step and not self._known and self._finished_step and self._loaders.settle():
+            self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():
             raise self._leave()
@@ -611,8 +719,15 @@ class Guard:
         self.stopper.after_save()
         leaving = self.stopper.exit()
         self._around.leave(self.stopper)
+        self._drop_refused()
         self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
         return leaving
+
+    def _drop_refused(self) -> None:
+        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
+        alarm = self.stopper.alarm
+        if alarm is not None and alarm.kind == REFUSAL and self.resumed_from_step is None:
+            self._around.keep_memory = False
 
     def _complete_step(self, error: BaseException) -> None:
         """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""

@@ -93,6 +93,8 @@ class GradientOrders:
 
     def at_boundary(self) -> None:
         """Training thread, at each boundary: keep the orders that are complete."""
+        if not self._recording:
+            return
         for name, order in list(self._recording.items()):
             if order.finish():
                 self._collector.gradient_order[name] = self._recording.pop(name).order

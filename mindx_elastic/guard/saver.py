@@ -90,6 +90,11 @@ class Saver:
         self._entries: dict[Path, tuple[CatalogEntry, ...]] = {}  # headers already read need not be read again
         self._judged: Judged = {}
 
+    @property
+    def is_refused(self) -> bool:
+        """Whether the training was refused (`UnmanagedStateError`): nothing of it may be saved."""
+        return self._unmanaged.refusal is not None
+
     def folder(self, directory: Path) -> Path:
         """``directory``, or ``directory/rank_{r}`` when there are several ranks."""
         root = self._resolved.get(directory, directory)

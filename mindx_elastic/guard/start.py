@@ -7,13 +7,13 @@ here       the machine and disk of each rank; whole shapes of by-hand layouts; t
            must be equal
 plan       layouts of all tensors, and what each rank has found; the answer is the plan (see `resume.restore`)
 read       each rank has read its share; once more for every damaged file
-loaded     the state is in the live objects, on every rank
+loaded     the state is in the live objects, on every rank; which calls torch.compile had compiled
 entered    every rank is ready to train
 =========  ===================================================================================================
 
 The state is loaded in this order: DDP's bucket layout (a synthetic backward), the state, the random generators last.
-The generators are restored once more when the loader's iterator exists, because creating it, and the program's own code
-before the first batch, may draw numbers.
+The generators are restored once more when the loop reaches the resumed place (see `guard.loops`), because creating an
+iterator, and the program's own code before the first batch, may draw numbers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import MindxError, MismatchError
+from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
@@ -74,6 +77,8 @@ class Start:
     attempt: int
     resumed: Resumed | None
     peers: PeerWatch
+    restore_streams: Callable[[], None] | None
+    """Puts the random generators back as at the resumed boundary; None on a fresh start."""
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
@@ -82,6 +87,11 @@ class Start:
         if found is None or found.own is None or found.plan.resharded:
             return False
         return arenas is None or not found.path.is_relative_to(arenas)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is known against an exact resume, according to the files of all ranks that the run goes on from."""
+        return () if self.resumed is None else self.resumed.plan.unmanaged
 
     @property
     def step(self) -> int | None:
@@ -94,10 +104,10 @@ def start_job(
     *,
     collector: Collector,
     targets: Mapping[str, Any],
-    loader: Any,
     saver: Saver,
     resume: str | Path,
     around: Connections,
+    unmanaged: Unmanaged,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together.
 
@@ -131,21 +141,24 @@ def start_job(
 
     if found is not None and resume == "auto":
         _refuse_another_job(found, saver.names)
+    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
+    collector.compiled.only_names, kept, restore = collector.is_sharded, b"", None
     if found is None:
         logger.info("fresh start in %s", directories[0])
         collector.copy(Position())
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        _load(found, collector, targets, loader, ranks)
-    meet(exchange, "loaded", [flags])
+        kept, restore = _load(found, collector, targets, ranks, with_flags=not around.is_guest)
+    compiled = CompiledPart(kept)
+    meet(exchange, "loaded", [flags, compiled])
+    restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
         _tell(found, saver, began)
         saver.began_from(found.checkpoint.info)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -153,7 +166,7 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank))
+    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore)
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
@@ -163,6 +176,9 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
     logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
+    if saver.ranks.rank == 0 and found.plan.unmanaged:
+        notes = "; ".join(found.plan.unmanaged)
+        logger.warning("not bit for bit the uninterrupted run, according to its files: %s", notes)
     saver.events.emit(
         "resume",
         step=info.step,
@@ -172,6 +188,7 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
         path=str(found.path),
         rejected=list(found.rejected),
         exact=found.plan.exact,
+        unmanaged=list(found.plan.unmanaged),
         resharded=found.plan.resharded,
     )
 
@@ -190,7 +207,14 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
-def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], loader: Any, ranks: RankInfo) -> None:
+def _load(
+    found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo, *, with_flags: bool
+) -> tuple[bytes, Callable[[], None]]:
+    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts the random
+    generators back.
+
+    with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
+    """
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
@@ -201,10 +225,27 @@ def _load(found: Resumed, collector: Collector, targets: Mapping[str, Any], load
         state = collector.compose(state, own)
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore = _how_to_restore_rng(found, state["rng"], ranks)
-    restore()
-    _call_when_ready(loader, restore)
+    restore_rng_ = _how_to_restore_rng(found, state["rng"], ranks)
+    if with_flags:
+        _say_flags(collector.load_flags(state))
+
+    def restore() -> None:
+        restore_rng_()
+        collector.load_streams(state)
+        if with_flags:  # `model.train()` at the loop's head runs before the first batch
+            collector.load_flags(state)
+
+    restore_rng_()
     collector.copy(collector.position)
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), restore
+
+
+def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
+    """One line on flags that the program begins with and the boundary had otherwise."""
+    words = {"training": "in training mode", "eval": "in evaluation mode", "trainable": "trained", "frozen": "frozen"}
+    told = [f"{words[key]}: {listed(list(places), 3)}" for key, places in changed.items()]
+    if told:
+        logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
 
 
 def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
@@ -237,17 +278,6 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     # Not the donor's: two ranks would draw the same dropout masks.
     seed = xxhash.xxh3_64_intdigest(f"{info.run_id}/{info.step}/{ranks.rank}".encode()) >> 1
     return lambda: seed_rng(seed)
-
-
-def _call_when_ready(loader: Any, restore: Callable[[], None]) -> None:
-    if not hasattr(loader, "on_iterator_ready"):
-        return
-
-    def once() -> None:
-        loader.on_iterator_ready = None
-        restore()
-
-    loader.on_iterator_ready = once
 
 
 def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:

@@ -26,7 +26,7 @@ from pathlib import Path
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.step_gate import StepGate
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision
-from mindx_elastic.alarm.alarm import Alarm, Alarms, signal_name
+from mindx_elastic.alarm.alarm import REFUSAL, Alarm, Alarms, signal_name
 from mindx_elastic.alarm.deadline import reserve_s
 from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
@@ -49,6 +49,7 @@ _RECHECK_S = 1.0
 _FLUSH_S = 1.0
 _GATE_S = 0.05  # for the update gate where nothing should be in progress
 _DYING_S = 0.25
+_NOTHING = "nothing is saved"
 _AFTER_DEATH_S = 2.0  # a rank that has saved and left needs no help, one that waits for a dead rank does
 
 
@@ -158,7 +159,11 @@ class Stopper:
         """Watcher thread: begin the stop. Agrees on a step and lets the training thread run to it."""
         if not self._accept(alarm):
             return
-        cannot_go_on = alarm.kind in ("exception", "peer")  # of some rank: no coming boundary is sure to be reached
+        cannot_go_on = alarm.kind in (
+            "exception",
+            "peer",
+            REFUSAL,
+        )  # of some rank: no coming boundary is sure to be reached
         offer = 0 if cannot_go_on else self.step_gate.close()  # before logging, which may take a moment
         self._log_alarm(alarm)
         if alarm.origin == self.ranks.rank:
@@ -181,8 +186,9 @@ class Stopper:
             self._salvage(alarm)
         else:
             self.step_gate.open_until(decision.step)
-            if decision.step <= min(self.step_gate.step, self.saver.collector.position.step):
-                self._salvage(alarm)  # between two steps: the boundary is here already, and an evaluation may take long
+            is_here = decision.step <= min(self.step_gate.step, self.saver.collector.position.step)
+            if is_here and self.step_gate.is_between:  # an evaluation may take long
+                self._salvage(alarm)  # elsewhere the training thread has just arrived, and saves it itself
 
     def _accept(self, alarm: Alarm) -> bool:
         if not self.state.accept(alarm):
@@ -197,8 +203,8 @@ class Stopper:
 
     def _log_alarm(self, alarm: Alarm) -> None:
         self.events.emit("alarm", step=self.step_gate.step, reason=alarm.reason, outcome="stopping", kind=alarm.kind)
-        if alarm.kind == "exception":
-            logger.error("%s; saving the last boundary", alarm.reason)
+        if alarm.kind in ("exception", REFUSAL):
+            logger.error("%s; %s", alarm.reason, _NOTHING if alarm.kind == REFUSAL else "saving the last boundary")
             return
         heard = " heard" if alarm.kind in ("signal", "flag", "request") and alarm.origin == self.ranks.rank else ""
         left = alarm.deadline.remaining_s()
@@ -237,7 +243,7 @@ class Stopper:
         if self.phase is StopPhase.TRAINING:
             gone = [rank for rank in self._peers_gone_soon(error) if self._died(rank)]
             alarm = self.alarms.of_death(gone) if gone else self.alarms.of_exception(error)
-            if not any(alarm.kind in policy.alarms for policy in self.policies):
+            if alarm.kind != REFUSAL and not any(alarm.kind in policy.alarms for policy in self.policies):
                 return
             if self._accept(alarm):
                 self._log_alarm(alarm)
@@ -340,12 +346,24 @@ class Stopper:
             if can_wait or self.state.wait_while(StopPhase.SAVING) in SETTLED:
                 return
         try:
-            self._salvage_claimed(alarm, can_wait=can_wait)
+            if alarm.kind == REFUSAL or self.saver.is_refused:
+                self._salvage_nothing(alarm, can_wait=can_wait)
+            else:
+                self._salvage_claimed(alarm, can_wait=can_wait)
         except BaseException:
             # An error of ours: the other thread must not wait for ever. (Without one the claim may be its own by now.)
             if self.state.is_mine:
                 self.state.move(StopPhase.FAILED)
             raise
+
+    def _salvage_nothing(self, alarm: Alarm, *, can_wait: bool) -> None:
+        for name in ("stop", "salvage"):
+            self.exchange.announce(name, CANNOT)  # no rank waits for this one
+        self._write(alarm, None)
+        if can_wait:
+            self.step_gate.open_until(0)
+            latest = alarm.deadline.at - LAST_MOMENT_S
+            self.watcher.call_at(min(time.monotonic() + _PATIENCE_S, latest), lambda: self._lose_patience(alarm))
 
     def _salvage_claimed(self, alarm: Alarm, *, can_wait: bool) -> None:
         self.exchange.announce("stop", CANNOT)  # ends the first round for ranks that still wait in it
@@ -394,6 +412,9 @@ class Stopper:
         if not self.state.begin_writing():
             return
         step = self.saver.collector.position.step
+        if alarm.kind == REFUSAL or self.saver.is_refused:
+            self._save_nothing(alarm, step)
+            return
         if problem:
             self._refuse(step, problem, "state is not at a boundary")
             return
@@ -413,6 +434,14 @@ class Stopper:
         else:
             why = f"{alarm.reason} and no other rank holds the same state: there is no consistent replica"
             self._refuse(step, why, "no consistent replica")
+
+    def _save_nothing(self, alarm: Alarm, step: int) -> None:
+        """State of some rank is not kept: a file of this step would be resumed without it."""
+        if alarm.kind != REFUSAL:
+            logger.error("step %d is not saved: the training was refused before", step)
+        self.failure = "the training was refused"
+        self.events.emit("save", step=step, reason=alarm.reason, outcome="refused: state that is not kept")
+        self.state.move(StopPhase.FAILED)
 
     def _write_files(self, alarm: Alarm, policies: Sequence[ExitPolicy], step: int) -> None:
         try:

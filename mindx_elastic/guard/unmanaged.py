@@ -1,17 +1,24 @@
 """Collects what is known against an exact resume: state of the training that the guard does not keep.
 
 What is certain to make a resumed run differ is refused (`UnmanagedStateError`), or with ``unmanaged="warn"`` a warning.
-What only may is one warning. Each is recorded in every file of the run, so that `inspect` and `plan` can say it.
+What only may is one warning. Each is recorded in every file of the run, so that `inspect` and `plan` can say it. A run
+that is resumed inherits the notes of its file: what its weights have gone through stays true of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UnmanagedStateError, UsageError
 
 __all__ = ["MODES", "Unmanaged"]
 
 MODES = ("error", "warn")
+_MOST_NOTES = 32
+_MOST_CHARACTERS = 400
 
 
 class Unmanaged:
@@ -23,6 +30,8 @@ class Unmanaged:
         self._refuses = mode == "error"
         self.notes: tuple[str, ...] = ()
         """What is known, oldest first; only ever replaced."""
+        self._told: set[str] = set()
+        self._refusal: str | None = None
 
     def certain(self, what: str, remedy: str) -> None:
         """A resumed run will differ: raises UnmanagedStateError, or warns once.
@@ -30,11 +39,42 @@ class Unmanaged:
         `what`: a sentence without its full stop that names the thing. `remedy`: the line to write.
         """
         if self._refuses:
-            raise UnmanagedStateError(f"{what}. {remedy}")
+            self._refusal = f"{what}. {remedy}"
+            raise UnmanagedStateError(self._refusal)
         self.risk(what, remedy)
 
     def risk(self, what: str, remedy: str) -> None:
         """A resumed run may differ: warns once."""
-        if what not in self.notes:
-            self.notes = (*self.notes, what)
+        if what in self._told:
+            return
+        self._told.add(what)
+        self._note([what])
+        logger.warning("%s. %s", what, remedy)
+
+    def hint(self, what: str, remedy: str) -> None:
+        """Nothing is wrong yet and soon may be: warns once, and records nothing."""
+        if what not in self._told:
+            self._told.add(what)
             logger.warning("%s. %s", what, remedy)
+
+    @property
+    def refusal(self) -> UnmanagedStateError | None:
+        """Why the training was refused, also if the program has caught that: nothing of it may be saved."""
+        return None if self._refusal is None else UnmanagedStateError(self._refusal)
+
+    def inherit(self, notes: Iterable[str]) -> None:
+        """The run goes on from a file with these notes."""
+        self._note(notes)
+
+    @contextmanager
+    def only_recorded(self) -> Iterator[None]:
+        """What is found inside is a warning and a note, also where it is certain: a stop saves what there is."""
+        before, self._refuses = self._refuses, False
+        try:
+            yield
+        finally:
+            self._refuses = before
+
+    def _note(self, notes: Iterable[str]) -> None:
+        shortened = (printable(note)[:_MOST_CHARACTERS] for note in notes)
+        self.notes = tuple(dict.fromkeys((*self.notes, *shortened)))[:_MOST_NOTES]

@@ -23,7 +23,7 @@ __all__ = [
     "strategy_of",
 ]
 
-_NO_PART_OF_IT = ("rng", "progress", "gradient_order")
+_NO_PART_OF_IT = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 
 
 class Strategies:
@@ -100,6 +100,7 @@ def _fact(entry: CatalogEntry, info: CheckpointInfo, strategy: Strategy, replica
         base=_base_of(info),
         fault_report=info.coordinates.get("fault_report", 0),
         replica_digests=replica_digests,
+        unmanaged=tuple(info.unmanaged),
     )
 
 

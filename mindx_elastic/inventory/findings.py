@@ -224,7 +224,7 @@ _PLAIN = (
 )
 _ROW = (
     *("path", "rank", "world_size", "kind", "created", "nbytes", "epoch", "step_in_epoch", "fault_report"),
-    *("replica_digests", "base"),
+    *("replica_digests", "base", "unmanaged"),
 )
 _WHOLE = ("rank", "world_size", "nbytes", "epoch", "step_in_epoch")
 
@@ -240,15 +240,18 @@ def _fact(row: Sequence[Any], runs: Sequence[str], strategies: Sequence[Strategy
         and all(type(named[name]) in (int, float) for name in ("created", "fault_report"))
         and isinstance(named["replica_digests"], dict)
         and all(isinstance(text, str) for text in named["replica_digests"].values())
+        and isinstance(named["unmanaged"], (list, tuple))
+        and all(isinstance(text, str) for text in named["unmanaged"])
     )
     if not sound:
         raise ValueError("not the facts of a checkpoint file")
-    base = named.pop("base")
+    base, unmanaged = named.pop("base"), tuple(named.pop("unmanaged"))
     return FileFact(
         moment=(runs[_whole(run)], _whole(attempt), _whole(step)),
         strategy=strategies[_whole(strategy)],
         where=where,
         base=None if base is None else (_whole(base[0]), _whole(base[1])),
+        unmanaged=unmanaged,
         **named,
     )
 

@@ -81,6 +81,9 @@ class Candidate:
             files=self._files,
             resharded=self._assignment.resharded,
             inexact=tuple(self._assignment.inexact),
+            unmanaged=tuple(
+                dict.fromkeys(note for facts in self._files.values() for fact in facts for note in fact.unmanaged)
+            ),
             faults=self._context.faults,
         )
 

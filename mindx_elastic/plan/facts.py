@@ -59,6 +59,8 @@ class FileFact:
     """`KnownFaults.report` at the start of the process that wrote it."""
     replica_digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of the tensors that the file assumes other ranks to hold, too; see `plan.assumptions`."""
+    unmanaged: tuple[str, ...] = ()
+    """What was known against an exact resume when it was written: state of the program that no file has."""
 
     def seen_by(self, rank: int) -> bool:
         return self.visible_to is None or rank in self.visible_to
@@ -154,7 +156,9 @@ class ResumePlan:
     resharded: bool
     """The new ranks hold other parts than the old ones."""
     inexact: tuple[str, ...] = ()
-    """Why the run will differ from the uninterrupted one; empty: it will be the same bit for bit."""
+    """Why the run will differ from the uninterrupted one, as far as the files and the ranks decide it."""
+    unmanaged: tuple[str, ...] = ()
+    """Why else: what the program keeps to itself, according to the files. It never decides which step is taken."""
     rejected: tuple[Rejected, ...] = ()
     steps_lost: int | None = None
     """Steps of the same attempt that were seen and have to be done again; None: nothing newer was seen."""
@@ -166,7 +170,8 @@ class ResumePlan:
 
     @property
     def exact(self) -> bool:
-        return not self.inexact
+        """The run will be the uninterrupted one bit for bit, as far as is known."""
+        return not (self.inexact or self.unmanaged)
 
     def holders(self, layout: Layout, shard: int, reader: int) -> Iterator[FileFact]:
         """The files that hold `shard`, the one to try first for the new rank `reader` in front.

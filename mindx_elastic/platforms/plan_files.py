@@ -66,7 +66,8 @@ def plan_to_json(plan: ResumePlan | Refusal, directory: StrPath | None = None) -
     old_world_size, new_world_size      numbers of ranks
     old_mesh, new_mesh                  {"dp": 2, "tp": 2}; null: its dimensions have no names
     resharded                           the new ranks hold other parts than the old ones
-    exact, inexact                      bit for bit as if nothing had happened; if not, the reasons
+    exact, inexact                      bit for bit as if nothing had happened; if not, the reasons,
+                                        also those that the files tell: state that the program keeps to itself
     steps_lost                          steps that were seen and have to be done again; null: nothing newer was seen
     faults                              old ranks that are known to be faulty
     total_bytes                         of tensors, that all ranks read together
@@ -123,7 +124,7 @@ def _plan_values(plan: ResumePlan, shown: Callable[[str], str]) -> dict[str, Any
         "new_mesh": None if plan.world.strategy is None else mesh_of(plan.world.strategy),
         "resharded": plan.resharded,
         "exact": plan.exact,
-        "inexact": list(plan.inexact),
+        "inexact": [*plan.inexact, *plan.unmanaged],
         "steps_lost": plan.steps_lost,
         "total_bytes": sum(each.nbytes for each in plan.ranks),
         "ranks": [

@@ -263,6 +263,7 @@ def _optimizer(
             f"the checkpoint holds nothing for {component}; use the same objects as the run that wrote it"
         )
     saved = read_some(base.fd, base.header, {key: tree[key] for key in tree if key != "state"}, base.path)
+    groups = saved.get("names", groups)  # of a run that has changed its groups; see `OptimizerComponent.arrange`
     if len(saved["param_groups"]) != len(groups):
         raise MismatchError(
             f"the checkpoint does not fit {component}: it has {len(saved['param_groups'])} parameter groups, this "

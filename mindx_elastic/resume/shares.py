@@ -84,6 +84,7 @@ def tell_shares(plan: ResumePlan, inventory: Inventory, verified: set[tuple[str,
         "size": world_size,
         "resharded": plan.resharded,
         "inexact": list(plan.inexact),
+        "unmanaged": list(plan.unmanaged),
         "steps_lost": plan.steps_lost,
     }
     more: dict[str, Any] = {}
@@ -176,6 +177,7 @@ def share_in(answer: Answer, rank: int, target: Strategy | None) -> Share:
         files=files if assembled else {file.rank: (file,)},
         resharded=bool(common["resharded"]),
         inexact=tuple(map(str, common["inexact"])),
+        unmanaged=tuple(map(str, common["unmanaged"])),
         steps_lost=None if common["steps_lost"] is None else int(common["steps_lost"]),
     )
     return Share(

@@ -169,7 +169,7 @@ class Model(ModelParts):
                 )
             ranks = current_ranks(self.ranks)
             return Unguarded(loader, rank=ranks.rank, world_size=ranks.world_size)
-        return Guard(
+        guard = Guard(
             directory=directory,
             model=self.network,
             optimizer=self.optimizer,
@@ -183,6 +183,8 @@ class Model(ModelParts):
             periodic=policies.periodic,
             allow_shared_directory=allow_shared_directory,
         )
+        guard.expect_no_look_ahead()
+        return guard
 
     # --- evaluation --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from mindx_elastic.errors import (
     PeerStartError,
     UnsafeDirectoryError,
     UnsupportedStateError,
+    UntrustedMessageError,
     UsageError,
 )
 from tests.resume.shared_store import Board, BoardExchange, on_all_ranks
@@ -183,6 +184,97 @@ def test_a_failed_rank_does_not_wait_long_for_those_who_are_busy(monkeypatch: py
     with pytest.raises(ValueError, match="nobody"), all_or_none(exchange):
         raise ValueError("nobody else is here yet")
     assert exchange.board.values["round0/answer"].startswith("!")
+
+
+def test_rank_0_stays_until_all_have_read_what_its_merge_failed_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under env:// its process hosts the store, and the launcher ends the others when it leaves."""
+    monkeypatch.setattr(module, "_HEARD_S", 600.0)
+    board = Board(3)
+    others = [BoardExchange(board, rank) for rank in (1, 2)]
+    raised: list[BaseException] = []
+
+    def preside() -> None:
+        exchange = BoardExchange(board, 0)
+        try:
+            with all_or_none(exchange):
+                exchange.gather("plan", 0, lambda said: Merged(said[17]))
+        except Exception as error:
+            raised.append(error)
+
+    for exchange in others:
+        exchange.say("plan", exchange.rank)
+    thread = threading.Thread(target=preside, daemon=True)
+    thread.start()
+    with board.changed:
+        assert board.changed.wait_for(lambda: "round0/answer" in board.values, 60)
+    for exchange in others:
+        thread.join(0.1)
+        assert thread.is_alive(), f"rank 0 has left, and rank {exchange.rank} has not read its error"
+        with pytest.raises(PeerStartError, match="rank 0 could not start: IndexError"):
+            exchange.hear("plan")
+    thread.join(60)
+    assert not thread.is_alive() and isinstance(raised[0], IndexError)
+
+
+def leave_in_the_wait(exchange: Any, name: str) -> None:
+    """As a Ctrl-C does it while the rank waits for the answer."""
+
+    def interrupted(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_HEARD_S", 0.05)
+        patch.setattr(exchange, "_wait", interrupted)
+        with pytest.raises(KeyboardInterrupt), all_or_none(exchange):
+            exchange.hear(name)
+
+
+def test_a_rank_that_leaves_in_its_wait_takes_the_answer_of_that_meeting() -> None:
+    board = Board(3)
+    ranks = [BoardExchange(board, rank) for rank in range(3)]
+    for exchange in ranks:
+        exchange.say("a", exchange.rank)
+    leave_in_the_wait(ranks[1], "a")
+    ranks[0].preside("a", Merged)
+    for rank in (0, 2):
+        with pytest.raises(PeerStartError, match=r"^rank 1 could not start: KeyboardInterrupt$"):
+            ranks[rank].hear("a")
+
+
+def test_a_rank_that_leaves_in_its_wait_when_the_answer_is_there_takes_the_next_one() -> None:
+    """The others have what they need of this meeting, and would wait for this rank in the next one."""
+    board = Board(3)
+    ranks = [BoardExchange(board, rank) for rank in range(3)]
+    for exchange in ranks:
+        exchange.say("a", exchange.rank)
+    ranks[0].preside("a", Merged)
+    leave_in_the_wait(ranks[1], "a")
+    for rank in (2, 0):
+        assert ranks[rank].hear("a").common == [0, 1, 2]
+        with pytest.raises(PeerStartError, match=r"^rank 1 could not start: KeyboardInterrupt$"):
+            ranks[rank].gather("b", rank, Merged, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), KeyError("odd"), TypeError("odd")])
+def test_errors_of_the_work_of_a_part_are_not_taken_for_a_strangers_message(error: Exception) -> None:
+    class Works(module.Part):
+        name = "work"
+        only_decodes = False
+
+        def merge(self, said: Any) -> Merged:
+            raise error
+
+    class Decodes(Works):
+        only_decodes = True
+
+    def work(rank: int, exchange: BoardExchange, part: module.Part) -> None:
+        module.meet(exchange, "plan", [part])
+
+    own, other = on_all_ranks(2, lambda rank, exchange: work(rank, exchange, Works()))
+    assert own is error
+    assert isinstance(other, PeerStartError) and other.cause.startswith(type(error).__name__)
+    for found in on_all_ranks(2, lambda rank, exchange: work(rank, exchange, Decodes())):
+        assert isinstance(found, UntrustedMessageError), "what it decodes was written by somebody"
 
 
 def test_an_exchange_that_is_gone_does_not_hide_the_error(monkeypatch: pytest.MonkeyPatch) -> None:

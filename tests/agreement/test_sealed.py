@@ -101,6 +101,24 @@ def test_a_welcome_is_for_one_rank_of_one_start() -> None:
     assert not seals[2].has_joined
 
 
+def test_a_message_from_before_the_session_opens_early_and_no_other_does() -> None:
+    first, late = joined(count=3)[0], Seal(KEY, "mindx/0/0", 2)
+    early = late.close("start/round0/answer", "!no room")
+    with pytest.raises(NotOursError):
+        first.open("start/round0/answer", early)
+    assert first.open_early("start/round0/answer", early) == "!no room"
+    others = (
+        joined()[1],
+        joined(key=b"another key of the user's")[1],
+        Seal(b"another key of the user's", "mindx/0/0", 1),
+    )
+    for other in others:
+        with pytest.raises(NotOursError):
+            first.open_early("start/round0/answer", other.close("start/round0/answer", "!no room"))
+    with pytest.raises(NotOursError, match="another place"):
+        first.open_early("start/round1/answer", early)
+
+
 def test_there_is_no_way_back_to_a_job_without_a_key() -> None:
     keyed, plain = Seal(KEY, "s", 0), Seal(None, "s", 1)
     with pytest.raises(NotOursError, match="not sealed"):

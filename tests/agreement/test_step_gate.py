@@ -30,8 +30,9 @@ def test_between_two_steps_the_boundary_at_hand_is_offered() -> None:
     gate.arrive(4)
     gate.leave_step()
     assert gate.close() == 4
-    assert gate.at_limit()
+    assert gate.at_limit() and gate.is_between
     assert gate.enter_step(), "the rank must not start a step past its offer"
+    assert not gate.is_between
 
 
 def test_a_step_begun_in_time_is_finished() -> None:

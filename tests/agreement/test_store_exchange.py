@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from mindx_elastic.agreement import gather
 from mindx_elastic.agreement.exchange import LocalExchange
 from mindx_elastic.agreement.gather import Merged
 from mindx_elastic.agreement.sealed import Seal
 from mindx_elastic.agreement.stop_step import CANNOT, FINISHED, Decision, End, Offer
 from mindx_elastic.agreement.store_exchange import Store, StoreExchange
-from mindx_elastic.errors import UntrustedMessageError
+from mindx_elastic.errors import UntrustedMessageError, UsageError
 
 _jobs = itertools.count()
 _idle: list[Any] = []
@@ -418,6 +419,70 @@ def test_closing_ends_a_listener_that_strangers_ring(attacked: Attacked) -> None
     assert exchange._listener is not None
     exchange._listener.join(30)
     assert not exchange._listener.is_alive()
+
+
+# --- a start that ends in its first meeting ---
+
+
+@pytest.fixture(params=[b"0123456789abcdef", None], ids=["keyed", "without a key"])
+def beginning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StoreExchange]]:
+    """Three ranks that have said their first value."""
+    monkeypatch.setattr(gather, "_HEARD_S", 0.05)
+    with connections() as connect:
+        ranks = [
+            StoreExchange(connect, rank=r, world_size=3, seal=Seal(request.param, "mindx/0/0", r)) for r in range(3)
+        ]
+        for exchange in ranks:
+            exchange.say("here", exchange.rank)
+        yield ranks
+        for exchange in ranks:
+            exchange.close()
+
+
+def test_a_rank_that_fails_while_rank_0_merges_the_first_values_is_heard(beginning: list[StoreExchange]) -> None:
+    """It has not entered the session yet, so its seal is not the one that the others have by now."""
+
+    def merge(said: list[int]) -> Merged:
+        beginning[1].fail(UsageError("no directory"))
+        return Merged(said)
+
+    beginning[0].preside("here", merge)
+    for rank in (0, 2):
+        with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
+            beginning[rank].hear("here")
+
+
+def test_a_rank_that_fails_when_rank_0_has_answered_the_first_values_is_heard(beginning: list[StoreExchange]) -> None:
+    beginning[0].preside("here", Merged)
+    beginning[1].fail(UsageError("no directory"))
+    for rank in (2, 0):
+        assert beginning[rank].hear("here").common == [0, 1, 2]
+        with pytest.raises(UsageError, match=r"^rank 1: no directory$"):
+            beginning[rank].gather("plan", rank, Merged, timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [(b"another key of 16", '!["1", "UsageError", "x"]'), (b"0123456789abcdef", '[false, "an early answer"]')],
+    ids=["another key", "no failure"],
+)
+def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPatch, key: bytes, text: str) -> None:
+    monkeypatch.setattr(gather, "_HEARD_S", 0.05)
+    with connections() as connect:
+        ranks = [StoreExchange(connect, rank=r, world_size=2, seal=Seal(b"0123456789abcdef", "s", r)) for r in range(2)]
+        for exchange in ranks:
+            exchange.say("here", exchange.rank)
+
+        def merge(said: list[int]) -> Merged:
+            connect().set("start/round0/answer", Seal(key, "s", 1).close("start/round0/answer", text))
+            return Merged(said)
+
+        with pytest.raises(UntrustedMessageError, match="different keys"):
+            ranks[0].preside("here", merge)
+        with pytest.raises(UntrustedMessageError, match="different keys"):
+            ranks[1].hear("here")
+        for exchange in ranks:
+            exchange.close()
 
 
 def test_a_value_that_its_rank_has_not_written_is_named() -> None:

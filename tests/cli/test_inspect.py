@@ -85,6 +85,7 @@ def test_json(run: Callable[..., Any], tree: Path) -> None:
         "batch_num": 10,
         "kind": "breakpoint",
         "reasons": ["SIGTERM"],
+        "unmanaged": [],
         "world_size": 2,
         "ranks": [0, 1],
         "missing_ranks": [],

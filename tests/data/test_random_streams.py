@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, default_collate
+from torch.utils.data import Dataset, Subset, TensorDataset, default_collate
 
 from mindx_elastic.data.random_streams import (
     SeededDataset,
@@ -89,3 +90,53 @@ def test_torchs_subset_does_not_count_as_a_batched_getter() -> None:
     subset = Subset(Noisy(9), list(range(9)))
     assert torch.equal(plain, SeededDataset(subset, default_collate).__getitems__([(11, 1), (12, 2)]))
     assert not torch.equal(plain[0, 1:], plain[1, 1:])
+
+
+class OwnTensors(torch.Tensor):
+    pass
+
+
+def own_collate(batch: Any) -> Any:
+    return default_collate(batch)
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return (self.tensors[0][index] + torch.rand(1),)
+
+
+TENSORS = TensorDataset(torch.arange(20.0), torch.arange(20))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn", "seeds"),
+    [
+        (TENSORS, default_collate, False),
+        (Subset(TENSORS, [3, 1, 2, 0]), default_collate, False),
+        (Subset(Subset(TENSORS, range(9)), (3, 1, 2, 0)), default_collate, False),
+        (TENSORS, own_collate, True),
+        (Augmented(torch.arange(20.0)), default_collate, True),
+        (Subset(Augmented(torch.arange(20.0)), [3, 1, 2, 0]), default_collate, True),
+        (Noisy(4), as_collated, True),
+        (TensorDataset(torch.arange(20.0).as_subclass(OwnTensors)), default_collate, True),
+    ],
+)
+def test_only_what_cannot_draw_is_not_seeded(
+    dataset: Any, collate_fn: Any, seeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = [(11, 2), (12, 0), (13, 3)]
+    seeded = SeededDataset(dataset, collate_fn)
+    assert seeded._draws is seeds
+    plain = SeededDataset(dataset, collate_fn)
+    plain._draws = True
+    before = capture_streams()
+    got, one = seeded.__getitems__(keys), seeded[keys[0]]
+    assert_same_streams(before)
+    assert repr((got, one)) == repr((plain.__getitems__(keys), plain[keys[0]]))
+    assert pickle.loads(pickle.dumps(SeededDataset(TENSORS, collate_fn)))._draws is (collate_fn is not default_collate)
+
+
+def assert_same_streams(before: dict[str, Any]) -> None:
+    expected = draw()
+    restore_streams(before)
+    assert draw() == expected

@@ -14,6 +14,7 @@ from mindx_elastic.core.events import EventLog
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["start"]
 
@@ -37,8 +38,8 @@ def start(
             [directory],
             collector=collector,
             targets=targets,
-            loader=targets.get("loader"),
             saver=saver,
             resume="auto",
             around=around,
+            unmanaged=Unmanaged("error"),
         )

@@ -163,9 +163,9 @@ def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.
 
 
 def test_a_periodic_save_does_not_copy_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindx_elastic.guard import guard as guard_module
+    from mindx_elastic.guard import evaluations
 
-    monkeypatch.setattr(guard_module, "kept_rng", lambda: pytest.fail("the streams were copied"))
+    monkeypatch.setattr(evaluations, "kept_rng", lambda: pytest.fail("the streams were copied"))
 
     class EachStep:
         directory, asynchronous, keep_max, keep_per_n_minutes, append_info = tmp_path, False, 2, None, ()

@@ -68,7 +68,7 @@ def test_all_ranks_of_a_fresh_start_have_one_run_id(tmp_path: Path) -> None:
     assert len({one.run_id for one in begun if isinstance(one, Start)}) == 1
 
 
-def test_the_random_streams_come_last_and_once_more_when_the_iterator_is_ready(tmp_path: Path) -> None:
+def test_the_random_streams_come_last_and_can_be_put_back_again(tmp_path: Path) -> None:
     torch.manual_seed(5)
     saved = targets(1)
     saved["loader"].batch = 9
@@ -80,9 +80,9 @@ def test_the_random_streams_come_last_and_once_more_when_the_iterator_is_ready(t
     assert begun.resumed is not None and begun.resumed.path == path
     assert parts["loader"].batch == 9
     assert torch.equal(torch.rand(3), expected)
-    parts["loader"].on_iterator_ready()
+    assert begun.restore_streams is not None
+    begun.restore_streams()
     assert torch.equal(torch.rand(3), expected), "what the program drew meanwhile does not count"
-    assert parts["loader"].on_iterator_ready is None, "once: the next epoch goes on by itself"
 
 
 def test_the_run_goes_on_under_its_id(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,15 +110,6 @@ def test_a_new_part_is_refused(tmp_path: Path) -> None:
     save(tmp_path, targets(1))
     with pytest.raises(MismatchError, match="holds nothing for ema"):
         start(tmp_path, {**targets(2), "ema": nn.Linear(1, 1)})
-
-
-def test_a_loader_without_a_hook(tmp_path: Path) -> None:
-    saved = targets(1)
-    save(tmp_path, saved)
-    parts = targets(2)
-    del parts["loader"].on_iterator_ready
-    assert start(tmp_path, parts).resumed is not None
-    assert not hasattr(parts["loader"], "on_iterator_ready")
 
 
 def test_the_ranks_meet_five_times_and_each_reads_little_of_what_the_others_say(tmp_path: Path) -> None:

@@ -114,6 +114,24 @@ class Recording(LocalExchange):
         return super().decide(name, offer, timeout_s)
 
 
+def test_a_training_thread_that_has_arrived_before_the_decision_saves_by_itself(make_parts: Make) -> None:
+    """A salvage from beside it would agree once more, wait for ranks that are still in the step, and keep the watcher
+    from hearing anything meanwhile."""
+    parts = make_parts()
+
+    class Slow(Recording):
+        def decide(self, name: str, offer: Offer, timeout_s: float) -> Decision:
+            assert name != "stop" or parts.reach(6), "the training thread is held at the boundary"
+            return super().decide(name, offer, timeout_s)
+
+    exchange = parts.stopper.exchange = Slow()
+    parts.stopper.hear_signal(signal.SIGTERM)
+    assert (parts.stopper.phase, parts.files()) == (StopPhase.STOPPING, [])
+    with pytest.raises(GracefulExit):
+        parts.stopper.at_limit(is_cut=True)
+    assert exchange.offers == [("stop", 6)] and parts.files() == [6]
+
+
 def test_a_salvage_in_the_middle_of_an_update_offers_the_boundary_it_leads_to(make_parts: Make) -> None:
     """Not CANNOT, which would make every rank act alone for the sake of a step that takes milliseconds more."""
     parts = make_parts(grace_s=2.0)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from mindx_elastic.core.events import EVENTS_FILE, EventLog, older_generation
 from mindx_elastic.core.layout import MAX_RANKS
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.inventory import findings as module
@@ -50,6 +51,20 @@ def test_the_disk_is_another_when_a_file_is_another(tmp_path: Path) -> None:
     assert list_files([tmp_path]).disk == first
     os.utime(tmp_path / "rank_0" / "resnet-1_3.safetensors", (0, 0))
     assert list_files([tmp_path]).disk != first
+
+
+def test_the_disk_is_the_same_while_the_event_log_grows(tmp_path: Path) -> None:
+    """Every rank of a start writes into it while they meet."""
+    write_step(tmp_path, 3)
+    log = EventLog(tmp_path / EVENTS_FILE)
+    log.emit("fallback", text="once")
+    first = list_files([tmp_path])
+    assert tmp_path / EVENTS_FILE in first.files
+    log.emit("fallback", text="twice")
+    assert list_files([tmp_path]).disk == first.disk
+    (tmp_path / EVENTS_FILE).rename(older_generation(tmp_path / EVENTS_FILE))
+    log.emit("fallback", text="in a new generation")
+    assert list_files([tmp_path]).disk == first.disk
 
 
 def test_everything_survives_the_wire(tmp_path: Path) -> None:

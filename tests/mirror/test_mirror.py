@@ -319,10 +319,11 @@ def test_the_argument_goes_before_the_environment() -> None:
 
 def test_partners_and_sources_are_known_when_the_store_is_asked_no_more(start: Callable[..., Job]) -> None:
     """A dying job's store may be gone: to ask it then would cost the stop its file, or block."""
-    job = start("abc")
+    job = start("abcd")
     for mirror in job.mirrors:
         mirror.endpoints.close()
     for rank, mirror in enumerate(job.mirrors):
-        neighbours = {*mirror.partners, *(other for other in range(3) if rank in job.mirrors[other].partners)}
-        assert neighbours and all(mirror.endpoints[neighbour] is not None for neighbour in neighbours)
-        assert all(mirror.endpoints[other] is None for other in set(range(3)) - neighbours - {rank})
+        neighbours = {(rank + 1) % 4, (rank - 1) % 4}
+        assert {*mirror.partners, *(other for other in range(4) if rank in job.mirrors[other].partners)} == neighbours
+        known = {other for other in set(range(4)) - {rank} if mirror.endpoints[other] is not None}
+        assert known == neighbours, "and the store is not asked for the fourth rank"

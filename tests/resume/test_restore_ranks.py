@@ -13,9 +13,11 @@ import torch
 
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.config import RankInfo
+from mindx_elastic.core.events import EVENTS_FILE, EventLog
 from mindx_elastic.core.layout import Layout, parse_placement
 from mindx_elastic.errors import PeerStartError
 from mindx_elastic.inventory import findings as looking
+from mindx_elastic.inventory.inventory import Inventory
 from mindx_elastic.persist.catalog import CatalogEntry, read_entry
 from mindx_elastic.persist.format import open_checkpoint
 from mindx_elastic.resume import reader as reading
@@ -124,7 +126,70 @@ def test_the_ranks_share_the_reading_of_headers(tmp_path: Path, monkeypatch: pyt
     assert sorted(map(str, read)) == sorted(map(str, tmp_path.glob("rank_*/*.safetensors")))
 
 
+@pytest.mark.parametrize("error", [ValueError("odd tree"), KeyError("w"), TypeError("odd tree")])
+def test_a_fault_in_the_reading_is_not_called_a_strangers_message(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    real = ShareReader.read
+
+    def read(self: ShareReader, share: Any, blueprint: Any) -> Any:
+        if share.rank.rank == 1:
+            raise error
+        return real(self, share, blueprint)
+
+    monkeypatch.setattr(ShareReader, "read", read)
+    found = start(saved, 3)
+    assert found[1] is error
+    for other in (found[0], found[2]):
+        assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (
+            1,
+            f"{type(error).__name__}: {error}",
+        )
+
+
+def test_a_fault_in_the_planner_is_not_called_a_strangers_message(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ValueError("an odd layout")
+
+    def plan(*_: object, **__: object) -> Any:
+        raise error
+
+    monkeypatch.setattr(Inventory, "plan", plan)
+    own, other = start(saved, 2)
+    assert own is error
+    assert isinstance(other, PeerStartError) and (other.rank, other.cause) == (0, "ValueError: an odd layout")
+
+
 # --- what changes while the ranks meet, and disks that are not shared ---
+
+
+def test_a_log_that_grows_while_the_ranks_meet_costs_no_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank logs at its entry: no two listings have the same size of it."""
+    write_step(tmp_path, 7, world_size=4)
+    read: list[Path] = []
+
+    def counted(path: Path, **options: Any) -> CatalogEntry | None:
+        read.append(path)
+        return read_entry(path, **options)
+
+    monkeypatch.setattr(looking, "read_entry", counted)
+
+    def logging(rank: int, exchange: Any) -> Resumed | None:
+        log = EventLog(tmp_path / EVENTS_FILE)
+        log.emit("alarm", text=f"rank {rank} is here")
+        places = places_of([tmp_path], "auto")
+        disks = Disks(places)
+        meet(exchange, "here", [disks])
+        log.emit("alarm", text=f"rank {rank} has met the others")
+        plan = plan_of(exchange, RankInfo(rank=rank, world_size=4), places, disks)
+        meet(exchange, "plan", [plan])
+        return read_together(exchange, plan)
+
+    found = on_all_ranks(4, logging)
+    assert [each.checkpoint.info.step for each in found if isinstance(each, Resumed)] == [7] * 4, found
+    headers = [path for path in read if path.suffix == ".safetensors"]
+    assert sorted(headers) == sorted(tmp_path.glob("rank_*/*.safetensors"))
 
 
 def test_files_that_come_while_a_rank_waits_are_found_by_all(tmp_path: Path) -> None:

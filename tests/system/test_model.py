@@ -140,3 +140,14 @@ def test_append_info_stands_in_the_header(tmp_path: Path) -> None:
         info = json.loads(file.metadata()["mindx.checkpoint"])
     assert info["append_info"] == [{"epoch_num": 1}]
     assert (info["step"], info["epoch"], info["step_in_epoch"]) == (4, 1, 4)
+
+
+def test_without_a_guard_an_error_of_one_rank_is_heard_before_the_others_train() -> None:
+    """They would hang in the first collective until it times out."""
+    job = run_job("unguarded.py", ranks=2)
+    refused = {int(m[1]): m[2] for m in job.matches(r"REFUSED (\d) (.*)")}
+    assert refused == {
+        0: "0 PeerStartError rank 1 could not start: RuntimeError: injected behind the meeting",
+        1: "0 RuntimeError injected behind the meeting",
+    }, job.report()
+    assert sorted(m[0] for m in job.matches(r"TRAINED .*")) == ["TRAINED 0 2", "TRAINED 1 2"], job.report()

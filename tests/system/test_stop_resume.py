@@ -173,7 +173,7 @@ def test_three_interruptions_in_a_row(tmp_path: Path, reference: Reference) -> N
 
 
 def test_a_second_signal_while_saving_changes_nothing(tmp_path: Path, reference: Reference) -> None:
-    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}, fresh=True) as job:
+    with start_job("loop.py", tmp_path, "--hold-at", 7, env={"LOOP_HOLD_SAVE": "1"}) as job:
         job.wait_for("HOLD")
         job.signal_rank(0)
         job.wait_for("SAVING")  # the save waits until it has been signalled again

@@ -1,0 +1,180 @@
+"""What a guard adds to a whole step in which nothing happens, in a natural loop of steps of about 1 ms.
+
+    python benchmarks/bench_idle_step.py [--cases mlp,busy,batchnorm] [--ranks 1] [--rounds 15] [--steps 100]
+
+The loop has a `ResumableLoader` without workers, AdamW, one scheduler and ``guard.step_end(loss=loss)``. Cases:
+
+* mlp: a small network whose step takes about 1 ms
+* busy: a very small one, and then a busy wait until the step has taken 1 ms
+* batchnorm: a convolution network with BatchNorm, so with buffers that every forward changes
+
+Blocks of steps with and without a guard alternate in one process. A guarded block enters a guard of its own, so that
+the bare ones run without its optimizer hooks, and its first twelve steps do not count. The figures:
+
+* added: the guarded block's mean step minus that of the bare blocks around it, median over the blocks. Everything that
+  the guard does is in it: hooks, the looks at two steps in fifty, what it pushes out of the processor's caches
+* step_end: the time inside `step_end`, in the loop; over all steps. The best tenth shows least of what else runs here
+
+With ``--ranks 2`` it starts torchrun by itself, wraps the network in DDP, and the boundaries go to shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import mindx_elastic as mx
+
+_WARM_UP = 12
+_BUSY_S = 0.001
+_clock = time.perf_counter
+
+
+def _mlp() -> nn.Module:
+    widths = [64, 256, 256, 256, 10]
+    layers: list[nn.Module] = []
+    for one, other in itertools.pairwise(widths):
+        layers += [nn.Linear(one, other), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _batchnorm() -> nn.Module:
+    layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8))]
+    for inside, outside in ((1, 4), (4, 8)):
+        layers += [nn.Conv2d(inside, outside, 3, stride=2, padding=1), nn.BatchNorm2d(outside), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(32, 10))
+
+
+CASES = {"mlp": _mlp, "busy": lambda: nn.Linear(64, 10), "batchnorm": _batchnorm}
+
+
+class Job:
+    """The objects of one training."""
+
+    def __init__(self, case: str) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = CASES[case]()
+        if dist.is_initialized():
+            self.model = nn.parallel.DistributedDataParallel(self.model)
+        self.busy_s = _BUSY_S if case == "busy" else 0.0
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 10**6)
+        data = torch.utils.data.TensorDataset(torch.randn(1 << 16, 64), torch.randint(0, 10, (1 << 16,)))
+        self.loader = mx.data.ResumableLoader(data, batch_size=8, shuffle=True, seed=0)
+
+    def batches(self, count: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return itertools.islice(self.loader, count)
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        began = _clock()
+        self.optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        while _clock() < began + self.busy_s:
+            pass
+        return loss
+
+    def bare(self, steps: int) -> float:
+        """Seconds a step."""
+        began = 0.0
+        for count, (x, y) in enumerate(self.batches(_WARM_UP + steps)):
+            if count == _WARM_UP:
+                began = _clock()
+            loss = self.step(x, y)
+        del loss
+        return (_clock() - began) / steps
+
+    def guarded(self, steps: int, guard: mx.Guard) -> tuple[float, list[float]]:
+        """Seconds a step, and the seconds inside each `step_end`."""
+        inside: list[float] = []
+        began = 0.0
+        with guard:
+            for count, (x, y) in enumerate(self.batches(_WARM_UP + steps)):
+                if count == _WARM_UP:
+                    began = _clock()
+                    inside.clear()
+                loss = self.step(x, y)
+                at = _clock()
+                guard.step_end(loss=loss)
+                inside.append(_clock() - at)
+            whole = (_clock() - began) / steps
+        return whole, inside
+
+
+def measure(case: str, folder: Path, *, rounds: int, steps: int) -> dict[str, float]:
+    """Microseconds, by name."""
+    job = Job(case)
+    bare, added, inside, means = [job.bare(steps)], [], [], []
+    for _ in range(rounds):
+        options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder / case}
+        guard = mx.Guard(
+            model=job.model, optimizer=job.optimizer, lr_scheduler=job.scheduler, loader=job.loader, **options
+        )
+        guarded, times = job.guarded(steps, guard)
+        bare.append(job.bare(steps))
+        added.append(guarded - (bare[-2] + bare[-1]) / 2)
+        means.append(statistics.fmean(times))
+        inside += times
+    found = {
+        "bare step": statistics.median(bare),
+        "added": statistics.median(added),
+        "step_end: median": statistics.median(inside),
+        "mean": statistics.median(means),
+        "best tenth": statistics.quantiles(inside, n=10)[0],
+    }
+    return {name: value * 1e6 for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=100)
+    args = parser.parse_args()
+    if args.ranks > 1 and "RANK" not in os.environ:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(args.ranks)]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        sys.exit(subprocess.run([*launcher, *sys.argv], env=env, check=False).returncode)
+    logging.getLogger("mindx_elastic").addHandler(logging.NullHandler())
+    torch.set_num_threads(1)
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    leads = os.environ.get("RANK", "0") == "0"
+    if leads:
+        versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+        print(f"{args.ranks} ranks, {os.cpu_count()} cores, {platform.machine()}, {versions}; microseconds")
+    shared: list[Any] = [None]
+    with tempfile.TemporaryDirectory() as folder:
+        shared = [folder]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        for case in args.cases.split(","):
+            rows = measure(case, Path(shared[0]), rounds=args.rounds, steps=args.steps)
+            if leads:
+                print(f"{case:10s}" + "  ".join(f"{name} {value:7.1f}" for name, value in rows.items()), flush=True)
+        if dist.is_initialized():
+            dist.barrier()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

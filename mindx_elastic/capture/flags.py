@@ -1,0 +1,112 @@
+"""Flags that steer a training and are in no ``state_dict``: `training` of each submodule, `requires_grad` of each
+parameter.
+
+Frozen batch norm, gradual unfreezing and an evaluation that leaves its mode behind are states of the training. Two
+lists are read at every boundary (a microsecond or two for sixty modules); names come in when a file is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["Flags"]
+
+_training = attrgetter("training")
+_requires_grad = attrgetter("requires_grad")
+
+
+class Flags:
+    """Of one module and everything below it. `parameters`: by name, tied ones under each."""
+
+    def __init__(
+        self, module: nn.Module, parameters: Mapping[str, torch.Tensor], wrappers: Iterable[nn.Module]
+    ) -> None:
+        """`wrappers`: modules around it that are no part of the names (DDP, `torch.compile`); they follow its mode."""
+        self._module, self._wrappers = module, list(wrappers)
+        self._seen: list[bool] = []
+        self.has_changed = False
+        """Some flag is another than at the boundary before; reset by the reader."""
+        self.follow(parameters)
+
+    def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Read those of the modules that there are now, and of `parameters`."""
+        self._names = dict(self._module.named_modules())
+        self._modules = list(self._names.values())
+        self._parameters = parameters
+        self._tensors = list({id(p): p for p in parameters.values()}.values())
+        self.copy()
+
+    def copy(self) -> None:
+        """Read them as they are now. The list is never changed in place."""
+        seen = [*map(_training, self._modules), *map(_requires_grad, self._tensors)]
+        if seen != self._seen:
+            self._seen, self.has_changed = seen, True
+
+    @property
+    def seen(self) -> list[bool]:
+        """As of the last `copy`; for comparison."""
+        return self._seen
+
+    def look(self) -> list[bool]:
+        """As they are now, in the form of `seen`."""
+        return [*map(_training, self._modules), *map(_requires_grad, self._tensors)]
+
+    def put_back(self, seen: list[bool]) -> None:
+        """Set them as `look` has given them."""
+        values = iter(seen)
+        for module in self._modules:
+            _set_training(module, next(values))
+        for tensor in self._tensors:
+            _set_requires_grad(tensor, next(values))
+        self._lead_wrappers()
+
+    def state(self) -> dict[str, Any]:
+        """The copied ones, by name: all of them, because a file may hold a part of the model."""
+        training = dict(zip(self._names, self._seen, strict=False))
+        trainable = {id(t): flag for t, flag in zip(self._tensors, self._seen[len(self._modules) :], strict=True)}
+        named = {name: trainable[id(p)] for name, p in self._parameters.items()}
+        return {
+            "training": [name for name, flag in training.items() if flag],
+            "eval": [name for name, flag in training.items() if not flag],
+            "trainable": [name for name, flag in named.items() if flag],
+            "frozen": [name for name, flag in named.items() if not flag],
+        }
+
+    def load(self, state: Mapping[str, Any]) -> dict[str, list[str]]:
+        """Set what `state` has. Names that this module lacks are passed over. Returns what was set anew, by list."""
+        changed: dict[str, list[str]] = {}
+        for key, wanted in (("training", True), ("eval", False)):
+            for name in state.get(key, ()):
+                if (module := self._names.get(name)) is not None and _set_training(module, wanted):
+                    changed.setdefault(key, []).append(name)
+        for key, wanted in (("trainable", True), ("frozen", False)):
+            for name in state.get(key, ()):
+                if (tensor := self._parameters.get(name)) is not None and _set_requires_grad(tensor, wanted):
+                    changed.setdefault(key, []).append(name)
+        self._lead_wrappers()
+        self.copy()
+        return changed
+
+    def _lead_wrappers(self) -> None:
+        for wrapper in self._wrappers:
+            _set_training(wrapper, self._module.training)
+
+
+def _set_training(module: nn.Module, flag: bool) -> bool:
+    """Not `train()`, which sets the modules below as well and may be overridden. Returns whether it changed."""
+    if module.training is flag:
+        return False
+    module.training = flag
+    return True
+
+
+def _set_requires_grad(tensor: torch.Tensor, flag: bool) -> bool:
+    if tensor.requires_grad is flag:
+        return False
+    tensor.requires_grad_(flag)
+    return True

@@ -1,0 +1,309 @@
+"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra state
+and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindx_elastic.capture.buffer_block import BufferBlock, view_of
+from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.flags import Flags
+from mindx_elastic.capture.loose_buffers import LooseBuffers
+from mindx_elastic.capture.pruning import Masks, original_names
+from mindx_elastic.capture.structure import Structure
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import MismatchError, UnsupportedStateError
+
+__all__ = ["ModuleComponent", "unwrap_module"]
+
+_shape_of, _requires_grad = attrgetter("shape"), attrgetter("requires_grad")
+
+
+def unwrap_module(module: nn.Module) -> nn.Module:
+    """The user's own module inside DDP and `torch.compile` wrappers, so that names do not depend on them."""
+    while (inner := _inside(module)) is not None:
+        module = inner
+    return module
+
+
+def _inside(module: nn.Module) -> nn.Module | None:
+    """What DDP or `torch.compile` has wrapped in `module`; None: it is no wrapper."""
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        inner: object = module.module
+    else:
+        inner = getattr(module, "_orig_mod", None)
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _wrappers_of(module: nn.Module) -> list[nn.Module]:
+    found = []
+    while (inner := _inside(module)) is not None:
+        found.append(module)
+        module = inner
+    return found
+
+
+class ModuleComponent:
+    """A module: parameters are stable, buffers and extra state volatile. `name` is used in errors."""
+
+    KEPT_IN = "_extra_copies"
+    """The attribute with its copied state, buffers apart."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = unwrap_module(module)
+        _reshard(self.module)
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
+        self._named = named
+        self.flags = Flags(self.module, named, _wrappers_of(module))
+        """`training` and `requires_grad`."""
+        self._masks, self._loose = Masks(self.module), LooseBuffers(self.module)
+        self.structure = Structure(self.module, original_names(named, self._masks.places))
+        self._described: object = None
+        self._description = ""
+        self._find_slots()
+        self._built = frozenset(
+            name for name, t in zip(self._slot_names, self._slot_tensors(), strict=True) if t is not None
+        )
+        self._order = list(self._sharded or self.module.state_dict())
+        self.copy()
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.module.parameters())
+
+    def _slot_tensors(self) -> list[torch.Tensor | None]:
+        return [slots[key] for slots, key in self._slots]
+
+    def follow(self) -> list[str]:
+        """Modules or parameters may have changed: go on with what there is now. Returns what a start cannot make again.
+
+        A parameter or module of the same name and shape is none of that, nor is a pruned parameter.
+        """
+        _reshard(self.module)
+        named = self._named = dict(self.module.named_parameters(remove_duplicate=False))
+        self._sharded = named if self._sharded else {}
+        self._masks.follow()
+        self._loose.follow()
+        self.flags.follow(named)
+        self._find_slots()
+        self.structure.follow()
+        self._order = list(self._sharded or self.module.state_dict())
+        return self.structure.problems(original_names(named, self._masks.places))
+
+    def _find_slots(self) -> None:
+        # Slots are (dict, key), not tensors: a forward that assigns `self.buf = new` replaces the object.
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._slot_names: list[str] = []
+        self._extras: list[tuple[str, nn.Module]] = []
+        self._tables = [child._buffers for child in self.module.modules()]
+        self._num_buffers = sum(map(len, self._tables))
+        seen: set[int] = set()
+        for prefix, child in self.module.named_modules(remove_duplicate=False):
+            dot = f"{prefix}." if prefix else ""
+            for key in child._buffers:
+                if key not in child._non_persistent_buffers_set:
+                    self._slots.append((child._buffers, key))
+                    self._slot_names.append(dot + key)
+            if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
+                seen.add(id(child))
+                self._extras.append((f"{dot}_extra_state", child))
+        self._copies: list[torch.Tensor | None] = []
+        self._block = self._ahead = BufferBlock(())
+        self._live: list[torch.Tensor | None] = []
+        self._shapes: list[torch.Size | None] = []
+        self._dense = False
+
+    def copy(self) -> None:
+        if sum(map(len, self._tables)) != self._num_buffers:
+            self._find_slots()  # a buffer was registered or deleted since
+        if self._slots or not self._dense:
+            self._copy_live()
+        self._extra_copies = self.look() if self._extras else {}
+        self.flags.copy()
+        self._masks.copy()
+        self._loose.copy()
+
+    def _copy_live(self) -> None:
+        live = [slots[key] for slots, key in self._slots]
+        if self._dense and all(map(is_, live, self._live)) and [*map(_shape_of, live)] == self._shapes:
+            if any(map(_requires_grad, live)):  # hardly ever; `no_grad` takes as long as a dozen copies
+                with torch.no_grad():
+                    torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+            else:
+                torch._foreach_copy_(self._copies, live)  # type: ignore[arg-type]
+        else:  # the first time, or a buffer was replaced or resized: foreach would broadcast another shape silently
+            self._block = BufferBlock(live)
+            self._copies = self._block.views
+            self._live, self._dense = live, None not in live
+            self._shapes = [None if t is None else t.shape for t in live]
+
+    @torch.no_grad()
+    def copy_ahead(self) -> bool:
+        """Copy the buffers as they are in mid-step, beside the boundary's copies; False when they were replaced."""
+        live = [slots[key] for slots, key in self._slots]
+        if not self._dense or not all(map(is_, live, self._live)) or [t.shape for t in live] != self._shapes:
+            return False
+        if self._ahead.slices != self._block.slices:
+            self._ahead = BufferBlock(live)
+        elif live:
+            torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
+        return True
+
+    def forecast_came_true(self) -> bool:
+        """At a boundary: whether its buffers are as `copy_ahead` copied them."""
+        return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
+
+    @torch.no_grad()
+    def copy_buffers(self, block: BufferBlock | None) -> BufferBlock:
+        """A copy of the saved buffers as they are now; into `block`, an earlier one, where that fits."""
+        live = [slots[key] for slots, key in self._slots]
+        if block is None or not self._dense or block.slices != self._block.slices or not live:
+            return BufferBlock(live)
+        if [t.shape for t in live if t is not None] != [t.shape for t in block.views if t is not None]:
+            return BufferBlock(live)
+        torch._foreach_copy_(block.views, live)  # type: ignore[arg-type]
+        return block
+
+    def has_buffers(self, block: BufferBlock) -> bool:
+        """Whether the boundary's copies are those of `block`, which `copy_buffers` has made."""
+        if block.slices != self._block.slices or not torch.equal(block.flat, self._block.flat):
+            return False
+        views = zip(block.views, self._block.views, block.slices, strict=True)
+        outside = ((one, other) for one, other, place in views if place is None)
+        return all(
+            one is other or (one is not None and other is not None and torch.equal(one, other))
+            for one, other in outside
+        )
+
+    @torch.no_grad()
+    def look(self) -> dict[str, Any]:
+        """Extra state as it is now, in the form of `extras`."""
+        return {name: copy_tree(child.get_extra_state()) for name, child in self._extras}
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The saved buffers themselves, by name."""
+        found = zip(self._slot_names, self._slots, strict=True)
+        return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
+
+    def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
+        """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of the block are left out."""
+        block = self._ahead if ahead else self._block
+        if self._described is not block.slices:
+            named = [[n, p] for n, p in zip(self._slot_names, block.slices, strict=True) if p is not None]
+            self._described, self._description = block.slices, json.dumps(named)
+        return {"places": self._description, "flat": block.flat}
+
+    def with_buffers(self, state: dict[str, Any], buffers: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
+        """`state` of another rank with this rank's own buffers and extra state."""
+        own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
+        return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """The copied extra state, by name."""
+        return self._extra_copies
+
+    def state(self) -> dict[str, Any]:
+        copies: dict[str, Any] = {n: c for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None}
+        copies |= self._extra_copies
+        # FSDP2 swaps a module's parameters during forward, and its `state_dict` hooks would reshard them while the
+        # training thread uses them: sharded parameters are taken from the references of the start. So are those of a
+        # module that has been rebuilt since the boundary (made ready for an export, in the block).
+        if self._sharded or self.structure.has_changed():
+            known = self._named | copies
+            if unknown := [name for name in self._order if name not in known]:
+                problem = f"the module was changed since the last boundary, and {listed(unknown, 3)} cannot be found"
+                raise UnsupportedStateError(self.name, f"{problem}; change it after the guard's block")
+            state = {name: known[name] for name in self._order} | copies
+        else:
+            state = {name: copies.get(name, value) for name, value in self.module.state_dict().items()}
+        return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
+
+    def beside(self) -> dict[str, Any]:
+        """What no state_dict has, as it was at the boundary; small, and the same for replicas."""
+        added = [
+            n for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None and n not in self._built
+        ]
+        return {
+            **self.flags.state(),
+            "pruned": self._masks.state(),
+            "buffers": self._loose.state(),
+            "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
+        }
+
+    def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """Before `load`: prune what was pruned, and register the buffers that the module had got in mid-run."""
+        changed = "pruned" in beside and self._masks.apply(beside["pruned"])
+        for name in beside.get("added_buffers", ()):
+            prefix, _, key = name.rpartition(".")
+            child = dict(self.module.named_modules()).get(prefix)
+            if child is not None and name in state and child._buffers.get(key) is None and key not in child._parameters:
+                like = next(iter(self._named.values()), None)
+                value = state[name].clone()
+                child.register_buffer(key, value if like is None else value.to(like.device))
+                changed = True
+        if changed:
+            self.follow()
+
+    def load_beside(self, beside: Mapping[str, Any]) -> None:
+        """After `load`: the rest of what `beside` gives, without the flags."""
+        self._masks.load(beside.get("pruned", {}))
+        self._loose.load(beside.get("buffers", {}))
+
+    @property
+    def named(self) -> Mapping[str, torch.Tensor]:
+        """Parameters by name, tied ones under each; sharded ones as they were at the last change (see `state`)."""
+        return self._sharded or dict(self.module.named_parameters(remove_duplicate=False))
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is a DTensor."""
+        return bool(self._sharded)
+
+    @property
+    def volatile_names(self) -> list[str]:
+        """The part of its state that is not parameters: saved buffers and extra state."""
+        return [*self._slot_names, *(name for name, _ in self._extras)]
+
+    def load(self, state: dict[str, Any]) -> None:
+        live = dict(self.module.state_dict())
+        problems = _differences({n: local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
+        if problems:
+            shown = listed(problems, 12, "; ")
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
+                'resume="never" in another directory'
+            )
+        self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
+        self._find_slots()
+        self.copy()
+
+
+def _reshard(module: nn.Module) -> None:
+    """Shard again what FSDP2 has left whole: its root, after a forward without a backward (an evaluation)."""
+    for child in module.modules():
+        if any(c.__name__ == "FSDPModule" for c in type(child).__mro__):  # importing it takes long
+            child.reshard()  # type: ignore[operator]
+
+
+def _differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    found = [f"{name} is missing in the checkpoint" for name in ours if name not in theirs]
+    found += [f"{name} is only in the checkpoint" for name in theirs if name not in ours]
+    for name, mine in ours.items():
+        other = theirs.get(name)
+        if isinstance(mine, torch.Tensor) and isinstance(other, torch.Tensor):
+            if mine.shape != other.shape:
+                found.append(f"{name} has shape {list(other.shape)} there and {list(mine.shape)} here")
+            elif mine.dtype != other.dtype:
+                found.append(f"{name} is {other.dtype} there and {mine.dtype} here")
+    return found

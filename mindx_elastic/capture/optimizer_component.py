@@ -1,0 +1,288 @@
+"""An optimizer of the job: its state is stable; the options of its groups (learning rate) are copied at every boundary,
+schedulers change them between two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mindx_elastic.capture.copying import copy_items, copy_tree, map_tensors
+from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import MismatchError, UsageError
+
+__all__ = ["OptimizerComponent", "unwrap_optimizer"]
+
+_params_of = itemgetter("params")
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer inside a wrapper that holds it as ``_wrapped_optimizer``: a checkpoint with the wrapper and one
+    without fit each other."""
+    while isinstance(inner := getattr(optimizer, "_wrapped_optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+class OptimizerComponent:
+    """A torch optimizer: its state is stable, the options of its groups are volatile."""
+
+    KEPT_IN = "_groups"
+    """The attribute with its copied state."""
+
+    def __init__(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        self.name = name
+        self.optimizer = unwrap_optimizer(optimizer)
+        # ZeRO: the optimizer inside updates this rank's share of the parameters and has the state of those.
+        # By name: importing it runs torch.jit, which takes a second and is deprecated.
+        self.is_spread = any(c.__name__ == "ZeroRedundancyOptimizer" for c in type(self.optimizer).__mro__)
+        self._sizes = self._look_sizes()
+        self._built: list[list[str]] | None = None
+        self._named: list[list[str]] | None = None
+        self._places: Mapping[int, str] = {}
+        self._parameters: Mapping[str, torch.Tensor] = {}
+        self.copy()
+
+    @property
+    def local(self) -> torch.optim.Optimizer:
+        """The optimizer that has this rank's state: the one inside ZeRO, else itself."""
+        if not self.is_spread:
+            return self.optimizer
+        found: torch.optim.Optimizer | None = vars(self.optimizer).get("optim")
+        if found is None:
+            raise UsageError(
+                f"{self.name}: a ZeroRedundancyOptimizer with overlap_with_ddp=True has no state of its own before the "
+                "first steps and cannot be guarded; make it with overlap_with_ddp=False"
+            )
+        return found
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that it updates, in the order of their numbers in its state."""
+        return [p for group in self.local.param_groups for p in group["params"]]
+
+    def copy(self) -> None:
+        self._groups = [copy_items(group, but="params") for group in self.optimizer.param_groups]  # as `look`
+
+    def _look_sizes(self) -> list[int]:
+        return [*map(len, map(_params_of, self.optimizer.param_groups))]
+
+    def has_changed(self) -> bool:
+        """Whether it has got other groups since `follow`. Every step."""
+        return self._look_sizes() != self._sizes
+
+    def set_names(self, names: Mapping[int, str]) -> None:
+        """`names`: the places of parameters, by id. With these groups the program begins."""
+        self._places, self._built = names, self._named_groups(names)
+
+    def follow(self, names: Mapping[int, str]) -> list[str]:
+        """Groups or parameters may have changed: go on with those that there are now. Returns what a start cannot make
+        again, in words.
+
+        A group that is new, gone or holds other parameters can be made again where the parameters have names.
+        """
+        self._places, self._sizes = names, self._look_sizes()
+        groups = self._named_groups(names)
+        if groups == self._built:
+            self._named = None
+            return []
+        if self.is_spread:
+            return ["its parameter groups have changed, and ZeroRedundancyOptimizer spreads them over the ranks"]
+        self._named = groups
+        known = {place for built in self._built or () for place in built}
+        lost = [place for group in groups for place in group if not place]
+        if lost and not (self._built is not None and any("" in group for group in self._built)):
+            which = [place for place in known if place not in {p for group in groups for p in group}]
+            return [f"it holds {len(lost)} parameters that are in no named module (any more){_named_instead(which)}"]
+        return []
+
+    def _named_groups(self, names: Mapping[int, str]) -> list[list[str]]:
+        return [[names.get(id(p), "") for p in group["params"]] for group in self.local.param_groups]
+
+    def arrange(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
+        """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
+        wanted = [[parameters.get(place) for place in group] for group in groups]
+        if missing := [place for group in groups for place in group if parameters.get(place) is None]:
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program does not have"
+            )
+        live = self.local.param_groups
+        for group, mine in zip(live, wanted, strict=False):
+            group["params"][:] = mine
+        for mine in wanted[len(live) :]:
+            self.local.add_param_group({"params": mine})
+        del live[len(wanted) :]
+        self._parameters = parameters
+        self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]
+
+    def look(self) -> list[dict[str, Any]]:
+        """The options of the groups as they are now, in the form of `groups`."""
+        return [copy_items(group, but="params") for group in self.optimizer.param_groups]
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The copied options of the groups."""
+        return self._groups
+
+    def state(self) -> dict[str, Any]:
+        optimizer, retired = self._without_retired()
+        state = dict(map_tensors(optimizer.state_dict(), local_part))
+        state["class"] = type(self.local).__name__  # ZeRO around AdamW has the state of AdamW
+        if sharded := self._sharded_places():
+            state["sharded"] = sharded
+        if self._named is not None:
+            state["names"] = self._named
+        if retired:
+            state["retired"] = map_tensors(retired, local_part)
+        state["param_groups"] = [
+            {**copied, "params": live["params"]}
+            for copied, live in zip(self._groups, state["param_groups"], strict=True)
+        ]
+        return state
+
+    def _without_retired(self) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        """The optimizer as if it had no state for parameters that are in no group any more, and that state by place.
+
+        `Optimizer.state_dict` fails with it. A parameter may come back to a group; one without a place cannot.
+        """
+        held = set(map(id, self.parameters))
+        state = self.local.state
+        if all(id(p) in held for p in state if isinstance(p, torch.Tensor)):
+            return self.local, {}
+        shadow = object.__new__(type(self.local))
+        kept = {p: value for p, value in state.items() if not isinstance(p, torch.Tensor) or id(p) in held}
+        vars(shadow).update({**vars(self.local), "state": kept})
+        retired = {self._places[id(p)]: v for p, v in state.items() if id(p) not in held and id(p) in self._places}
+        return shadow, retired
+
+    def _sharded_places(self) -> list[str]:
+        """The DTensors of its state with their parameter's layout, as ``3.exp_avg``; `load` restores them so."""
+        found: list[str] = []
+        for index, parameter in enumerate(self.parameters):
+            if isinstance(parameter, DTensor):
+                for place, value in _tensors_in(self.local.state.get(parameter, {}), str(index)):
+                    if isinstance(value, DTensor) and value.shape == parameter.shape:
+                        found.append(place)
+        return found
+
+    def load(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        state.pop("names", None)  # see `arrange`
+        retired = state.pop("retired", {})
+        there, here = state.pop("class", None), type(self.local).__name__
+        if there not in (None, here):
+            raise MismatchError(f"the checkpoint does not fit {self.name}: it was written by {there}, this is {here}")
+        ours = [len(group["params"]) for group in self.local.param_groups]
+        theirs = [len(group["params"]) for group in state["param_groups"]]
+        if ours != theirs:
+            raise MismatchError(
+                f"the checkpoint does not fit {self.name}: it has parameter groups of {theirs} parameters, "
+                f"this optimizer has {ours}"
+            )
+        state = self._with_layouts(state)
+        groups, values = self.local.param_groups, self.local.state
+        self.local.load_state_dict(state)
+        _keep_objects(self.local, groups, values)
+        self._undo_casts(state)
+        for place, values in retired.items():
+            if (parameter := self._parameters.get(place)) is not None:
+                self.local.state[parameter] = {
+                    key: value.to(parameter.device) if isinstance(value, torch.Tensor) and key != "step" else value
+                    for key, value in copy_tree(values).items()
+                }
+        if self.is_spread:
+            for shown, loaded in zip(self.optimizer.param_groups, self.local.param_groups, strict=True):
+                shown.update({key: value for key, value in loaded.items() if key != "params"})
+        # The process before has stepped it. Without this, torch warns of a wrong order when a scheduler steps before
+        # the first update here (at an epoch's end).
+        vars(self.optimizer)["_opt_called"] = True
+        self.copy()
+
+    def _with_layouts(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Make DTensors again of what were DTensors."""
+        places = set(state.pop("sharded", ()))
+        if not places:
+            return state
+        indices = [i for group in state["param_groups"] for i in group["params"]]
+        laid_out = dict(state["state"])
+        for index, parameter in zip(indices, self.parameters, strict=True):
+            if index in laid_out:
+                laid_out[index] = _laid_out(laid_out[index], str(index), places, parameter)
+        return {**state, "state": laid_out}
+
+    def _undo_casts(self, state: dict[str, Any]) -> None:
+        """Undo the casts of `Optimizer.load_state_dict` to the parameter's dtype, in which fp32 moments lose bits."""
+        parameters = self.parameters
+        indices = [i for group in state["param_groups"] for i in group["params"]]
+        for index, parameter in zip(indices, parameters, strict=True):
+            saved = state["state"].get(index, {})
+            loaded = self.local.state.get(parameter, {})
+            for key, value in saved.items():
+                if key in loaded:
+                    loaded[key] = _with_dtypes_of(value, loaded[key])
+
+
+def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any) -> None:
+    """Move what was loaded into the dicts and lists that were there before, `groups` and `state`.
+
+    `Optimizer.load_state_dict` makes new ones, and optimizers around others (SAM, Lookahead) share theirs: after it,
+    the inner one would no longer have the outer one's learning rate or moments.
+    """
+    loaded_groups, loaded_state = optimizer.param_groups, optimizer.state
+    inner = [each for each in vars(optimizer).values() if isinstance(each, torch.optim.Optimizer)]
+    if loaded_groups is not groups and len(loaded_groups) == len(groups):
+        for group, loaded in zip(groups, loaded_groups, strict=True):
+            if loaded is not group:
+                group.clear()
+                group.update(loaded)
+        for each in (optimizer, *inner):
+            if each.param_groups is loaded_groups:
+                each.param_groups = groups
+    if loaded_state is not state:
+        state.clear()
+        state.update(loaded_state)
+        for each in (optimizer, *inner):
+            if each.state is loaded_state:
+                each.state = state
+
+
+def _named_instead(places: Sequence[str]) -> str:
+    return f"; {listed(sorted(places), 3)} were replaced" if places else ""
+
+
+def _tensors_in(value: Any, place: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield place, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, f"{place}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors_in(item, f"{place}.{number}")
+
+
+def _laid_out(value: Any, place: str, places: set[str], like: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor):
+        return with_layout_of(like, value) if place in places else value
+    if type(value) is dict:
+        return {key: _laid_out(item, f"{place}.{key}", places, like) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_laid_out(item, f"{place}.{n}", places, like) for n, item in enumerate(value))
+    return value
+
+
+def _with_dtypes_of(saved: Any, loaded: Any) -> Any:
+    """`loaded`, with its tensors of another type than in `saved` replaced."""
+    if isinstance(saved, torch.Tensor) and isinstance(loaded, torch.Tensor):
+        return loaded if saved.dtype == loaded.dtype else saved.to(loaded.device, copy=True)
+    if type(saved) is not type(loaded):
+        return loaded
+    if type(saved) in (list, tuple):
+        return type(saved)(_with_dtypes_of(s, t) for s, t in zip(saved, loaded, strict=True))
+    if type(saved) is dict:
+        return {key: _with_dtypes_of(saved[key], value) for key, value in loaded.items()}
+    return loaded

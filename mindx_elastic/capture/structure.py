@@ -1,0 +1,122 @@
+"""Notices that modules or parameters were added, replaced or removed in mid-run, at no cost in the steps between.
+
+A registration shows through torch's global registration hooks, a removal in the sizes of the modules' tables. Only then
+is the module walked through again. A resumed program builds the first model once more, so what counts is how the model
+differs from the one that the guard was entered with.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from mindx_elastic.core.printable import listed
+
+__all__ = ["Structure", "Watch"]
+
+
+class Structure:
+    """Of one module. `parameters`: by name, tied ones under each, as `original_names` would have them."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._module = module
+        self._built = _shapes(parameters)
+        self._kinds = _kinds(module)
+        self._reprs: dict[str, str] = {}
+        self._objects = dict(module.named_modules(remove_duplicate=False))
+        self.follow()
+
+    def follow(self) -> None:
+        """Notice changes from here on."""
+        children = list(self._module.modules())
+        self._ids = {id(child) for child in children}
+        self._tables: list[Any] = [t for child in children for t in (child._modules, child._parameters) if t]
+        self._size = sum(map(len, self._tables))
+        self._registered = False
+
+    def has_changed(self) -> bool:
+        """Whether something may have changed since `follow`. Every step."""
+        return self._registered or sum(map(len, self._tables)) != self._size
+
+    def note(self, owner: nn.Module) -> None:
+        """A module or a parameter is being registered in `owner`."""
+        if id(owner) in self._ids:
+            self._registered = True
+
+    def problems(self, parameters: Mapping[str, torch.Tensor]) -> list[str]:
+        """How the module differs from the one that was built, in words; empty: a start can load its state."""
+        now = _shapes(parameters)
+        found = []
+        if gone := [name for name in self._built if name not in now]:
+            found.append(f"{listed(gone, 3)} {_are(gone)} gone")
+        if new := [name for name in now if name not in self._built]:
+            found.append(f"{listed(new, 3)} {_are(new)} new")
+        for name, shape in now.items():
+            if self._built.get(name, shape) != shape:
+                found.append(f"{name} is now {_text(shape)} and was {_text(self._built[name])}")
+        return found or self._other_modules()
+
+    def _other_modules(self) -> list[str]:
+        """Modules that compute something else, with the same parameters."""
+        found, kinds = [], _kinds(self._module)
+        for name, module in self._module.named_modules(remove_duplicate=False):
+            old = self._objects.get(name)
+            if old is None:
+                found.append(f"{name} is new")
+            elif old is not module and repr(old) != repr(module):
+                found.append(f"{name} is now {_short(module)} and was {_short(old)}")
+            elif kinds[name] is not self._kinds[name]:
+                found.append(f"{name} is now a {kinds[name].__name__} and was a {self._kinds[name].__name__}")
+        found += [f"{name} is gone" for name in self._objects if name not in kinds]
+        return found
+
+
+class Watch:
+    """Tells structures of what is registered in their modules, until it is closed. One per guard, in its main thread."""
+
+    def __init__(self, structures: list[Structure]) -> None:
+        self._structures = structures
+        own = weakref.ref(self)  # torch keeps the hooks for ever if nothing removes them
+
+        def note(owner: nn.Module, *_: object) -> None:
+            if (watch := own()) is not None:
+                for structure in watch._structures:
+                    structure.note(owner)
+
+        self._handles = [
+            register_module_parameter_registration_hook(note),
+            register_module_module_registration_hook(note),
+        ]
+
+    def close(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+def _shapes(parameters: Mapping[str, torch.Tensor]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
+
+
+def _kinds(module: nn.Module) -> dict[str, type]:
+    return {name: type(child) for name, child in module.named_modules(remove_duplicate=False)}
+
+
+def _text(shape: tuple[tuple[int, ...], torch.dtype]) -> str:
+    return f"{list(shape[0])} {str(shape[1]).removeprefix('torch.')}"
+
+
+def _short(module: nn.Module) -> str:
+    text = repr(module)
+    return text if "\n" not in text and len(text) <= 80 else f"another {type(module).__name__}"
+
+
+def _are(names: list[str]) -> str:
+    return "is" if len(names) == 1 else "are"

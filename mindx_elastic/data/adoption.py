@@ -1,0 +1,114 @@
+"""Makes a loader that the program goes on iterating behave as its resumable one, for a while.
+
+Programs hold on to their DataLoader: they iterate it, ask its length, hand it on. So the object stays, and its
+*class* is exchanged for a subclass made for it, whose ``iter``, ``len`` and `set_epoch` are those of the resumable
+loader; attributes, ``isinstance`` and ``repr`` are as before. Copies and pickles of it are plain again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from mindx_elastic.data.loader import ResumableLoader, from_loader
+from mindx_elastic.data.replay import ReplayLoader
+from mindx_elastic.data.sampler import rank_and_world_size
+from mindx_elastic.errors import UsageError
+
+__all__ = ["Adoption"]
+
+_KEY = "_mindx_resumable"
+_FOLLOWED = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn")
+"""What programs set on a DataLoader after they have made it."""
+
+
+class Adoption:
+    """A DataLoader and the resumable loader that stands in for it between `begin` and `end`.
+
+    Unlike `from_loader` by itself, it changes neither which samples a rank sees nor how many batches there are: without
+    a DistributedSampler each rank goes through the whole data set, as before. The order is chosen by the seed that the
+    program gave to torch.
+    """
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        if _KEY in vars(loader):
+            raise UsageError("this DataLoader already belongs to a guard that is entered")
+        self.loader = loader
+        self._kind = type(loader)
+        self.resumable = from_loader(loader)
+        self._own_seed = True
+        """The order follows from torch's seed, which may be another one in the next process."""
+        if isinstance(self.resumable, ResumableLoader):
+            sampler = self.resumable._sampler
+            given = getattr(loader.sampler, "generator", None) is not None or hasattr(loader.sampler, "num_replicas")
+            self._own_seed = not given
+            if not hasattr(loader.sampler, "num_replicas"):
+                sampler.ranks = partial(rank_and_world_size, 0, 1)
+
+    def begin(self) -> None:
+        if self._own_seed:
+            self._seed(torch.initial_seed() & ((1 << 63) - 1))
+        self.loader.__dict__[_KEY] = self.resumable
+        object.__setattr__(self.loader, "__class__", _adopted(self._kind, self.resumable))
+
+    def end(self) -> None:
+        """The loader is as it was. Its workers have ended."""
+        self.loader.__dict__.pop(_KEY, None)
+        object.__setattr__(self.loader, "__class__", self._kind)
+        self.resumable.shutdown()
+
+    def take_seed(self, state: Any) -> None:
+        """Go on with the seed of the run that wrote `state`."""
+        if self._own_seed and isinstance(state.get("seed"), int):
+            self._seed(state["seed"])
+
+    def _seed(self, seed: int) -> None:
+        self.resumable.seed = seed
+        if isinstance(self.resumable, ResumableLoader):
+            self.resumable._sampler.seed = seed
+        self.resumable._settings = None
+
+    def describe(self) -> str:
+        """How its order arises, for people."""
+        dataset = type(self.loader.dataset).__name__
+        what = f"the {self._kind.__name__} over {dataset}"
+        loader = self.resumable
+        if isinstance(loader, ReplayLoader):
+            skipped = "loaded and dropped" if loader._skipper is None else "skipped"
+            return f"{what} keeps its own order; after a resume its epoch begins again, and the batches before are {skipped}"
+        sampler = loader._sampler
+        if sampler.shuffle:
+            order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
+        else:
+            order = "goes through its data set in order"
+        if hasattr(self.loader.sampler, "num_replicas"):
+            order += "; its DistributedSampler says which part each rank gets, and need not be told the epoch"
+        return f"{what} {order}; what is drawn for a sample is a function of (seed, epoch, index)"
+
+
+def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoader) -> type[DataLoader[Any]]:
+    class Adopted(kind):  # type: ignore[valid-type,misc]
+        def __iter__(self) -> Iterator[Any]:
+            stand_in = self.__dict__[_KEY]
+            if isinstance(stand_in, ResumableLoader):
+                for name in _FOLLOWED:
+                    setattr(stand_in, name, getattr(self, name))
+            return iter(stand_in)
+
+        def set_epoch(self, epoch: int) -> None:
+            self.__dict__[_KEY].set_epoch(epoch)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            plain = kind.__new__(kind)
+            plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _KEY})
+            return plain.__reduce_ex__(protocol)
+
+    if isinstance(resumable, ResumableLoader):
+        Adopted.__len__ = lambda self: len(self.__dict__[_KEY])  # type: ignore[method-assign]
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(Adopted, name, getattr(kind, name))
+    return Adopted

@@ -1,0 +1,99 @@
+"""Tells which batches the steps have used, where a loop fetches some ahead. Pure arithmetic.
+
+A loop that fetches ahead (a batch primed before the loop and replaced after the forward, a prefetching generator) has,
+at each boundary, fetched more than it has used. Two numbers describe it: the batches that a step uses (1, or more with
+gradient accumulation), and those that are outstanding at a boundary, constant but for an epoch's end, where they drain.
+Both follow from what was fetched up to the first two boundaries:
+
+====================================  =====================  ======================================
+fetched up to the first two           per step, ahead        for example
+====================================  =====================  ======================================
+1, 2                                  1, 0                   ``for batch in loader``
+2, 3                                  1, 1                   ``X, Y = next(it)`` after the forward
+2, 4                                  2, 0                   one step for two batches
+3, 5                                  2, 1                   the same, with a prefetcher
+====================================  =====================  ======================================
+
+A first boundary with one batch is clear by itself. One with more is not, so the position is not known there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Fetches", "LookAhead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Fetches:
+    """What was asked of a loader up to some moment, since the process began to train."""
+
+    handed: int = 0
+    """Batches that the program has got."""
+    asked: int = 0
+    """The same, and the requests that the end of an epoch has answered."""
+    iteration: int = 0
+    """Number of the newest iteration, from 1."""
+    exhausted: bool = False
+    """The newest iteration has given all it had."""
+
+
+class LookAhead:
+    """One per loader. Call `at_boundary` at every boundary; `used` is then the number of batches that steps have used.
+
+    `ahead` and `per_step` are known at once where a checkpoint has them.
+    """
+
+    def __init__(self, ahead: int | None = None, per_step: int = 1) -> None:
+        self.ahead = ahead
+        """Batches outstanding at a boundary; None: not known yet."""
+        self.per_step = per_step
+        self.used = 0
+        self._base = Fetches()
+        self._first: Fetches | None = None
+
+    def at_boundary(self, seen: Fetches) -> bool:
+        """A step has ended. Returns whether `used` is known."""
+        if self.ahead is None and not self._learn(seen):
+            return False
+        self.used = self.used_by(seen)
+        return True
+
+    def used_by(self, seen: Fetches) -> int:
+        """What `used` would be if a step ended now."""
+        if not self.ahead:
+            return seen.handed
+        used = max(self.used, seen.handed - self.ahead)
+        if seen.exhausted:  # they drain
+            used = max(used, self.used + self.per_step)
+        return min(used, seen.handed)
+
+    def settle(self, seen: Fetches) -> None:
+        """The training ends before the second boundary: what was fetched was used."""
+        if self.ahead is None:
+            self.used = seen.handed
+
+    def _learn(self, seen: Fetches) -> bool:
+        base, first = self._base, self._first
+        handed, asked = seen.handed - base.handed, seen.asked - base.asked
+        if handed == 0:
+            return True
+        if handed == 1:
+            if seen.exhausted:  # nothing was left to fetch ahead: the next epoch tells
+                self._base = seen
+            else:
+                self.ahead = 0
+            return True
+        if first is None:
+            self._first = seen
+            return False
+        had, per_step = first.handed - base.handed, seen.handed - first.handed
+        if seen.iteration == first.iteration == base.iteration + 1:
+            # Requests count like batches: of an epoch of two batches, a loop that reads one ahead asks for three.
+            had, per_step = first.asked - base.asked, asked - (first.asked - base.asked)
+            if per_step == 0:  # all at once, then one a step: list(loader), or a long queue
+                per_step = 1 if first.exhausted else had
+        self.per_step = max(1, min(per_step, had))
+        self.ahead = had - self.per_step
+        self.used += min(self.per_step, first.handed - base.handed)
+        return True

@@ -1,0 +1,603 @@
+"""Finds what the training has and the guard does not keep: optimizers, parameters, schedulers, modules, generators.
+
+At entry, and at the boundaries 1, 2, 3, 4, 8, 16, ... of the process, it looks through the program's variables (see
+`surroundings`) and compares what it finds with the look before (see `movements`). At every boundary it asks only
+whether an optimizer has stepped that it does not know, which the update gate's hook notes.
+
+===============================================================  ==================================================
+found                                                            certain when
+===============================================================  ==================================================
+a parameter of a named optimizer, in no named object             it is trained
+an optimizer that steps and is not named                         its state is carried from one step into another
+a scheduler of a named optimizer, not named                      it steps (one line at entry says so before)
+a `GradScaler`, not named                                        it is enabled and has moved
+a module, not named                                              its parameters change between two boundaries of an
+                                                                 epoch; buffers, or between epochs: a risk
+a generator                                                      it moves twice between boundaries; in an evaluation
+                                                                 between epochs: a risk
+a list or deque of tensors or arrays that grows                  a risk
+===============================================================  ==================================================
+
+What an evaluation inside ``guard.outside_step()`` does counts nowhere.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.movements import (
+    ContainerLook,
+    GeneratorLook,
+    Movement,
+    NumbersLook,
+    TensorsLook,
+    is_sharded_in_part,
+)
+from mindx_elastic.guard.strangers import Strangers, storage_of
+from mindx_elastic.guard.surroundings import (
+    Found,
+    Seen,
+    attributes_of,
+    find_bound,
+    inner_schedulers,
+    kind_of,
+    look,
+    reachable,
+)
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["Checks"]
+
+_FIRST_LOOKS = 4
+_MOVES = 2
+_MOST_WATCHED = 256
+
+
+class Kept:
+    """What the named objects keep, as far as it can be told without running the program's code."""
+
+    def __init__(self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector) -> None:
+        self.objects: set[int] = set()
+        self.tensors: set[int] = set()
+        self.storages: set[int] = set()
+        for name, target in targets.items():
+            self._add_target(target, collector.components.get(name))
+        for loader in loaders:
+            self.objects |= reachable(loader, models=False).keys()
+
+    def _add_target(self, target: Any, component: object) -> None:
+        self.objects.add(id(target))
+        if isinstance(target, nn.Module):
+            self.objects.update(map(id, target.modules()))
+            self._add_tensors([*target.parameters(), *target.buffers()])
+            if isinstance(component, ModuleComponent):
+                self._add_tensors([*component.parameters, *component.named.values()])
+        elif isinstance(target, torch.optim.Optimizer):
+            if isinstance(component, OptimizerComponent):
+                self.objects |= {id(component.optimizer), id(component.local)}
+        elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
+            self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
+        else:
+            found = reachable(target, models=kind != "loader")
+            self.objects |= found.keys()
+            self._add_tensors(value for value in found.values() if isinstance(value, torch.Tensor))
+
+    def _add_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self.tensors.add(id(tensor))
+            if (storage := storage_of(tensor)) is not None:
+                self.storages.add(storage)
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.tensors or storage_of(tensor) in self.storages
+
+
+@dataclass
+class _Watched:
+    """An object that is not kept, as it was at the last look."""
+
+    reference: Callable[[], Any]
+    name: str
+    look: Any
+    epoch: int
+    moves: int = 0
+    remedy: str = ""
+
+
+@dataclass
+class _Watch:
+    modules: dict[int, _Watched] = field(default_factory=dict)
+    generators: dict[int, _Watched] = field(default_factory=dict)
+    scalers: dict[int, _Watched] = field(default_factory=dict)
+    containers: dict[int, _Watched] = field(default_factory=dict)
+    scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
+    schedulers: dict[int, _Watched] = field(default_factory=dict)
+
+
+class Checks:
+    """One per guard. Training thread."""
+
+    def __init__(
+        self,
+        unmanaged: Unmanaged,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        *,
+        loaders: Sequence[Any] = (),
+        epoch: Callable[[], int],
+    ) -> None:
+        """`loaders`: the named ones. `epoch`: gives the epoch of the last boundary."""
+        self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
+        self._loaders = tuple(loaders)
+        self._boundaries, self._next = 0, 1
+        self._watch = _Watch()
+        self._global_generators = _global_generators()
+        self._strangers = Strangers(self._named_optimizers().values())
+        self._is_outside = False
+
+    def watch(self, gate: UpdateGate) -> None:
+        """Have `gate` tell which optimizers step. Main thread, at entry."""
+        gate.expected = self._strangers.expected
+        gate.at_stranger = self._note_stranger
+
+    def _note_stranger(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._is_outside:
+            self._strangers.note(optimizer)
+
+    # --- when ---
+
+    def at_entry(self) -> None:
+        """The state is back, the training begins. Raises UnmanagedStateError."""
+        seen, kept = self._look(sys._getframe(1))
+        self._check_parameters(seen, kept)
+        self._check_schedulers(seen, kept, search=True)
+
+    def at_boundary(self) -> None:
+        """A boundary was passed. Raises UnmanagedStateError."""
+        if (refusal := self._unmanaged.refusal) is not None:
+            raise refusal
+        if self._strangers.waiting:
+            self._check_strangers(sys._getframe(1))
+        if self._watch.schedulers:
+            self._check_steps_of_schedulers()
+        self._boundaries += 1
+        if self._boundaries >= self._next:
+            self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
+            self._look_again(sys._getframe(1))
+
+    def before_save(self) -> None:
+        """A boundary is about to be saved: record what is known by now. Training thread; refuses nothing."""
+        with self._unmanaged.only_recorded():
+            seen, kept = self._look(sys._getframe(1))
+            self._compare(kept)
+            self._look_at_generators(seen, kept)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around an evaluation: whatever moves inside is none of the training's."""
+        if self._is_outside:
+            yield
+            return
+        self._is_outside = True
+        if self._boundaries:
+            self._compare(self._kept())
+        try:
+            yield
+        finally:
+            self._is_outside = False
+            if self._boundaries:
+                self._watch_anew()
+
+    # --- looking ---
+
+    def _kept(self) -> Kept:
+        return Kept(self._targets, self._loaders, self._collector)
+
+    def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
+        kept = self._kept()
+        loose = [p for _, p in self._loose_parameters(kept)]
+        return look(frame, self._targets, map(id, loose)), kept
+
+    def _look_again(self, frame: FrameType | None) -> None:
+        seen, kept = self._look(frame)
+        self._check_parameters(seen, kept)
+        self._check_schedulers(seen, kept, search=self._boundaries == 1)
+        self._compare(kept)
+        self._look_at_generators(seen, kept)
+        self._watch_found(seen, kept)
+
+    def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
+        components = self._collector.components.items()
+        return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
+
+    def _optimizer_ids(self) -> set[int]:
+        components = self._collector.components
+        own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
+        own |= {id(o) for c in components.values() if isinstance(c, OptimizerComponent) for o in (c.optimizer, c.local)}
+        return own | self._strangers.covered_ids()
+
+    # --- parameters ---
+
+    def _loose_parameters(self, kept: Kept) -> list[tuple[str, torch.Tensor]]:
+        """The trained parameters of the named optimizers that no named object keeps, and their optimizer's name."""
+        found: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, optimizer in self._named_optimizers().items():
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.requires_grad and not kept.has(parameter):
+                        found.setdefault(id(parameter), (name, parameter))
+        return list(found.values())
+
+    def _check_parameters(self, seen: Seen, kept: Kept) -> None:
+        loose = self._loose_parameters(kept)
+        if not loose:
+            return
+        owners: dict[int, Found] = {}
+        names: list[str] = []
+        variables: list[Found] = []
+        for _, parameter in loose:
+            owner, place = _owner_of(parameter, seen)
+            if owner is not None:
+                owners.setdefault(id(owner.value), owner)
+                names.append(f'"{owner.name}.{place}"')
+            elif (variable := seen.tensors.get(id(parameter))) is not None:
+                variables.append(variable)
+                names.append(str(variable))
+            else:
+                names.append(f"one of shape {list(parameter.shape)}")
+        optimizer = loose[0][0]
+        count = "1 parameter" if len(loose) == 1 else f"{len(loose)} parameters"
+        what = f"{self._name_of(optimizer, seen)} trains {count} that none of the guard's objects holds: "
+        what += listed(names, 3)
+        if owners:
+            remedy = f"Write {self._line('model', seen, owners.values())}"
+        elif variables:
+            content = ", ".join(f'"{self._key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3])
+            remedy = f"Write Guard(stateful={{{content}}}, ...)"
+        else:
+            remedy = "Give the guard the module that has them (model=[...]), or name them in stateful="
+        self._unmanaged.certain(what, remedy)
+
+    # --- optimizers ---
+
+    def _check_strangers(self, frame: FrameType | None) -> None:
+        for optimizer in self._strangers.at_boundary(self._named_optimizers().values()):
+            seen, _ = self._look(frame)
+            name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
+            found = seen.optimizers.get(id(optimizer))
+            shown = str(found) if found is not None else f"{name} ({type(optimizer).__name__})"
+            idle = self._replaced_by(optimizer)
+            if idle:
+                what = (
+                    f"optimizer {shown} steps, and {self._name_of(idle, seen)}, which the guard was given for the same "
+                    "parameters, never does: it was made anew after the guard"
+                )
+                remedy = "Make the optimizer before the guard, and once"
+            else:
+                what = f"optimizer {shown} steps and is not named"
+                remedy = f"Write {self._line('optimizer', seen, [Found(name, '', optimizer)])}"
+            self._unmanaged.certain(what, remedy)
+
+    def _path_of(self, optimizer: torch.optim.Optimizer, seen: Seen) -> str:
+        for name, target in self._named_optimizers().items():
+            named = seen.optimizers.get(id(target))
+            for attribute, value in attributes_of(target).items():
+                if value is optimizer:
+                    return f"{name if named is None else named.name}.{attribute}"
+        found = seen.optimizers.get(id(optimizer))
+        return "" if found is None else found.name
+
+    def _replaced_by(self, optimizer: torch.optim.Optimizer) -> str:
+        """The named optimizer that has never stepped and has parameters of `optimizer`, which does not hang on it."""
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, target in self._named_optimizers().items():
+            if id(target) in self._strangers.stepped or id(optimizer) in reachable(target, models=True):
+                continue
+            if any(id(p) in own for group in target.param_groups for p in group["params"]):
+                return name
+        return ""
+
+    # --- schedulers ---
+
+    def _check_schedulers(self, seen: Seen, kept: Kept, *, search: bool) -> None:
+        ours = self._optimizer_ids()
+        candidates = dict(seen.schedulers)
+        bound = {id(_optimizer_of(found.value)) for found in seen.schedulers.values()}
+        bound |= {id(_optimizer_of(t)) for t in self._targets.values()}
+        if search:
+            # A scheduler wraps its optimizer's step(). The search takes 40 ms, so only where none of them is known.
+            hidden = [o for o in self._named_optimizers().values() if "step" in vars(o) and id(o) not in bound]
+            for scheduler in find_bound(hidden):
+                candidates[id(scheduler)] = Found("", "", scheduler)
+        children = {key for found in candidates.values() for key in inner_schedulers(found.value)}
+        for key, found in candidates.items():
+            if id(_optimizer_of(found.value)) not in ours or key in kept.objects or key in children:
+                continue
+            if key in self._watch.schedulers:
+                continue
+            # It may be unused, or left over from an earlier training: it is refused when it steps.
+            steps = _steps_of(found.value)
+            added = found if found.name else Found("the_scheduler", "", found.value)
+            remedy = f"Write {self._line('lr_scheduler', seen, [added])}"
+            self._watch.schedulers[key] = _Watched(weakref.ref(found.value), _shown(found), steps, 0, remedy=remedy)
+            if steps <= 1:
+                what = f"scheduler {_shown(found)} belongs to an optimizer of the guard and is not named"
+                self._unmanaged.hint(f"{what}: its first step will be refused", remedy)
+
+    def _check_steps_of_schedulers(self) -> None:
+        for key, watched in list(self._watch.schedulers.items()):
+            scheduler = watched.reference()
+            if scheduler is None:
+                del self._watch.schedulers[key]
+            elif _steps_of(scheduler) != watched.look:
+                watched.look = _steps_of(scheduler)
+                what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
+                self._unmanaged.certain(what, watched.remedy)
+
+    # --- what moves ---
+
+    def _watch_found(self, seen: Seen, kept: Kept) -> None:
+        """Begin to watch what has been found and is not kept."""
+        watch, epoch = self._watch, self._epoch()
+        claimed: set[int] = set()
+        for key, found in _outermost(seen.modules, kept):
+            if key in watch.modules:
+                continue
+            parameters, buffers = _extra_tensors(found.value, kept)
+            parameters = [p for p in parameters if id(p) not in claimed]
+            buffers = [b for b in buffers if id(b) not in claimed]
+            if (parameters or buffers) and not is_sharded_in_part(found.value):
+                claimed.update(map(id, (*parameters, *buffers)))
+                looks = TensorsLook.at(parameters), TensorsLook.at(buffers)
+                watch.modules[key] = _Watched(weakref.ref(found.value), _shown(found), looks, epoch)
+        for key, found in seen.scalers.items():
+            if key not in watch.scalers and key not in kept.objects:
+                watch.scalers[key] = _Watched(weakref.ref(found.value), _shown(found), _scale_of(found.value), epoch)
+        ours = self._optimizer_ids()
+        for key, found in seen.scheduler_likes.items():
+            attributes = attributes_of(found.value)
+            if key not in watch.scheduler_likes and key not in kept.objects and id(attributes["optimizer"]) in ours:
+                look = NumbersLook.at(attributes)
+                watch.scheduler_likes[key] = _Watched(_reference(found.value), _shown(found), look, epoch)
+        self._watch_containers(seen, kept)
+
+    def _watch_containers(self, seen: Seen, kept: Kept) -> None:
+        """Containers cannot be referred to weakly: the growth of each is compared by its id, from look to look."""
+        before, epoch = self._watch.containers, self._epoch()
+        now: dict[int, _Watched] = {}
+        for key, found in seen.containers.items():
+            if key in kept.objects or type(found.value) not in (list, dict, deque):
+                continue
+            state = ContainerLook.at(found.value)
+            old = before.get(key)
+            moves = 0
+            if old is not None and old.name == _shown(found) and old.look.grew(state, found.value):
+                moves = old.moves + 1
+            if moves >= _MOVES:
+                self._unmanaged.risk(
+                    f"{_shown(found)} grows from step to step, holds tensors or arrays, and is not kept",
+                    "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict "
+                    "that has it in Guard(stateful={...})",
+                )
+            now[key] = _Watched(lambda: None, _shown(found), state, epoch, moves)
+        self._watch.containers = now
+
+    def _watch_anew(self) -> None:
+        """Take everything that is watched as it is now."""
+        watch = self._watch
+        epoch = self._epoch()
+        kept = self._kept()
+        for watched in watch.modules.values():
+            if (module := watched.reference()) is not None:
+                parameters, buffers = _extra_tensors(module, kept)
+                watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
+        for watched in watch.generators.values():
+            watched.look = None  # the next look begins anew
+        for watched in watch.scalers.values():
+            if (scaler := watched.reference()) is not None:
+                watched.look = _scale_of(scaler)
+        watch.containers.clear()
+
+    def _compare(self, kept: Kept) -> None:
+        """Compare what is watched with the look before. Raises UnmanagedStateError."""
+        self._compare_scalers()
+        self._compare_modules(kept)
+        for key, watched in list(self._watch.scheduler_likes.items()):
+            value = watched.reference()
+            if value is None:
+                del self._watch.scheduler_likes[key]
+                continue
+            now = NumbersLook.at(attributes_of(value))
+            if moved := watched.look.moved(now):
+                self._unmanaged.risk(
+                    f"{watched.name} has an optimizer of the guard, is not named, and changes: {listed(moved, 3)}",
+                    "If it sets the learning rate, name it: Guard(lr_scheduler=..., ...); it needs state_dict and "
+                    "load_state_dict",
+                )
+            watched.look = now
+
+    def _compare_scalers(self) -> None:
+        for key, watched in list(self._watch.scalers.items()):
+            scaler = watched.reference()
+            if scaler is None:
+                del self._watch.scalers[key]
+                continue
+            now = _scale_of(scaler)
+            if now != watched.look and None not in (now, watched.look):
+                name = watched.name.split('"')[1]
+                self._unmanaged.certain(
+                    f"scaler {watched.name} is used and not named", f"Write Guard(scaler={name}, ...)"
+                )
+            watched.look = now
+
+    def _compare_modules(self, kept: Kept) -> None:
+        epoch = self._epoch()
+        for key, watched in list(self._watch.modules.items()):
+            module = watched.reference()
+            if module is None:
+                del self._watch.modules[key]
+                continue
+            if is_sharded_in_part(module):
+                continue
+            parameters, buffers = _extra_tensors(module, kept)
+            now = TensorsLook.at(parameters), TensorsLook.at(buffers)
+            trained, other = (old.movement(new) is Movement.MOVED for old, new in zip(watched.look, now, strict=True))
+            between_epochs = watched.epoch != epoch
+            watched.look, watched.epoch = now, epoch
+            remedy = f"Write {self._stateful(watched)}"
+            if trained and not between_epochs:
+                self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
+            elif trained:
+                self._unmanaged.risk(f"module {watched.name} changes between epochs and is not named", remedy)
+            elif other:
+                self._unmanaged.risk(
+                    f"buffers of module {watched.name}, which is not named, change in the training",
+                    f"{remedy}, or call eval() on it if it is only evaluated",
+                )
+
+    def _look_at_generators(self, seen: Seen, kept: Kept) -> None:
+        """Compare the generators that the program has now with those of the look before. Some cannot be referred to
+        weakly, so they are held, as small as they are, until the program has them no more."""
+        epoch, before = self._epoch(), self._watch.generators
+        in_loaders: set[int] = set()
+        for loader in seen.loaders.values():  # a loader's own business
+            in_loaders |= reachable(loader.value, models=False).keys()
+        self._watch.generators = {}
+        for key, found in seen.generators.items():
+            if key in kept.objects or key in in_loaders or key in self._global_generators:
+                continue
+            now = GeneratorLook.at(found.value)
+            if now is None or len(self._watch.generators) >= _MOST_WATCHED:
+                continue
+            old = before.get(key)
+            self._watch.generators[key] = watched = _Watched(partial(_same, found.value), _shown(found), now, epoch)
+            if old is None or old.look is None:
+                continue
+            watched.moves = old.moves
+            if old.look.movement(now) is Movement.MOVED:
+                watched.moves += old.epoch == epoch
+                self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
+
+    def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
+        remedy = f"Write {self._stateful(watched)}, or seed it anew in each step"
+        if between_epochs:
+            self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
+        elif watched.moves >= _MOVES:
+            self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
+
+    # --- words ---
+
+    def _name_of(self, target: str, seen: Seen) -> str:
+        """``optimizer "opt"``: by the program's variable where there is one."""
+        found = seen.optimizers.get(id(self._targets[target])) or seen.optimizers.get(
+            id(self._named_optimizers().get(target))
+        )
+        return f'optimizer "{target if found is None or not found.place else found.name}"'
+
+    def _key(self, name: str) -> str:
+        """The key in `stateful` for the variable `name`."""
+        last = name.rpartition(".")[2]
+        plain = "".join(c for c in last if c.isalnum() or c == "_") or "state"
+        return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
+
+    def _stateful(self, watched: _Watched) -> str:
+        name = watched.name.split('"')[1]
+        return f'Guard(stateful={{"{self._key(name)}": {name}}}, ...)'
+
+    def _line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
+        """The line to write: ``Guard(optimizer=[opt, disc_opt], ...)``."""
+        kinds: Mapping[str, dict[int, Found]] = {
+            "model": seen.modules, "optimizer": seen.optimizers, "lr_scheduler": seen.schedulers
+        }  # fmt: skip
+        names = []
+        for name, target in self._targets.items():
+            if name == argument or (name.startswith(f"{argument}_") and name[len(argument) + 1 :].isdigit()):
+                found = kinds[argument].get(id(target))
+                names.append(found.name if found is not None and found.place else name)
+        names += [found.name for found in added]
+        return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _shown(found: Found) -> str:
+    return str(found) if found.name else f"({type(found.value).__name__})"
+
+
+def _count(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _owner_of(parameter: torch.Tensor, seen: Seen) -> tuple[Found | None, str]:
+    """The module among the variables that has `parameter`, and its name there."""
+    for found in seen.modules.values():
+        for place, own in found.value.named_parameters():
+            if own is parameter:
+                return found, place
+    return None, ""
+
+
+def _optimizer_of(scheduler: object) -> object:
+    return attributes_of(scheduler).get("optimizer")
+
+
+def _steps_of(scheduler: object) -> int:
+    attributes = attributes_of(scheduler)
+    number = attributes.get("_step_count", attributes.get("last_epoch", 0))
+    return number if isinstance(number, int) else 0
+
+
+def _scale_of(scaler: Any) -> tuple[float, int] | None:
+    """How a GradScaler stands; None while it is unused or switched off."""
+    attributes = attributes_of(scaler)
+    scale, tracker = attributes.get("_scale"), attributes.get("_growth_tracker")
+    if not attributes.get("_enabled") or not torch.is_tensor(scale) or not torch.is_tensor(tracker):
+        return None
+    return float(scale.item()), int(tracker.item())
+
+
+def _extra_tensors(module: nn.Module, kept: Kept) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Its parameters and buffers that no named object keeps."""
+    return [p for p in module.parameters() if not kept.has(p)], [b for b in module.buffers() if not kept.has(b)]
+
+
+def _outermost(modules: Mapping[int, Found], kept: Kept) -> Sequence[tuple[int, Found]]:
+    """The modules that are not kept, those that contain others in front."""
+    own = [(key, found) for key, found in modules.items() if key not in kept.objects]
+    return sorted(own, key=lambda item: -sum(1 for _ in item[1].value.modules()))
+
+
+def _reference(value: Any) -> Callable[[], Any]:
+    """A weak reference, or where the class has none a number that only tells while the object is found again."""
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: None
+
+
+def _global_generators() -> set[int]:
+    """The generators that the guard keeps anyway."""
+    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
+    found.add(id(np.random.mtrand._rand._bit_generator))
+    if torch.cuda.is_available():
+        found.update(map(id, torch.cuda.default_generators))
+    return found

@@ -1,0 +1,104 @@
+"""What `Guard.outside_step` keeps: an evaluation leaves no trace in the training, and a stop inside saves the boundary.
+
+========================  ==============================================================================================
+random streams            put back afterwards: global ones, named generators, samplers' own
+modes of the modules      put back afterwards
+position of the loaders   put back afterwards: a named loader can be iterated, also in mid-epoch
+weights                   an evaluation may exchange them (averaged ones) and put them back. Meanwhile nothing is
+                          saved: a stop waits for the end of the block
+buffers                   cannot be put back, for a program may want the change: named
+========================  ==============================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.rng import kept_rng
+from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.loaders import Loaders
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["Evaluations"]
+
+
+class Evaluations:
+    """One per entered guard. Training thread."""
+
+    def __init__(self, collector: Collector, gate: UpdateGate, loaders: Loaders, unmanaged: Unmanaged) -> None:
+        self._collector, self._gate, self._loaders, self._unmanaged = collector, gate, loaders, unmanaged
+        self._warned_of_buffers = False
+        self._depth = 0
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the program is in such a block: what happens now belongs to no step."""
+        return self._depth > 0
+
+    @contextmanager
+    def block(self, step: int) -> Iterator[None]:
+        """Around an evaluation after boundary `step`."""
+        buffers = self._collector.buffer_versions()
+        with ExitStack() as stack:
+            stack.enter_context(kept_rng())
+            stack.enter_context(self._collector.kept_streams_and_flags())
+            for loader in self._loaders.named:
+                if hasattr(loader, "set_aside"):
+                    stack.enter_context(loader.set_aside())
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+        changed = [] if self._warned_of_buffers else self._collector.changed_buffers(buffers)
+        if changed:
+            self._warned_of_buffers = True
+            self._unmanaged.risk(
+                f"step {step}: {listed(changed, 3)} changed inside guard.outside_step(): no boundary has that, so a "
+                "run that is stopped here goes on without it",
+                "Call eval() on the model first",
+            )
+
+    @contextmanager
+    def watched_weights(self) -> Iterator[None]:
+        """Inside, `UpdateGate.hold` finds out when the weights are exchanged, also where that counts no version."""
+        gate, weights = self._gate, self._collector.parameters
+        if gate.others is not None or not gate.is_clean():
+            yield
+            return
+        sample = _sample(weights)
+        gate.others = lambda: (
+            None if _same(sample, _sample(weights)) else "the weights are exchanged inside guard.outside_step()"
+        )
+        try:
+            yield
+        finally:
+            put_back, gate.others = gate.others() is None, None
+            if put_back:
+                gate.accept_changes()
+
+
+@torch.no_grad()
+def _sample(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The first and the last element of each tensor, a copy. Whoever exchanges weights changes some of them."""
+    groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        if local.layout is torch.strided and not local.is_meta and local.numel() and local.is_contiguous():
+            flat = local.detach().view(-1)
+            groups.setdefault((local.device, local.dtype), []).extend((flat[:1], flat[-1:]))
+    return [torch.cat(group) for group in groups.values()]
+
+
+def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:
+    """Bit for bit, so that nan equals nan."""
+    return len(one) == len(other) and all(
+        a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(one, other, strict=True)
+    )

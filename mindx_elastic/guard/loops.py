@@ -1,0 +1,411 @@
+"""The loops of a guard: `epochs`, `steps`, `enumerate`. Where the training stands, and where a resumed loop goes on.
+
+A resumed program runs from its first line, so code that stands before the resumed place runs again: the begin of the
+epoch that is resumed in its middle, and what stands between two loops over epochs. Its random numbers are those of the
+first time, and afterwards the streams are as at the boundary:
+
+==============================================  ========================================================================
+at                                              the random streams are put back
+==============================================  ========================================================================
+the yield of the resumed epoch                  as they were at that place the first time, where code drew before the
+                                                epoch's first batch; else as at the boundary
+the first batch of it (or the news that none    as at the boundary
+is left), the first yield of `steps`, the end
+of a loop that has nothing left to do
+==============================================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import PlainComponent
+from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loaders import FollowedLoader, Loaders
+from mindx_elastic.guard.own_counters import Entry, entry_of, find_own_counter, has_source, innermost_range
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["Loops"]
+
+_IDLE_ITERATIONS = 1000
+_STREAMS, _ONE_STEP = "epoch_streams", "one_step_epochs"  # the keys of `Collector.loop`
+
+
+class Loops:
+    """One per guard. Training thread only."""
+
+    def __init__(self, loaders: Loaders) -> None:
+        self.step = self.epoch = self.step_in_epoch = 0
+        """Of the last boundary, as in `Position`."""
+        self._loaders, self.loaders = loaders, loaders.named
+        self.asked = False
+        """The program has asked where it is: an own counter of its can follow the resumed position."""
+        self._has_looped = False  # over `epochs` or `steps`
+        self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
+        self._entry: Entry | None = None
+        self._kept: frozenset[int] = frozenset()
+        self._first = 0
+        self._restore: Callable[[], None] | None = None
+        self._is_resuming = self._restores = False
+
+    # --- around the block ---
+
+    def take_over(self, position: Position, restore: Callable[[], None] | None) -> None:
+        """Go on from `position`. `restore` puts the random streams back as at that boundary; None: a fresh start."""
+        self.step, self.epoch, self.step_in_epoch = position.step, position.epoch, position.step_in_epoch
+        self._restore, self._first = restore, position.step
+        self._is_resuming = self._restores = restore is not None  # no loop has reached the resumed place yet
+
+    def open(self, frame: FrameType | None, guard: object, targets: Mapping[str, Any]) -> None:
+        """The guard is being entered, from `frame`."""
+        self._entry = entry_of(frame)
+        kept = [guard, *targets.values(), *self.loaders]
+        kept += [t.adoption.loader for t in targets.values() if isinstance(t, FollowedLoader) and t.adoption]
+        self._kept = frozenset(map(id, kept))
+        self._counts_elsewhere = any(_may_count(name, target) for name, target in targets.items())
+
+    def enter(
+        self,
+        collector: Collector,
+        unmanaged: Unmanaged,
+        *,
+        late_boundary: Callable[[], None],
+        leave_step: Callable[[], None],
+        enter_step: Callable[[], None],
+    ) -> None:
+        """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
+        `leave_step`, `enter_step`: around code that belongs to no step."""
+        self._collector, self._unmanaged = collector, unmanaged
+        self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
+        self._running: object = None  # the loop over epochs that has yielded last
+        self._ended = 0  # epochs that a loop of this process has gone through
+        self._done = 0  # the last epoch whose body has ended in this process
+        self._between_loops = self._in_epoch = False
+        self._is_late = False
+        self._cuts_in_epoch = 0
+        self._begin: dict[str, Any] | None = None
+        if self._restore is not None:
+            self._arm(restore=True)
+
+    @property
+    def position(self) -> Position:
+        """The last boundary passed."""
+        return Position(self.step, self.epoch, self.step_in_epoch, self._loaders.num_batches())
+
+    def count(self) -> None:
+        """A step has ended."""
+        current = self._loaders.epoch()
+        if self.epoch == 0 or current not in (0, self.epoch):
+            if self._suspects_epochs and not (self.asked or self._has_looped):
+                self._refuse_unseen()
+            self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
+        self.step += 1
+        self.step_in_epoch += 1
+        self._restores = False
+        if self.step == self._first + 1:
+            self._asked_first, self.asked = self.asked, False
+        elif self.step == self._first + 2 and not self._has_looped:
+            self._look_for_own_counter()
+
+    def is_boundary(self) -> bool:
+        """After `count`, where no accumulation window is open: whether a run can be resumed from here.
+
+        Without a loader only the program knows what is left of its epoch. Where every epoch has one step (the whole
+        data at once), a resumed run begins with the next epoch; where the program counts the steps of an epoch by
+        itself, with the resumed one. The first step of all does not tell: it is a boundary once its epoch ends
+        (`late_boundary`), and none if a second one follows.
+        """
+        if self.loaders or not self._in_epoch:
+            return True
+        self._cuts_in_epoch += 1
+        if self._cuts_in_epoch == 2:
+            self._look_for_inner_counter()
+        one_step = self._collector.loop.get(_ONE_STEP)
+        self._is_late = one_step is None and self._cuts_in_epoch == 1
+        if one_step is not False and self._cuts_in_epoch > 1:
+            self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
+        return not self._is_late
+
+    # --- epochs ---
+
+    def epochs(self, num_epochs: int, start: int) -> Iterator[int]:
+        """See `Guard.epochs`."""
+        _check_number("epochs", num_epochs)
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise UsageError(f"epochs(..., start={start!r}): give the number of the first epoch, usually 0 or 1")
+        self._has_looped = True
+        return self._epochs(num_epochs, start)
+
+    def _epochs(self, num_epochs: int, start: int) -> Iterator[int]:
+        if 0 < num_epochs <= self._ended:
+            raise UsageError(
+                f"guard.epochs({num_epochs}): a loop before it has gone through guard.epochs({self._ended}), and the "
+                f"numbers go on from loop to loop; for {num_epochs} more epochs write "
+                f"guard.epochs({self._ended + num_epochs})"
+            )
+        if self._between_loops:
+            self._between_loops = False
+            self._enter_step()
+        own = self._running = object()
+        try:
+            for epoch in range(self._first_epoch(), num_epochs + 1):
+                self._begin_epoch(epoch)
+                yield epoch - 1 + start
+                if self._running is not own:
+                    raise UsageError(
+                        "two loops over guard.epochs() run at once: the inner one has moved the position that the "
+                        "outer one goes on from. Loop over guard.epochs() once, and over guard.steps(n) inside it"
+                    )
+                self._end_epoch()
+        finally:
+            self._in_epoch = False
+        if self._is_resuming and self.epoch == num_epochs:  # else the resumed place is in a later loop
+            self._reach_resumed_step()
+        self._ended = max(self._ended, num_epochs)
+        self._between_loops = True
+        self._leave_step()
+
+    def _first_epoch(self) -> int:
+        if self._done >= self.epoch or self._is_over():
+            return self.epoch + 1
+        if not self._is_resuming:
+            # An earlier loop was left inside this epoch. From here on as a run that is resumed at its last boundary.
+            if self._collector_says_finished():
+                return self.epoch + 1
+            self._put_loaders_back()
+        return max(1, self.epoch)
+
+    def _is_over(self) -> bool:
+        """Whether the epoch of the last boundary has nothing left, not even code behind its last boundary."""
+        return not self.loaders and self.step_in_epoch > 0 and bool(self._collector.loop.get(_ONE_STEP))
+
+    def _collector_says_finished(self) -> bool:
+        states = [self._copied(loader) for loader in self.loaders]
+        return any(state.get("epoch") == self.epoch and state.get("finished") for state in states)
+
+    def _copied(self, loader: Any) -> Mapping[str, Any]:
+        """The state of `loader` at the last boundary."""
+        for component in self._collector.components.values():
+            target = component.target if isinstance(component, PlainComponent) else None
+            if target is loader or (isinstance(target, FollowedLoader) and target.loader is loader):
+                state = component.state()  # type: ignore[union-attr]
+                return state if isinstance(state, Mapping) else {}
+        return {}
+
+    def _put_loaders_back(self) -> None:
+        if self.step_in_epoch:
+            for loader in self.loaders:
+                if hasattr(loader, "load_state_dict") and (state := self._copied(loader)):
+                    loader.load_state_dict(state)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
+        resuming, self._is_resuming = self._is_resuming, False
+        again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
+        if resuming and self._restore is not None:
+            self._restore()
+        self._restores = resuming and again
+        if epoch != self.epoch:
+            self.epoch, self.step_in_epoch = epoch, 0
+        for loader in self.loaders:
+            if hasattr(loader, "set_epoch"):
+                loader.set_epoch(epoch)
+        loop = self._collector.loop
+        if self._restores:
+            self._arm(restore=True)
+            if streams := loop.get(_STREAMS):
+                restore_rng(streams)
+        elif not again:
+            self._collector.loop = {key: value for key, value in loop.items() if key != _STREAMS}
+            self._begin = capture_rng()
+            self._arm(restore=False)
+
+    def leave(self) -> None:
+        """The block has ended by itself."""
+        if self._is_late:
+            self._is_late = False
+            self._collector.loop = {**self._collector.loop, _ONE_STEP: True}
+            self._late_boundary()
+
+    def _end_epoch(self) -> None:
+        """The body of the epoch has ended."""
+        self.leave()
+        self._in_epoch, self._done = False, self.epoch
+
+    # --- loops that count by themselves ---
+
+    def _look_for_own_counter(self) -> None:
+        """At the second boundary of a process that uses none of our loops. Raises UnmanagedStateError."""
+        if self._counts_elsewhere:
+            return
+        follows = any(self._copied(loader).get("batch") for loader in self.loaders)
+        frame = sys._getframe(1)
+        if not has_source(frame, self._entry):
+            if not (self._asked_first or self.asked):
+                self._suspects_epochs = follows  # one pass over the loader goes on by itself
+                if not follows:
+                    self._refuse_unseen()
+            return
+        found = find_own_counter(
+            frame,
+            self._entry,
+            self._kept,
+            follows_loader=follows,
+            asked_first=self._asked_first,
+            asked_later=self.asked,
+        )
+        if found is not None:
+            self._unmanaged.certain(found.what, found.remedy)
+
+    def _refuse_unseen(self) -> None:
+        self._suspects_epochs = False
+        self._unmanaged.certain(
+            "the program has not asked the guard where it stands, so its loop begins anew after a resume",
+            "Loop over guard.epochs(number) or guard.steps(number), or begin with guard.step. A program that keeps its "
+            "count in an object of stateful= reads guard.step once before the loop",
+        )
+
+    def _look_for_inner_counter(self) -> None:
+        """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
+        if self._counts_elsewhere or self._looked_inside:
+            return
+        self._looked_inside = True
+        has_asked = self._asked_first or self.asked
+        found = innermost_range(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
+        if found is not None:
+            self._unmanaged.certain(
+                f"the loop at {found} begins anew when its epoch is resumed in the middle, for it counts by itself",
+                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs()",
+            )
+
+    # --- the streams at the resumed place ---
+
+    def _arm(self, *, restore: bool) -> None:
+        ready = [loader for loader in self.loaders if hasattr(loader, "on_iterator_ready")]
+        begun = [loader for loader in ready if restore and self._had_begun(loader)]
+        for loader in ready:
+            other = loader.on_iterator_ready
+            if isinstance(other, _WhenReady):
+                other.restores = other.restores or loader in begun
+            else:
+                restores = restore and (loader in begun or not begun)
+                loader.on_iterator_ready = _WhenReady(self, loader, other, restores=restores)
+
+    def _had_begun(self, loader: Any) -> bool:
+        """Whether `loader` had given a batch of the resumed epoch at the boundary."""
+        state = self._copied(loader)
+        return state.get("epoch") == self.epoch and bool(state.get("batch"))
+
+    def at_first_batch(self, *, restores: bool) -> None:
+        """The program is about to get an epoch's first batch, or the first one of a resumed run."""
+        if restores and self._restores:
+            assert self._restore is not None
+            self._restore()
+        elif self._begin is not None:
+            if not equal_rng(self._begin, capture_rng()):
+                self._note_streams()
+            self._begin = None
+
+    def _note_streams(self) -> None:
+        if self._begin is not None:
+            self._collector.loop = {**self._collector.loop, _STREAMS: pack_rng(self._begin)}
+            self._begin = None
+
+    # --- steps, enumerate ---
+
+    def steps(self, num_steps: int, start: int) -> Iterator[int]:
+        """See `Guard.steps`."""
+        _check_number("steps", num_steps)
+        if isinstance(start, bool) or not isinstance(start, int):
+            raise UsageError(f"steps(..., start={start!r}): give the number of the first step, usually 0 or 1")
+        self._has_looped = True
+        return self._steps(num_steps, start)
+
+    def _steps(self, num_steps: int, start: int) -> Iterator[int]:
+        inside = self._in_epoch
+        if inside and not self.loaders and self._collector.loop.get(_ONE_STEP) is None:
+            self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
+        elif not inside and self._between_loops:
+            self._between_loops = False
+            self._enter_step()
+        idle = 0
+        while (before := self.step_in_epoch if inside else self.step) < num_steps:
+            self._reach_resumed_step()
+            yield before + start
+            idle = idle + 1 if (self.step_in_epoch if inside else self.step) == before else 0
+            if idle >= _IDLE_ITERATIONS:
+                raise UsageError(
+                    f"{idle} iterations of guard.steps({num_steps}) have not called guard.step_end(): it counts the "
+                    "boundaries. Call it once in each iteration, after the optimizer has stepped"
+                )
+        if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
+            self._reach_resumed_step()
+        if not inside:
+            self._between_loops = True
+            self._leave_step()
+
+    def _reach_resumed_step(self) -> None:
+        """The code that comes now has nothing in front of it that a resumed run does again."""
+        self._is_resuming = False
+        if self._restores:
+            assert self._restore is not None
+            self._restore()
+            self._restores = False
+        elif self._begin is not None:
+            self.at_first_batch(restores=False)
+
+    def enumerate(self, loader: Iterable[Any], start: int) -> Iterator[tuple[int, Any]]:
+        """See `Guard.enumerate`."""
+        batches = iter(loader)
+        number = _batches_done(loader) + start
+        for batch in batches:
+            yield number, batch
+            number += 1
+
+
+class _WhenReady:
+    """What a loader calls before the first batch of an iteration: ours, then what was set there before."""
+
+    def __init__(self, loops: Loops, loader: Any, other: Callable[[], None] | None, *, restores: bool) -> None:
+        self._loops, self._loader, self._other, self.restores = loops, loader, other, restores
+
+    def __call__(self) -> None:
+        self._loader.on_iterator_ready = None
+        self._loops.at_first_batch(restores=self.restores)
+        if self._other is not None:
+            self._loader.on_iterator_ready = self._other
+            self._other()
+
+
+def _batches_done(loader: Any) -> int:
+    """Batches of its epoch that an iteration of `loader` that has just begun leaves out. Raises UsageError."""
+    state = loader.state_dict() if hasattr(loader, "state_dict") else None
+    if not isinstance(state, Mapping) or not isinstance(state.get("batch"), int):
+        raise UsageError(
+            f"guard.enumerate({type(loader).__name__}): it cannot tell where it stands in its epoch; name the loader "
+            "in Guard(loader=...) and give it to guard.enumerate() itself, tqdm and the like around that"
+        )
+    return int(state["batch"])
+
+
+def _may_count(name: str, target: object) -> bool:
+    """Whether an object of the program's own may hold its counters."""
+    if name.startswith(("model", "optimizer", "lr_scheduler", "scaler")):
+        return False
+    known = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, torch.Generator, FollowedLoader)
+    library = type(target).__module__.partition(".")[0]
+    return not isinstance(target, known) and library not in ("torch", "numpy", "random", "mindx_elastic")
+
+
+def _check_number(what: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"{what}({value!r}): give the number of {what}, a whole number from 0")

@@ -1,0 +1,204 @@
+"""Tells whether an object of the program has changed between two looks: a module, a generator, a scaler, a container.
+
+A look copies a little: version counters, a few elements of some tensors, a generator's state. It changes nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["ContainerLook", "GeneratorLook", "Movement", "NumbersLook", "TensorsLook", "is_sharded_in_part"]
+
+_SAMPLED_TENSORS = 24
+_SAMPLED_ELEMENTS = 8
+_MOST_TWISTS = 64
+
+
+class Movement(Enum):
+    """What has happened between two looks."""
+
+    NONE = "nothing"
+    MOVED = "moved"
+    UNKNOWN = "changed, perhaps set anew by the program"
+
+
+def is_sharded_in_part(module: nn.Module) -> bool:
+    """Whether FSDP2 has some of a module's parameters whole at the moment: then they cannot be compared."""
+    if not any(each.__name__ == "FSDPModule" for child in module.modules() for each in type(child).__mro__):
+        return False
+    return not all(isinstance(parameter, DTensor) for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class TensorsLook:
+    """Some tensors as they are now."""
+
+    versions: tuple[int, ...]
+    places: tuple[int, ...]
+    sample: tuple[tuple[float | complex, ...], ...]
+
+    @classmethod
+    def at(cls, tensors: Sequence[torch.Tensor]) -> TensorsLook:
+        own = [_own_part(tensor) for tensor in tensors]
+        every = max(1, len(own) // _SAMPLED_TENSORS)
+        sample = tuple(_sample(tensor) for tensor in own[::every])
+        return cls(tuple(t._version for t in tensors), tuple(map(_place, own)), sample)
+
+    def movement(self, now: TensorsLook) -> Movement:
+        """Whether they have changed. A version counter that moved with the tensor (`to` another device) does not count:
+        what is in them does."""
+        if len(now.versions) != len(self.versions):
+            return Movement.UNKNOWN
+        if repr(now.sample) != repr(self.sample):  # text: NaN is NaN
+            return Movement.MOVED
+        before = zip(self.versions, self.places, strict=True)
+        after = zip(now.versions, now.places, strict=True)
+        written = any(b[1] == a[1] and b[0] != a[0] for b, a in zip(before, after, strict=True))
+        return Movement.MOVED if written else Movement.NONE
+
+
+def _own_part(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _place(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):  # no storage of its own
+        return 0
+
+
+@torch.no_grad()
+def _sample(tensor: torch.Tensor) -> tuple[float | complex, ...]:
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or not tensor.numel():
+        return ()
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[(0,) * tensor.ndim].reshape(-1)
+    every = max(1, flat.numel() // _SAMPLED_ELEMENTS)
+    return tuple(flat[::every][: 2 * _SAMPLED_ELEMENTS].tolist())
+
+
+@dataclass(frozen=True)
+class GeneratorLook:
+    """A random generator's state."""
+
+    kind: str
+    state: Any
+    seed: object = None
+    """What is the same as long as the generator has not been seeded anew; None: not known."""
+
+    @classmethod
+    def at(cls, generator: Any) -> GeneratorLook | None:
+        """None for a generator whose state cannot be read."""
+        try:
+            if isinstance(generator, torch.Generator):
+                return cls("torch", bytes(generator.get_state().numpy()), generator.initial_seed())
+            if isinstance(generator, random.Random):
+                return cls("python", random.Random.getstate(generator)[:2])
+            if isinstance(generator, np.random.RandomState):
+                name, keys, place, *_ = _numpy_state(generator)
+                return cls("numpy", (name, np.asarray(keys).tobytes(), place))
+            bits = generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+            state = bits.state
+            return cls("bits", repr(_plain(state)), _seed_of(state))
+        except (RuntimeError, NotImplementedError, AttributeError, TypeError, ValueError):
+            return None
+
+    def movement(self, now: GeneratorLook) -> Movement:
+        """Whether numbers were drawn from it. `UNKNOWN` where it may have been seeded anew."""
+        if now.state == self.state:
+            return Movement.NONE
+        if now.kind != self.kind or now.seed != self.seed:
+            return Movement.UNKNOWN
+        if self.kind == "python":
+            return Movement.MOVED if _follows_python(self.state, now.state) else Movement.UNKNOWN
+        if self.kind == "numpy":
+            return Movement.MOVED if _follows_numpy(self.state, now.state) else Movement.UNKNOWN
+        return Movement.MOVED
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value.tobytes() if isinstance(value, np.ndarray) else value
+
+
+def _seed_of(state: Mapping[str, Any]) -> object:
+    inner = state.get("state")
+    return (state.get("bit_generator"), inner.get("inc") if isinstance(inner, Mapping) else None)
+
+
+def _follows_python(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether a Mersenne twister comes from one state to the other by drawing: the program may have seeded it anew."""
+    copy = random.Random()
+    copy.setstate((before[0], before[1], None))
+    keys = now[1][:-1]
+    if keys == before[1][:-1]:
+        return bool(now[1][-1] > before[1][-1])
+    for _ in range(_MOST_TWISTS):
+        if copy.getstate()[1][:-1] == keys:
+            return True
+        copy.getrandbits(32 * 624)
+    return False
+
+
+def _numpy_state(generator: np.random.RandomState) -> tuple[Any, ...]:
+    return generator.get_state(legacy=True)  # type: ignore[return-value]  # a dict only without `legacy`
+
+
+def _follows_numpy(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    if before[1] == now[1]:
+        return bool(now[2] > before[2])
+    copy = np.random.RandomState()
+    copy.set_state((before[0], np.frombuffer(before[1], dtype=np.uint32), before[2], 0, 0.0))
+    for _ in range(_MOST_TWISTS):
+        if np.asarray(_numpy_state(copy)[1]).tobytes() == now[1]:
+            return True
+        copy.bytes(4 * 624)
+    return False
+
+
+@dataclass(frozen=True)
+class NumbersLook:
+    """The numbers among an object's attributes."""
+
+    numbers: Mapping[str, object]
+
+    @classmethod
+    def at(cls, attributes: Mapping[str, Any]) -> NumbersLook:
+        plain = {name: value for name, value in attributes.items() if type(value) in (int, float, bool)}
+        return cls(plain)
+
+    def moved(self, now: NumbersLook) -> list[str]:
+        """The names of those that are others now."""
+        return [name for name, value in now.numbers.items() if repr(value) != repr(self.numbers.get(name))]
+
+
+@dataclass(frozen=True)
+class ContainerLook:
+    """A list, dict or deque that holds tensors or arrays."""
+
+    length: int
+    last: int
+
+    @classmethod
+    def at(cls, container: Any) -> ContainerLook:
+        last = 0
+        if isinstance(container, (list, deque)) and len(container):
+            last = id(container[-1]) if type(container) in (list, deque) else 0
+        return cls(len(container), last)
+
+    def grew(self, now: ContainerLook, container: Any) -> bool:
+        """Whether something was added; a full deque stays as long as it is and gets another end."""
+        if now.length > self.length:
+            return True
+        return type(container) is deque and now.length == container.maxlen and now.last != self.last

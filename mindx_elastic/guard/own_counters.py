@@ -1,0 +1,261 @@
+"""Finds a loop that counts by itself: after a resume it begins anew, however far the training was.
+
+It reads the source of the functions that are running, once, at the second boundary of a process.
+
+==============================================================  ========================================================
+the loop around ``step_end()``                                  after a resume
+==============================================================  ========================================================
+one pass over a named loader, nothing around it                 goes on by itself
+``for epoch in range(90):`` around such a pass,                 begins anew
+``for step in range(1000):``
+``while step < 1000:`` with ``step += 1`` in it                 begins anew
+a loop whose bounds, or a condition that ends it, ask the       its own affair
+guard or an object that the guard keeps
+any other ``while``                                             unknown
+==============================================================  ========================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+from mindx_elastic.guard.surroundings import program_frames
+
+__all__ = ["Entry", "OwnCounter", "entry_of", "find_own_counter", "has_source", "innermost_range"]
+
+_Loop: TypeAlias = "ast.For | ast.While"
+Entry: TypeAlias = "tuple[CodeType, int]"
+"""Where the guard was entered: a function's code, and a line of it."""
+_COUNTS = {"range", "count", "trange"}
+_PLAIN = {*_COUNTS, "len", "int", "min", "max", "tqdm", "enumerate"}
+_UNKNOWN = object()
+
+
+@dataclass(frozen=True)
+class OwnCounter:
+    """A loop that begins anew, in words."""
+
+    what: str
+    remedy: str
+
+
+def entry_of(frame: FrameType | None) -> Entry | None:
+    """Where the program is, as seen from `frame`."""
+    found = next(program_frames(frame), None)
+    return None if found is None else (found.f_code, found.f_lineno)
+
+
+def has_source(frame: FrameType | None, entry: Entry | None) -> bool:
+    """Whether the source of the code in the guard's block is there; not for what comes from stdin or `exec`."""
+    return _loops_around(frame, entry) is not None
+
+
+def find_own_counter(
+    frame: FrameType | None,
+    entry: Entry | None,
+    kept: Collection[int],
+    *,
+    follows_loader: bool,
+    asked_first: bool,
+    asked_later: bool,
+) -> OwnCounter | None:
+    """The loop around the call in `frame` that begins anew after a resume; None: there is none, or it is not certain.
+
+    `kept`: `id` of the guard and of what it keeps. `follows_loader`: a named loader is iterated. `asked_first`,
+    `asked_later`: the program has asked the guard where it is, before or after its first boundary.
+    """
+    loops = _loops_around(frame, entry)
+    if not loops:
+        return None
+    outer, place = loops[-1]
+    if len(loops) == 1 and follows_loader and isinstance(outer, ast.For) and not _counts(outer.iter):
+        return None
+    if any(_asks(loop, where, kept, strictly=asked_first or asked_later) for loop, where in loops):
+        return None
+    if asked_first and not (isinstance(outer, ast.For) and _is_fixed(outer, place)):
+        return None
+    if isinstance(outer, ast.While):
+        name = _own_count(outer)
+        if name is None:
+            return None
+        remedy = f"Write for {name} in guard.steps(number, start=0):, or begin with {name} = guard.step"
+    else:
+        name, inner = ast.unparse(outer.target), len(loops) > 1
+        form = "epochs" if inner else "steps"
+        remedy = f"Write for {name} in guard.{form}({_bounds(outer.iter)}):"
+    return OwnCounter(
+        f"the loop at {_where(outer, place)} begins anew after a resume, for it counts by itself",
+        f"{remedy}. A program that keeps its count in an object of stateful= reads guard.step once before the loop",
+    )
+
+
+def innermost_range(
+    frame: FrameType | None, entry: Entry | None, kept: Collection[int], *, has_asked: bool
+) -> str | None:
+    """The innermost loop around the call in `frame`, in words, where that is ``for ... in range(...)`` and begins anew
+    for certain. Arguments as for `find_own_counter`."""
+    loops = _loops_around(frame, entry)
+    if not loops:
+        return None
+    loop, place = loops[0]
+    if not isinstance(loop, ast.For) or not _counts(loop.iter) or _asks(loop, place, kept, strictly=has_asked):
+        return None
+    return None if has_asked and not _is_fixed(loop, place) else _where(loop, place)
+
+
+def _where(loop: _Loop, frame: FrameType) -> str:
+    if isinstance(loop, ast.For):
+        head = f"for {ast.unparse(loop.target)} in {ast.unparse(loop.iter)}"
+    else:
+        head = f"while {ast.unparse(loop.test)}"
+    return f"{Path(frame.f_code.co_filename).name}:{loop.lineno} ({head})"
+
+
+def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_Loop, FrameType]] | None:
+    """The loops inside of the guard's block that run, innermost first; None where some source is missing."""
+    found: list[tuple[_Loop, FrameType]] = []
+    for place in program_frames(frame):
+        tree = _tree(place)
+        if tree is None:
+            return None
+        entered = entry[1] if entry is not None and place.f_code is entry[0] else None
+        inside = [
+            loop
+            for loop in _loops_at(tree, place.f_code.co_name, place.f_lineno)
+            if entered is None or not _spans(loop, entered)
+        ]
+        found += [(loop, place) for loop in reversed(inside)]
+        if entered is not None:
+            break
+    return found
+
+
+def _tree(frame: FrameType) -> ast.Module | None:
+    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    try:
+        return ast.parse("".join(lines)) if lines else None
+    except (SyntaxError, ValueError, RecursionError):  # a template, or not Python
+        return None
+
+
+def _loops_at(tree: ast.Module, function: str, line: int) -> list[_Loop]:
+    """The loops of the running function whose bodies span `line`, outermost first."""
+    found: list[_Loop] = []
+    node: ast.AST = tree
+    while True:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
+            found = []  # loops around the definition do not run
+        if isinstance(node, (ast.For, ast.While)) and any(_spans(statement, line) for statement in node.body):
+            found.append(node)
+        inner = next((n for n in ast.iter_child_nodes(node) if _spans(n, line)), None)
+        if inner is None or isinstance(inner, ast.Lambda):
+            return found
+        node = inner
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
+    return first is not None and last is not None and first <= line <= last
+
+
+def _counts(node: ast.AST) -> bool:
+    """Whether an iterable is made of numbers: ``range(n)``, ``tqdm(range(n))``, ``itertools.count()``."""
+    names = (getattr(n, "id", None) or getattr(n, "attr", None) for n in ast.walk(node))
+    return any(name in _COUNTS for name in names)
+
+
+def _ends(loop: _Loop) -> Iterator[ast.expr]:
+    """The expressions that decide how long the loop runs; not the loader that it goes through."""
+    if isinstance(loop, ast.While):
+        yield loop.test
+    elif _counts(loop.iter):
+        yield loop.iter
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and any(
+            isinstance(inner, (ast.Break, ast.Return, ast.Continue, ast.Raise)) for inner in ast.walk(node)
+        ):
+            yield node.test
+
+
+def _asks(loop: _Loop, frame: FrameType, kept: Collection[int], *, strictly: bool) -> bool:
+    """Whether one of those expressions looks at something that the guard keeps, or at the guard.
+
+    `strictly`: a function that is called there counts as looking, because the program has asked the guard somewhere.
+    """
+    if isinstance(loop, ast.For) and isinstance(items := _value(loop.iter, frame), (list, tuple)):
+        return any(id(item) in kept for item in items)  # loaders in turn: those before the resumed one have no batch
+    nodes = [node for end in _ends(loop) for node in ast.walk(end)]
+    if strictly and any(isinstance(node, ast.Call) and not _is_plain(node) for node in nodes):
+        return True
+    for node in nodes:
+        value = _value(node, frame) if isinstance(node, (ast.Name, ast.Attribute)) else _UNKNOWN
+        if id(value) in kept:
+            return True
+    return False
+
+
+def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
+    """Whether the loop goes over ``range(90)``, or a name or setting for such a number, and skips nothing."""
+    if any(isinstance(node, ast.Continue) for node in ast.walk(loop)):
+        return False
+    ranges = [node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _counts(node.func)]
+    if len(ranges) != 1 or len(ranges[0].args) != 1:
+        return False
+    number = ranges[0].args[0]
+    if isinstance(number, ast.Name):
+        tree = _tree(frame)
+        targets = [
+            (target, node.value)
+            for node in (() if tree is None else ast.walk(tree))
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+        ]
+        values = [v for t, v in targets if any(isinstance(n, ast.Name) and n.id == number.id for n in ast.walk(t))]
+        return len(values) == 1 and isinstance(values[0], ast.Constant)
+    return isinstance(number, (ast.Constant, ast.Attribute))
+
+
+def _is_plain(call: ast.Call) -> bool:
+    return isinstance(call.func, ast.Name) and call.func.id in _PLAIN
+
+
+def _value(node: ast.expr, frame: FrameType) -> Any:
+    """What a name or an attribute of one stands for, without running the program's code."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
+    if isinstance(node, ast.Attribute):
+        return inspect.getattr_static(_value(node.value, frame), node.attr, _UNKNOWN)
+    return _UNKNOWN
+
+
+def _own_count(loop: ast.While) -> str | None:
+    """A variable that the loop counts up (or down) and that decides how long it runs."""
+    counted = {
+        node.target.id
+        for node in ast.walk(loop)
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name)
+    }
+    read = [node.id for end in _ends(loop) for node in ast.walk(end) if isinstance(node, ast.Name)]
+    return next((name for name in read if name in counted), None)
+
+
+def _bounds(node: ast.expr) -> str:
+    """The arguments of our loop in the place of a ``range(...)``."""
+    ranges = [n for n in ast.walk(node) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in ("range", "trange")]
+    if not ranges:
+        return "number"
+    first, *others = ranges[0].args or [ast.Constant("number")]
+    if not others:
+        return f"{ast.unparse(first)}, start=0"
+    last = others[0]
+    from_1 = isinstance(first, ast.Constant) and first.value == 1
+    if from_1 and isinstance(last, ast.BinOp) and isinstance(last.op, ast.Add) and ast.unparse(last.right) == "1":
+        return ast.unparse(last.left)
+    return "number"

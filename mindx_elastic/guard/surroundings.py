@@ -1,0 +1,458 @@
+"""Looks through the program's variables for what a training keeps: optimizers, schedulers, modules, generators.
+
+Breadth first, so that each object gets its shortest name: the local variables of the functions that called the guard,
+the globals of the program's own modules, then attributes, items and closures of what is found, a few levels deep. It
+runs no code of the program: instance dictionaries and plain containers are read, no property, no ``__getattr__``. It
+keeps no reference, and it is bounded, because it runs in the training thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import sysconfig
+import types
+from collections import ChainMap, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils.data import DataLoader
+
+__all__ = [
+    "Found",
+    "Seen",
+    "attributes_of",
+    "find_bound",
+    "inner_schedulers",
+    "kind_of",
+    "look",
+    "program_frames",
+    "reachable",
+]
+
+_MOST_OBJECTS = 6000
+_DEPTH = 4
+_MOST_ITEMS = 64
+_OURS = __name__.partition(".")[0]
+_OPTIMIZED = 0x1  # code flag: the locals are a snapshot, not a namespace
+
+# Libraries whose objects keep no state of a training, or none that could be found by looking into them.
+_LIBRARIES = frozenset(
+    """
+    IPython PIL _pytest absl accelerate click comm cv2 debugpy fire fsspec hydra ipykernel ipywidgets jedi
+    jupyter_client matplotlib numpy omegaconf packaging pandas pip pkg_resources pluggy pyarrow pydantic pytest requests
+    rich scipy setuptools sklearn sympy tensorboard torch torchvision tornado tqdm traitlets triton typer
+    typing_extensions wandb xxhash yaml zmq
+    """.split()  # noqa: SIM905
+)
+_HOLDERS = (types.SimpleNamespace,)  # of the standard library, that programs keep their objects in
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_OPTIMIZER_INTERNALS = frozenset(("state", "param_groups", "defaults"))
+_ATOMS: tuple[type, ...] = (
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    bytearray,
+    bool,
+    type(None),
+    types.ModuleType,
+    types.CodeType,
+    range,
+    slice,
+)
+_ATOMS += (types.BuiltinFunctionType, types.FrameType, types.TracebackType, torch.dtype, torch.device, torch.Size)
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
+_SCHEDULERS = (LRScheduler, ReduceLROnPlateau)
+
+
+@dataclass(frozen=True)
+class Found:
+    """An object and the name that the program has for it."""
+
+    name: str
+    """``disc_opt``, ``trainer.ema``."""
+    place: str
+    """``train.py``, or ``main() in train.py``."""
+    value: Any
+
+    def __str__(self) -> str:
+        where = f", {self.place}" if self.place else ""
+        return f'"{self.name}" ({type(self.value).__name__}{where})'
+
+
+@dataclass
+class Seen:
+    """What `look` has found, by kind; by `id`, the nearest first."""
+
+    optimizers: dict[int, Found] = field(default_factory=dict)
+    schedulers: dict[int, Found] = field(default_factory=dict)
+    scheduler_likes: dict[int, Found] = field(default_factory=dict)
+    """Instances of other classes that have an attribute ``optimizer`` and a method ``step``."""
+    scalers: dict[int, Found] = field(default_factory=dict)
+    modules: dict[int, Found] = field(default_factory=dict)
+    """Modules that are found by a variable or an attribute, and not only inside another module."""
+    generators: dict[int, Found] = field(default_factory=dict)
+    containers: dict[int, Found] = field(default_factory=dict)
+    """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
+    tensors: dict[int, Found] = field(default_factory=dict)
+    """Of those that were asked for."""
+    loaders: dict[int, Found] = field(default_factory=dict)
+    complete: bool = True
+    """Whether everything was looked at, within the depth."""
+
+
+def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable[int] = ()) -> Seen:
+    """Look from `frame` and its callers, and from `roots`. `tensors`: ids of tensors whose names are wanted."""
+    walk = _Walk(set(tensors))
+    for each in program_frames(frame):
+        walk.add_variables(_locals_of(each), _place_of(each))
+    for module in _program_modules():
+        file = getattr(module, "__file__", None)
+        walk.add_variables(vars(module), PurePath(file).name if file else module.__name__)
+    walk.add_variables(roots, "")
+    return walk.run()
+
+
+def reachable(value: object, *, models: bool) -> dict[int, object]:
+    """Everything that hangs on `value`, by `id`, itself included; `models`: also on modules and optimizers that it has.
+
+    The caller drops it soon.
+    """
+    walk = _Walk(set(), everything=True, models=models)
+    walk.add("", "", value, 0)
+    walk.run()
+    return walk.known
+
+
+def find_bound(optimizers: Sequence[torch.optim.Optimizer]) -> list[Any]:
+    """Every scheduler in the process that has one of `optimizers`: searches all objects, which takes 40 ms."""
+    if not optimizers:
+        return []
+    found: dict[int, Any] = {}
+    ids = set(map(id, optimizers))
+    dicts = []
+    for holder in gc.get_referrers(*optimizers):
+        if issubclass(type(holder), _SCHEDULERS):
+            found[id(holder)] = holder
+        elif type(holder) is dict and "optimizer" in holder and "last_epoch" in holder:
+            dicts.append(holder)
+    if dicts:  # the instance dictionary, where Python tells of that and not of the object
+        for holder in gc.get_referrers(*dicts):
+            if issubclass(type(holder), _SCHEDULERS) and id(attributes_of(holder).get("optimizer")) in ids:
+                found[id(holder)] = holder
+    return list(found.values())
+
+
+def inner_schedulers(scheduler: object) -> dict[int, object]:
+    """The schedulers that hang on `scheduler` (`SequentialLR`, `ChainedScheduler`, a warm-up around another), by id."""
+    found: dict[int, object] = {}
+    waiting = [scheduler]
+    while waiting:
+        for value in attributes_of(waiting.pop()).values():
+            for one in value if type(value) in (list, tuple) else (value,):
+                if issubclass(type(one), _SCHEDULERS) and id(one) not in found and one is not scheduler:
+                    found[id(one)] = one
+                    waiting.append(one)
+    return found
+
+
+def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the program's own code, the nearest first; those of libraries and ours are left out."""
+    while frame is not None:
+        if not _is_library(str(frame.f_globals.get("__name__", ""))):
+            yield frame
+        frame = frame.f_back
+
+
+def attributes_of(value: object) -> dict[str, Any]:
+    """The instance dictionary of `value` and its slots, read without running its code."""
+    found: dict[str, Any] = {}
+    with suppress(AttributeError, TypeError):
+        found.update(object.__getattribute__(value, "__dict__"))
+    for kind in type(value).__mro__:
+        for name in _names_of(kind.__dict__.get("__slots__", ())):
+            slot = kind.__dict__.get(name)
+            if isinstance(slot, types.MemberDescriptorType):
+                try:
+                    found[name] = slot.__get__(value)
+                except AttributeError:
+                    continue
+    return found
+
+
+def _names_of(slots: object) -> tuple[str, ...]:
+    if isinstance(slots, str):
+        return (slots,)
+    return tuple(slots) if isinstance(slots, (tuple, list)) else ()
+
+
+class _Walk:
+    def __init__(self, wanted: set[int], *, everything: bool = False, models: bool = True) -> None:
+        self.seen = Seen()
+        self.known: dict[int, object] = {}
+        self._wanted, self._everything, self._models = wanted, everything, models
+        self._most, self._depth = (_MOST_OBJECTS, 2 * _DEPTH) if everything else (_MOST_ITEMS, _DEPTH)
+        self._queue: deque[tuple[str, str, Any, int]] = deque()
+        self._kinds: dict[type, str] = {}
+
+    def add_variables(self, variables: Mapping[str, Any], place: str) -> None:
+        for name, value in list(variables.items()):
+            if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
+                self.add(name, place, value, 0)
+
+    def add(self, name: str, place: str, value: Any, depth: int) -> None:
+        kind = self._kind(type(value))
+        if not kind or (not self._models and kind in ("module", "optimizer")):
+            return
+        key = id(value)
+        if kind == "tensor":
+            if key in self._wanted:
+                self.seen.tensors.setdefault(key, Found(name, place, value))
+            if self._everything:
+                self.known[key] = value
+            return
+        if key in self.known or (kind in _CODE and not _is_worth_it(value, kind)):
+            return
+        if len(self.known) >= _MOST_OBJECTS:
+            self.seen.complete = False
+            return
+        self.known[key] = value
+        self._queue.append((name, place, value, depth))
+
+    def run(self) -> Seen:
+        while self._queue:
+            name, place, value, depth = self._queue.popleft()
+            kind = self._kind(type(value))
+            self._note(kind, Found(name, place, value))
+            if depth < self._depth:
+                for suffix, child in self._children(kind, value):
+                    self.add(f"{name}{suffix}", place, child, depth + 1)
+        return self.seen
+
+    def _note(self, kind: str, found: Found) -> None:
+        seen, key = self.seen, id(found.value)
+        if kind == "optimizer":
+            seen.optimizers[key] = found
+        elif kind == "scheduler":
+            seen.schedulers[key] = found
+        elif kind == "scaler":
+            seen.scalers[key] = found
+        elif kind == "module":
+            seen.modules[key] = found
+        elif kind == "generator":
+            seen.generators[key] = found
+        elif kind == "loader":
+            seen.loaders[key] = found
+        elif kind in ("dict", "sequence"):
+            if _holds_arrays(found.value):
+                seen.containers[key] = found
+        elif kind == "instance" and "optimizer" in (attributes := attributes_of(found.value)):
+            has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
+            if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
+                seen.scheduler_likes[key] = found
+
+    def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
+        if kind == "dict":
+            for key, item in _items(value, self._most):
+                yield (f"[{key!r}]" if type(key) in (str, int) else "[...]"), item
+        elif kind == "sequence":
+            for number, item in enumerate(_elements(value, self._most)):
+                yield f"[{number}]", item
+        elif kind == "module":
+            # Its children are its own: only what hangs on them as a plain attribute is looked at.
+            for path, module in islice(nn.Module.named_modules(value), _MOST_OBJECTS // 4):
+                if self._everything:
+                    self.known.setdefault(id(module), module)
+                    for table in (module._parameters, module._buffers):
+                        self.known.update({id(tensor): tensor for tensor in table.values() if tensor is not None})
+                for name, item in list(object.__getattribute__(module, "__dict__").items()):
+                    if name not in _MODULE_INTERNALS:
+                        yield f".{path}.{name}" if path else f".{name}", item
+        elif kind == "optimizer":
+            for name, item in attributes_of(value).items():
+                if name not in _OPTIMIZER_INTERNALS:
+                    yield f".{name}", item
+        elif kind == "function":
+            for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
+                try:
+                    yield f".<{name}>", cell.cell_contents
+                except ValueError:
+                    continue
+        elif kind == "method":
+            yield ".__self__", value.__self__
+        elif kind == "partial":
+            yield from ((f".args[{number}]", item) for number, item in enumerate(value.args))
+            yield from ((f".keywords[{name!r}]", item) for name, item in value.keywords.items())
+            yield ".func", value.func
+        elif kind == "class":
+            yield from ((f".{name}", item) for name, item in list(value.__dict__.items()) if not name.startswith("__"))
+        elif kind in ("instance", "loader", "scheduler", "scaler"):
+            for name, item in attributes_of(value).items():
+                yield f".{name}", item
+            if kind == "instance":
+                yield "", type(value)
+
+    def _kind(self, kind: type) -> str:
+        found = self._kinds.get(kind)
+        if found is None:
+            found = self._kinds[kind] = kind_of(kind)
+        return found
+
+
+def kind_of(kind: type) -> str:
+    """How to treat the objects of a class; empty: leave them alone."""
+    if issubclass(kind, _ATOMS):
+        return ""
+    if issubclass(kind, torch.Tensor):
+        return "tensor"
+    if issubclass(kind, nn.Module):
+        return "module"
+    if issubclass(kind, torch.optim.Optimizer):
+        return "optimizer"
+    if issubclass(kind, _SCHEDULERS):
+        return "scheduler"
+    if issubclass(kind, torch.amp.GradScaler):
+        return "scaler"
+    if issubclass(kind, _GENERATORS):
+        return "" if issubclass(kind, random.SystemRandom) else "generator"
+    if issubclass(kind, DataLoader) or (_root(kind.__module__) == _OURS and ".data." in kind.__module__):
+        return "loader"
+    if issubclass(kind, dict | ChainMap):
+        return "dict" if issubclass(kind, dict) else ""
+    if issubclass(kind, (list, tuple, set, frozenset, deque)):
+        return "sequence"
+    return _kind_of_code(kind)
+
+
+def _kind_of_code(kind: type) -> str:
+    if issubclass(kind, types.FunctionType):
+        return "function"
+    if issubclass(kind, types.MethodType):
+        return "method"
+    if issubclass(kind, partial):
+        return "partial"
+    if issubclass(kind, type):
+        return "class"
+    if issubclass(kind, _HOLDERS) or kind.__module__ == "argparse":
+        return "instance" if kind.__name__ in ("SimpleNamespace", "Namespace") else ""
+    root = _root(kind.__module__)
+    if root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names or root == "builtins":
+        return ""
+    return "instance"
+
+
+_CODE = ("function", "class")
+
+
+def _is_worth_it(value: Any, kind: str) -> bool:
+    """Whether a function has variables of its own, and whether a class is the program's."""
+    if kind == "function":
+        return value.__closure__ is not None
+    return not _is_library(str(type.__getattribute__(value, "__module__")))
+
+
+def _items(value: Mapping[Any, Any], most: int = 4) -> list[tuple[Any, Any]]:
+    try:
+        return list(islice(dict.items(value), most))  # type: ignore[arg-type]
+    except RuntimeError:  # another thread changes it
+        return []
+
+
+def _elements(value: Any, most: int = 4) -> list[Any]:
+    for base in (list, tuple, deque, set, frozenset):
+        if isinstance(value, base):
+            try:
+                return list(islice(base.__iter__(value), most))  # type: ignore[arg-type]
+            except RuntimeError:
+                return []
+    return []
+
+
+def _holds_arrays(value: Any, depth: int = 0) -> bool:
+    """Whether a container holds tensors or arrays, or tuples and dicts of those; numbers as tensors do not count."""
+    if isinstance(value, dict):
+        some = [item for _, item in _items(value)]
+    elif isinstance(value, (list, tuple, deque)):
+        some = _elements(value)
+    else:
+        return False
+    for item in some:
+        if isinstance(item, (torch.Tensor, np.ndarray)):
+            if item.ndim:
+                return True
+        elif depth < 2 and type(item) in (tuple, list, dict) and _holds_arrays(item, depth + 1):
+            return True
+    return False
+
+
+def _locals_of(frame: FrameType) -> dict[str, Any]:
+    found = frame.f_locals
+    if not frame.f_code.co_flags & _OPTIMIZED:
+        return found  # the namespace of a module or a class
+    copied = dict(found)
+    if sys.version_info < (3, 13):
+        found.clear()  # a snapshot that the frame keeps: it would keep the batch alive
+    return copied
+
+
+def _place_of(frame: FrameType) -> str:
+    code = frame.f_code
+    file = "the notebook" if "ipykernel" in code.co_filename or code.co_filename.startswith("<ipython") else ""
+    file = file or PurePath(code.co_filename).name
+    return file if code.co_name == "<module>" else f"{code.co_name}() in {file}"
+
+
+# --- whose code it is ---
+
+_STANDARD = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")})
+_INSTALLED = ("site-packages", "dist-packages")
+_verdicts: dict[str, bool] = {}
+
+
+def _root(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def _is_library(module: str) -> bool:
+    """Whether a module's name says that it is not the program's own code."""
+    verdict = _verdicts.get(module)
+    if verdict is None:
+        verdict = _verdicts[module] = _judge(module)
+    return verdict
+
+
+def _judge(module: str) -> bool:
+    root = _root(module)
+    if root == "__main__":
+        return False
+    if root in _LIBRARIES or root == _OURS or root in sys.stdlib_module_names:
+        return True
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    if spec is not None and root == _root(spec.name):
+        return False  # python -m program
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and any(part in _INSTALLED for part in PurePath(file).parts)
+
+
+def _program_modules() -> list[types.ModuleType]:
+    main = sys.modules.get("__main__")
+    found = [] if main is None else [main]
+    for name, module in list(sys.modules.items()):
+        is_own = type(module) is types.ModuleType and module is not main and not _is_library(name)
+        if is_own and getattr(module, "__file__", None) is not None:
+            found.append(module)
+    return found

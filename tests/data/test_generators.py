@@ -1,0 +1,133 @@
+"""Generators that data sets and transforms keep: found and seeded for each sample."""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.data.generators import find_generators
+from mindx_elastic.data.random_streams import capture_streams
+
+_module_rng = np.random.default_rng(11)
+
+
+class Jitter:
+    def __init__(self, rng: Any) -> None:
+        self.rng = rng
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        draw = self.rng.random() if not isinstance(self.rng, np.random.RandomState) else self.rng.rand()
+        return x + float(draw)
+
+
+class Compose:
+    def __init__(self, *transforms: Any) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        for transform in self.transforms:
+            x = transform(x)
+        return x
+
+
+def shift(x: torch.Tensor, *, rng: random.Random) -> torch.Tensor:
+    return x + rng.random()
+
+
+class Augmented(Dataset[torch.Tensor]):
+    """Draws from a generator of every kind, in every place that people keep them."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.size = size
+        self.names = [f"{number}.png" for number in range(100_000)]
+        self.torch_rng = torch.Generator().manual_seed(1)
+        enclosed = np.random.RandomState(6)
+        self.transform = Compose(
+            Jitter(np.random.default_rng(0)),
+            Jitter(np.random.RandomState(3)),
+            functools.partial(shift, rng=random.Random(5)),
+            lambda x: x + float(enclosed.rand()),
+        )
+        self.lazy: Any = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.lazy is None:  # as workers do it
+            self.lazy = np.random.default_rng(random.randrange(2**32))
+        x = torch.full((2,), float(index), dtype=torch.float64) + torch.rand(2, generator=self.torch_rng)
+        return self.transform(x) + float(self.lazy.random()) + float(_module_rng.random())
+
+
+class AugmentedStream(IterableDataset[torch.Tensor]):
+    def __init__(self) -> None:
+        self.transform = Compose(Jitter(np.random.default_rng(0)))
+
+    def __iter__(self) -> Any:
+        for index in range(12):
+            yield self.transform(torch.tensor(float(index), dtype=torch.float64))
+
+
+def test_every_place_is_found() -> None:
+    found = find_generators([Augmented(), None])
+    assert {type(one).__name__ for one in found.values()} == {"Generator", "RandomState", "Random"}
+    assert len(found) == 6, found.keys()
+
+
+def test_the_global_streams_are_not_among_them() -> None:
+    class Holder:
+        streams = None
+
+        def __init__(self) -> None:
+            self.mine = [random._inst, np.random.mtrand._rand, torch.default_generator, random.SystemRandom()]  # type: ignore[attr-defined]
+
+    assert find_generators(Holder()) == {}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("done", [1, 3, 4])
+def test_a_resumed_epoch_is_augmented_the_same(workers: int, done: int) -> None:
+    whole = [batch.clone() for batch in ResumableLoader(Augmented(), 2, shuffle=True)]
+    first = ResumableLoader(Augmented(), 2, shuffle=True, num_workers=workers)
+    iterator = iter(first)
+    begun = [next(iterator).clone() for _ in range(done)]
+    second = ResumableLoader(Augmented(), 2, shuffle=True, num_workers=workers)
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(torch.cat(begun + list(second)), torch.cat(whole))
+    first.shutdown()
+
+
+def test_in_the_main_process_they_go_on_as_if_nothing_was_loaded() -> None:
+    dataset = Augmented()
+    dataset[0]
+    before = {name: repr(rng) for name, rng in find_generators(dataset).items()}
+    states = {name: capture_streams() for name in before}
+    drawn = _module_rng.bit_generator.state
+    list(ResumableLoader(dataset, 2))
+    assert _module_rng.bit_generator.state == drawn
+    assert states.keys() == before.keys()
+
+
+@pytest.mark.parametrize("done", [1, 4])
+def test_a_stream_with_a_nested_generator_is_replayed(done: int) -> None:
+    def loader() -> ReplayLoader:
+        return ReplayLoader(DataLoader(AugmentedStream(), batch_size=2))
+
+    one = loader()
+    whole = list(one) + list(one)
+    first = loader()
+    list(first)
+    iterator = iter(first)
+    begun = [next(iterator) for _ in range(done)]
+    second = loader()
+    second.load_state_dict(first.state_dict())
+    assert torch.equal(torch.cat(whole[6 : 6 + done]), torch.cat(begun))
+    assert torch.equal(torch.cat(whole[6 + done :]), torch.cat(list(second)))

@@ -1,0 +1,594 @@
+"""Small trainings as users write them, each with what the guard must say of it: nothing, a note, or a refusal.
+
+`run` executes one as ``train.py`` in this process. ``step(...)`` trains one step; ``...`` stands for what it needs.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+from typing import Any
+
+__all__ = ["EXACT", "NOTED", "REFUSED", "run"]
+
+_PRELUDE = """
+import copy, random
+from collections import deque
+from types import SimpleNamespace
+import numpy as np
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import *
+from torch.optim.swa_utils import AveragedModel
+from mindx_elastic import Guard
+
+torch.manual_seed(0)
+
+def make(n=3, m=3):
+    return nn.Sequential(nn.Linear(n, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, m))
+
+def update(loss, *optimizers):
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+net = make()
+opt = torch.optim.Adam(net.parameters())
+"""
+
+_LOOP = """
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for epoch in guard.epochs(EPOCHS):
+        for number in range(STEPS):
+            x = torch.randn(5, 3)
+            step()
+            guard.step_end()
+        after_epoch()
+notes = guard._unmanaged.notes
+"""
+
+
+def run(name: str, source: str, directory: Path, **options: Any) -> tuple[str, ...]:
+    """Train `source` for twelve steps; returns the notes. Raises what it raises."""
+    parts = {"STEPS": 6, "EPOCHS": 2, "after_epoch": lambda: None, "DIRECTORY": directory, "OPTIONS": options}
+    space: dict[str, Any] = {"__name__": f"programs.{name}", **parts}
+    body = textwrap.dedent(source)
+    body = body if "with Guard(" in body else body + _LOOP
+    text = (_PRELUDE + body).replace("**PARTS)", "**PARTS, **OPTIONS)")
+    exec(compile(text, "/somewhere/train.py", "exec"), space)  # noqa: S102 - as Python runs a script
+    notes: tuple[str, ...] = space["notes"]
+    return notes
+
+
+_ONE = "PARTS = dict(model=net, optimizer=opt)\n"
+_STEP = "def step(): update(net(x).square().mean(), opt)\n"
+
+EXACT = {
+    "the least": _ONE + _STEP,
+    "a frozen teacher": """
+        teacher = make().eval().requires_grad_(False)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) - teacher(x)).square().mean(), opt)
+        """,
+    "a teacher that goes to another memory": """
+        teacher = make().eval().requires_grad_(False)
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            for p in teacher.parameters(): p.data = p.data.clone()
+            update((net(x) - teacher(x)).square().mean(), opt)
+        """,
+    "a frozen teacher in the optimizer": """
+        teacher = make().eval().requires_grad_(False)
+        opt = torch.optim.Adam([*net.parameters(), *teacher.parameters()])
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) - teacher(x)).square().mean(), opt)
+        """,
+    "both halves of a GAN": """
+        disc = make(3, 1); disc_opt = torch.optim.Adam(disc.parameters())
+        PARTS = dict(model=[net, disc], optimizer=[opt, disc_opt])
+        def step():
+            update(disc(net(x).detach()).mean(), disc_opt)
+            update(-disc(net(x)).mean(), opt)
+        """,
+    "an average that is named": """
+        ema = AveragedModel(net)
+        PARTS = dict(model=net, optimizer=opt, stateful={"ema": ema})
+        def step():
+            update(net(x).square().mean(), opt); ema.update_parameters(net)
+        """,
+    "a trainer object that keeps all": """
+        class Trainer:
+            def __init__(self):
+                self.net, self.opt = make(), None
+                self.opt = torch.optim.Adam(self.net.parameters())
+                self.ema = AveragedModel(self.net)
+                self.rng = np.random.default_rng(3)
+                self.best = 0.0
+            def state_dict(self):
+                return {"net": self.net.state_dict(), "opt": self.opt.state_dict(), "ema": self.ema.state_dict(),
+                        "rng": str(self.rng.bit_generator.state)}
+            def load_state_dict(self, state): pass
+            def step(self):
+                noise = float(self.rng.normal())
+                update((self.net(x) + noise).square().mean(), self.opt); self.ema.update_parameters(self.net)
+        trainer = Trainer()
+        PARTS = dict(model=trainer.net, optimizer=trainer.opt, stateful={"trainer": trainer})
+        def step(): trainer.step()
+        """,
+    "two models that share an embedding": """
+        shared = nn.Linear(3, 3)
+        one, two = nn.Sequential(shared, nn.Linear(3, 3)), nn.Sequential(shared, nn.Linear(3, 2))
+        opt = torch.optim.Adam([*one.parameters(), *(p for p in two.parameters() if p not in set(one.parameters()))])
+        PARTS = dict(model=[one, two], optimizer=opt)
+        def step(): update(one(x).square().mean() + two(x).square().mean(), opt)
+        """,
+    "parts of the named model under other names": """
+        class Both(nn.Module):
+            def __init__(self, a, b):
+                super().__init__(); self.a, self.b = a, b
+        backbone, head = make(), nn.Linear(3, 2)
+        system = Both(backbone, head)
+        opt = torch.optim.Adam([{"params": backbone.parameters()}, {"params": head.parameters(), "lr": 0.1}])
+        PARTS = dict(model=system, optimizer=opt)
+        def step(): update(head(backbone(x)).square().mean(), opt)
+        """,
+    "a wrapper around the named model": """
+        class Wrapper(nn.Module):
+            def __init__(self, inner):
+                super().__init__(); self.inner = inner; self.loss = nn.MSELoss()
+        wrapper = Wrapper(net)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(wrapper.inner(x).square().mean(), opt)
+        """,
+    "an unused scheduler": "unused = StepLR(opt, 1)\n" + _ONE + _STEP,
+    "what an earlier training has left": """
+        old_net = make(); old_opt = torch.optim.Adam(old_net.parameters()); old_sched = StepLR(old_opt, 1)
+        old_ema = AveragedModel(old_net); old_rng = np.random.default_rng(0); history = [torch.ones(2)]
+        old_scaler = torch.amp.GradScaler("cpu")
+        for _ in range(3):
+            old_scaler.scale(old_net(torch.randn(5, 3)).sum()).backward()
+            old_scaler.step(old_opt); old_scaler.update(); old_sched.step(); old_ema.update_parameters(old_net)
+            old_rng.normal()
+        first_sched = StepLR(opt, 1)
+        opt.step(); first_sched.step(); first_sched.step()
+        sched = StepLR(opt, 2)
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
+        def step(): update(net(x).square().mean(), opt); sched.step()
+        """,
+    "a scheduler of schedulers": """
+        warm, main = LinearLR(opt, 0.1, total_iters=3), CosineAnnealingLR(opt, 20)
+        sched = SequentialLR(opt, [warm, main], milestones=[3])
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
+        def step(): update(net(x).square().mean(), opt); sched.step()
+        """,
+    "schedulers in a chain": """
+        parts = [ConstantLR(opt, 0.5, 2), ExponentialLR(opt, 0.99)]
+        sched = ChainedScheduler(parts)
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
+        def step(): update(net(x).square().mean(), opt); sched.step()
+        """,
+    "a learning rate by formula": """
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            for group in opt.param_groups: group["lr"] = 0.1 / guard.position.step if guard.position.step else 0.1
+            update(net(x).square().mean(), opt)
+        """,
+    "an inner optimizer that is made anew": """
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            global attack
+            delta = torch.zeros_like(x, requires_grad=True)
+            attack = torch.optim.Adam([delta], lr=0.1)
+            for _ in range(3): update(-net(x + delta).square().mean(), attack)
+            update(net(x + delta.detach()).square().mean(), opt)
+        """,
+    "an inner optimizer that is set back": """
+        fast = torch.zeros(3, requires_grad=True)
+        inner = torch.optim.Adam([fast], lr=0.1); start = copy.deepcopy(inner.state_dict())
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            with torch.no_grad(): fast.zero_()
+            inner.load_state_dict(start)
+            for _ in range(3): update((net(x) - fast).square().mean(), inner)
+            update((net(x) - fast.detach()).square().mean(), opt)
+        """,
+    "a learner that is copied anew": """
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            global learner
+            learner = copy.deepcopy(net); sgd = torch.optim.SGD(learner.parameters(), 0.1, momentum=0.9)
+            for _ in range(2): update(learner(x).square().mean(), sgd)
+            opt.zero_grad()
+            for mine, fast in zip(net.parameters(), learner.parameters()): mine.grad = mine.detach() - fast.detach()
+            opt.step()
+        """,
+    "a second optimizer without state": """
+        head = net[3]; sgd = torch.optim.SGD(head.parameters(), lr=0.01)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt, sgd)
+        """,
+    "a wrapper with the state of the inner optimizer": """
+        class Clipped(torch.optim.Optimizer):
+            def __init__(self, inner):
+                self.inner = inner
+                super().__init__(inner.param_groups, inner.defaults)
+                self.param_groups, self.state = inner.param_groups, inner.state
+            def step(self, closure=None):
+                for group in self.param_groups: torch.nn.utils.clip_grad_norm_(group["params"], 1.0)
+                self.inner.step(closure)
+        clipped = Clipped(opt)
+        PARTS = dict(model=net, optimizer=clipped)
+        def step(): update(net(x).square().mean(), clipped)
+        """,
+    "a generator that is seeded in each step": """
+        noise, rng, old = torch.Generator(), random.Random(0), np.random.RandomState(0)
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            noise.manual_seed(guard.position.step); rng.seed(guard.position.step); old.seed(guard.position.step)
+            extra = torch.randn(5, 3, generator=noise) * rng.random() * float(old.rand())
+            update(net(x + extra).square().mean(), opt)
+        """,
+    "a generator that is made anew": """
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            global rng, old
+            rng = np.random.default_rng(guard.position.step); old = np.random.RandomState(guard.position.step)
+            update((net(x) * float(rng.normal()) + float(old.rand())).square().mean(), opt)
+        """,
+    "generators that are named": """
+        rng, noise, old = np.random.default_rng(0), torch.Generator(), random.Random(4)
+        PARTS = dict(model=net, optimizer=opt, stateful={"own_rng": rng, "noise": noise, "old": old})
+        def step():
+            extra = torch.randn(5, 3, generator=noise) * old.random() * float(rng.normal())
+            update(net(x + extra).square().mean(), opt)
+        """,
+    "an evaluation with everything of its own": """
+        probe = make(); probe_opt = torch.optim.Adam(probe.parameters()); rng = np.random.default_rng(0)
+        probe_sched = StepLR(probe_opt, 1); seen = []
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            update(net(x).square().mean(), opt)
+            with guard.outside_step():
+                update((probe(x) - float(rng.normal())).square().mean(), probe_opt); probe_sched.step()
+                seen.append(x)
+        """,
+    "histories of numbers": """
+        losses, log, best = [], {"loss": [], "lr": deque(maxlen=100)}, float("inf")
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            loss = net(x).square().mean(); update(loss, opt)
+            losses.append(loss.item()); log["loss"].append(loss.detach()); log["lr"].append((1, 0.5))
+        """,
+    "the best weights so far": """
+        best, best_net = None, None
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            global best, best_net
+            update(net(x).square().mean(), opt)
+            best, best_net = copy.deepcopy(net.state_dict()), copy.deepcopy(net)
+        """,
+    "a temperature that is named": """
+        log_alpha = torch.zeros(1, requires_grad=True); alpha_opt = torch.optim.Adam([log_alpha], lr=0.1)
+        PARTS = dict(model=net, optimizer=[opt, alpha_opt], stateful={"alpha": torch.nn.ParameterList([log_alpha])})
+        def step(): update((net(x) * log_alpha.exp()).square().mean(), opt, alpha_opt)
+        """,
+    "optimizers in backward": """
+        optimizers = {p: torch.optim.SGD([p], 0.01, momentum=0.9) for p in net.parameters()}
+        def hook(p): optimizers[p].step(); optimizers[p].zero_grad()
+        for p in net.parameters(): p.register_post_accumulate_grad_hook(hook)
+        PARTS = dict(model=net, optimizer=list(optimizers.values()))
+        def step(): net(x).square().mean().backward()
+        """,
+    "a scaler that is switched off": """
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            opt.zero_grad(); scaler.scale(net(x).square().mean()).backward(); scaler.step(opt); scaler.update()
+        """,
+    "no optimizer at all": """
+        PARTS = dict(model=net)
+        def step():
+            net.zero_grad(); net(x).square().mean().backward()
+            with torch.no_grad():
+                for p in net.parameters(): p -= 0.1 * p.grad
+        """,
+    "objects that must not be touched": """
+        class Wild:
+            def __getattr__(self, name): raise AssertionError(name)
+            @property
+            def ema(self): raise AssertionError("ema")
+            def __iter__(self): raise AssertionError("iter")
+            def __len__(self): raise AssertionError("len")
+            def __eq__(self, other): raise AssertionError("eq")
+            __hash__ = None
+            def __repr__(self): raise AssertionError("repr")
+        class WildDict(dict):
+            def items(self): raise AssertionError("items")
+            def __iter__(self): raise AssertionError("iter")
+        wild, holder, items = Wild(), SimpleNamespace(wild=Wild()), [Wild(), WildDict(a=Wild())]
+        PARTS = dict(model=net, optimizer=opt)
+        """
+    "\n        def step(): update(net(x).square().mean(), opt)\n",
+}
+
+REFUSED = {
+    "half of a GAN": (
+        """
+        disc = make(3, 1); disc_opt = torch.optim.Adam(disc.parameters())
+        PARTS = dict(model=net, optimizer=[opt, disc_opt])
+        def step(): update(disc(net(x)).mean(), opt, disc_opt)
+        """,
+        (
+            'optimizer "disc_opt" trains 6 parameters that none of the guard\'s objects holds: "disc.0.weight", '
+            '"disc.0.bias", "disc.1.weight" and 3 more. Write Guard(model=[net, disc], ...)'
+        ),
+    ),
+    "a criterion with weights": (
+        """
+        class Centers(nn.Module):
+            def __init__(self):
+                super().__init__(); self.centers = nn.Parameter(torch.zeros(3))
+        criterion = Centers()
+        opt = torch.optim.Adam([*net.parameters(), *criterion.parameters()])
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) - criterion.centers).square().mean(), opt)
+        """,
+        (
+            'optimizer "opt" trains 1 parameter that none of the guard\'s objects holds: "criterion.centers". '
+            "Write Guard(model=[net, criterion], ...)"
+        ),
+    ),
+    "a temperature": (
+        """
+        log_alpha = torch.zeros(1, requires_grad=True); alpha_opt = torch.optim.Adam([log_alpha], lr=0.1)
+        PARTS = dict(model=net, optimizer=[opt, alpha_opt])
+        def step(): update((net(x) * log_alpha.exp()).square().mean(), opt, alpha_opt)
+        """,
+        (
+            'optimizer "alpha_opt" trains 1 parameter that none of the guard\'s objects holds: "log_alpha" (Tensor, '
+            'train.py). Write Guard(stateful={"log_alpha": torch.nn.ParameterList([log_alpha])}, ...)'
+        ),
+    ),
+    "master weights": (
+        """
+        master = [p.detach().clone().double().requires_grad_() for p in net.parameters()]
+        opt = torch.optim.Adam(master)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): pass
+        """,
+        "trains 6 parameters that none of the guard's objects holds",
+    ),
+    "the other optimizer of a GAN": (
+        """
+        disc = make(3, 1); disc_opt = torch.optim.Adam(disc.parameters())
+        PARTS = dict(model=[net, disc], optimizer=opt)
+        def step(): update(disc(net(x)).mean(), opt, disc_opt)
+        """,
+        'optimizer "disc_opt" (Adam, train.py) steps and is not named. Write Guard(optimizer=[opt, disc_opt], ...)',
+    ),
+    "an optimizer that steps now and then": (
+        """
+        disc = make(3, 1); disc_opt = torch.optim.Adam(disc.parameters())
+        PARTS = dict(model=[net, disc], optimizer=opt)
+        def step(): update(disc(net(x)).mean(), *([opt, disc_opt] if number % 3 == 2 else [opt]))
+        """,
+        'optimizer "disc_opt" (Adam, train.py) steps and is not named',
+    ),
+    "the inner optimizer of SAM": (
+        """
+        class SAM(torch.optim.Optimizer):
+            def __init__(self, params, base, **kwargs):
+                super().__init__(params, dict(rho=0.05, **kwargs))
+                self.base_optimizer = base(self.param_groups, **kwargs)
+                self.param_groups = self.base_optimizer.param_groups
+            def step(self, closure=None): self.base_optimizer.step()
+        sam = SAM(net.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        PARTS = dict(model=net, optimizer=sam)
+        def step(): update(net(x).square().mean(), sam)
+        """,
+        (
+            'optimizer "sam.base_optimizer" (SGD, train.py) steps and is not named. '
+            "Write Guard(optimizer=[sam, sam.base_optimizer], ...)"
+        ),
+    ),
+    "an optimizer that was made anew": (
+        """
+        PARTS = dict(model=net, optimizer=opt)
+        new = torch.optim.Adam(net.parameters(), lr=0.1)
+        def step(): update(net(x).square().mean(), new)
+        """,
+        (
+            'optimizer "new" (Adam, train.py) steps, and optimizer "opt", which the guard was given for the same '
+            "parameters, never does: it was made anew after the guard. Make the optimizer before the guard, and once"
+        ),
+    ),
+    "a scheduler of each step": (
+        """
+        sched = CosineAnnealingLR(opt, 20)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt); sched.step()
+        """,
+        (
+            'scheduler "sched" (CosineAnnealingLR, train.py) belongs to an optimizer of the guard, steps and is not '
+            "named. Write Guard(lr_scheduler=sched, ...)"
+        ),
+    ),
+    "a scheduler of each epoch, deep inside": (
+        """
+        deep = [[[[[[StepLR(opt, 1)]]]]]]
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt)
+        def after_epoch(): deep[0][0][0][0][0][0].step()
+        """,
+        "scheduler (StepLR) belongs to an optimizer of the guard, steps and is not named",
+    ),
+    "one of two schedulers": (
+        """
+        warm, sched = LambdaLR(opt, lambda n: min(1.0, n / 5)), ReduceLROnPlateau(opt)
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=warm)
+        def step():
+            update(net(x).square().mean(), opt); warm.step(); sched.step(1.0)
+        """,
+        (
+            'scheduler "sched" (ReduceLROnPlateau, train.py) belongs to an optimizer of the guard, steps and is not '
+            "named. Write Guard(lr_scheduler=[warm, sched], ...)"
+        ),
+    ),
+    "a scaler": (
+        """
+        scaler = torch.amp.GradScaler("cpu")
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            opt.zero_grad(); scaler.scale(net(x).square().mean()).backward(); scaler.step(opt); scaler.update()
+        """,
+        'scaler "scaler" (GradScaler, train.py) is used and not named. Write Guard(scaler=scaler, ...)',
+    ),
+    "an average": (
+        """
+        class Trainer:
+            def __init__(self): self.ema = AveragedModel(net)
+        trainer = Trainer()
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt); trainer.ema.update_parameters(net)
+        """,
+        (
+            'module "trainer.ema" (AveragedModel, train.py) changes in the training and is not named. '
+            'Write Guard(stateful={"ema": trainer.ema}, ...)'
+        ),
+    ),
+    "an average behind the version counters": (
+        """
+        target = copy.deepcopy(net)
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            update(net(x).square().mean(), opt)
+            for p, q in zip(net.parameters(), target.parameters()): q.data.mul_(0.9).add_(0.1 * p.data)
+        """,
+        'module "target" (Sequential, train.py) changes in the training and is not named',
+    ),
+    "a momentum encoder in a list": (
+        """
+        net.hidden = [copy.deepcopy(net)]
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            update(net(x).square().mean(), opt)
+            for p, q in zip(net.parameters(), net.hidden[0].parameters()): q.data = q.data * 0.9 + p.data * 0.1
+        """,
+        'module "net.hidden[0]" (Sequential, train.py) changes in the training and is not named',
+    ),
+    "a numpy generator": (
+        """
+        rng = np.random.default_rng(0)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) * float(rng.normal())).square().mean(), opt)
+        """,
+        (
+            'generator "rng" (Generator, train.py) draws numbers in the training and is not kept. '
+            'Write Guard(stateful={"own_rng": rng}, ...), or seed it anew in each step'
+        ),
+    ),
+    "a torch generator of an object": (
+        """
+        class Noise:
+            def __init__(self): self.generator = torch.Generator().manual_seed(3)
+        noise = Noise()
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) + torch.randn(3, generator=noise.generator)).square().mean(), opt)
+        """,
+        (
+            'generator "noise.generator" (Generator, train.py) draws numbers in the training and is not kept. '
+            'Write Guard(stateful={"generator": noise.generator}, ...)'
+        ),
+    ),
+    "a python generator of a module": (
+        """
+        class Drop(nn.Module):
+            def __init__(self): super().__init__(); self.rng = random.Random(0)
+            def forward(self, x): return x * self.rng.random()
+        net.append(Drop())
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt)
+        """,
+        'generator "net.4.rng" (Random, train.py) draws numbers in the training and is not kept',
+    ),
+    "an old numpy generator in a closure": (
+        """
+        def make_noise():
+            state = np.random.RandomState(1)
+            def noise(): return float(state.rand())
+            return noise
+        noise = make_noise()
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) * noise()).square().mean(), opt)
+        """,
+        'generator "noise.<state>" (RandomState, train.py) draws numbers in the training and is not kept',
+    ),
+}
+
+NOTED = {
+    "a replay buffer": (
+        """
+        memory = deque(maxlen=4)
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            memory.append((x, torch.ones(5))); update(net(random.choice(memory)[0]).square().mean(), opt)
+        """,
+        '"memory" (deque, train.py) grows from step to step, holds tensors or arrays, and is not kept',
+    ),
+    "a replay buffer of an object": (
+        """
+        class Memory:
+            def __init__(self): self.items = []
+        memory = Memory()
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            memory.items.append((np.ones(3), 1, 0.5)); update(net(x).square().mean(), opt)
+        """,
+        '"memory.items" (list, train.py) grows from step to step, holds tensors or arrays, and is not kept',
+    ),
+    "a teacher in training mode": (
+        """
+        teacher = make().requires_grad_(False)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update((net(x) - teacher(x)).square().mean(), opt)
+        """,
+        'buffers of module "teacher" (Sequential, train.py), which is not named, change in the training',
+    ),
+    "an average of each epoch": (
+        """
+        EPOCHS = 8
+        STEPS = 2
+        ema = AveragedModel(net)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt)
+        def after_epoch(): ema.update_parameters(net)
+        """,
+        'module "ema" (AveragedModel, train.py) changes between epochs and is not named',
+    ),
+    "a generator of an evaluation": (
+        """
+        EPOCHS = 8
+        STEPS = 2
+        rng = np.random.default_rng(0)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt)
+        def after_epoch(): rng.permutation(10)
+        """,
+        'generator "rng" (Generator, train.py) draws numbers between epochs and is not kept',
+    ),
+    "a schedule of the program's own": (
+        """
+        class Warmup:
+            def __init__(self, optimizer): self.optimizer, self.count = optimizer, 0
+            def step(self):
+                self.count += 1
+                for group in self.optimizer.param_groups: group["lr"] = 0.01 * self.count
+        warmup = Warmup(opt)
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt); warmup.step()
+        """,
+        '"warmup" (Warmup, train.py) has an optimizer of the guard, is not named, and changes: count',
+    ),
+}

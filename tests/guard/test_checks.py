@@ -1,0 +1,56 @@
+"""What the guard says of state that it does not keep, over small trainings (see `tests.guard.programs`)."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.errors import UnmanagedStateError
+from mindx_elastic.persist.format import read_header
+from tests.guard.programs import EXACT, NOTED, REFUSED, run
+from tests.guarded import no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_environment(monkeypatch)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_nothing_is_said_of_an_exact_program(name: str, tmp_path: Path) -> None:
+    with no_traces():
+        assert run(name, EXACT[name], tmp_path) == ()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_certain_is_refused_with_its_name_and_the_line_to_write(name: str, tmp_path: Path) -> None:
+    source, words = REFUSED[name]
+    with no_traces(), pytest.raises(UnmanagedStateError) as caught:
+        run(name, source, tmp_path)
+    assert words in str(caught.value)
+    assert not list(tmp_path.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_warning_where_the_user_wants_that(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    source, words = REFUSED[name]
+    notes = run(name, source, tmp_path, unmanaged="warn")
+    said = words.partition(". ")[0]
+    assert [note for note in notes if said in note], notes
+    warned = [r for r in caplog.records if r.levelno == logging.WARNING and said in r.getMessage()]
+    assert len(warned) == 1
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert read_header(file).info.unmanaged == notes
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_a_risk_is_one_warning_and_a_note_in_the_file(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    source, words = NOTED[name]
+    assert run(name, source, tmp_path) == (words,)
+    assert len([record for record in caplog.records if words in record.getMessage()]) == 1
+    (file,) = tmp_path.rglob("*.safetensors")
+    assert read_header(file).info.unmanaged == (words,)

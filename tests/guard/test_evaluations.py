@@ -1,0 +1,168 @@
+"""Evaluations in all places of a loop, on any loader, with whatever they do to model and loaders: the training is the
+same, wherever a stop meets them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.errors import GracefulExit, UsageError
+from tests.capture.round_trip import assert_same
+from tests.guard.test_loops import EPOCHS, Program, draw
+from tests.guarded import Points, no_traces, plain_environment
+from tests.harness import wait_until
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+class Evaluated(Program):
+    """`kind` says what an evaluation does. `moment`: the name of the evaluation in which a signal comes."""
+
+    def __init__(self, directory: Path, kind: str, moment: str = "", **options: Any) -> None:
+        super().__init__(directory, **options)
+        self.kind, self.moment = kind, moment
+        self.stopped = False
+        data = TensorDataset(torch.arange(32.0).reshape(8, 4), torch.arange(8) % 3)
+        workers = 2 if kind == "workers" else 0
+        self.others: Any = DataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
+
+    def batches(self) -> Iterator[Any]:
+        if self.kind == "same loader":
+            yield from self.loader
+        elif self.kind == "part of the same loader":
+            for number, batch in enumerate(self.loader):
+                yield batch
+                if number == 1:
+                    return
+        elif self.kind == "generator":
+            for _ in range(3):
+                yield draw().expand(4, 4), torch.arange(4) % 3
+        else:
+            yield from self.others
+
+    def evaluate(self, name: str) -> None:
+        with self.guard.outside_step():
+            self.network.eval()
+            before = [p.detach().clone() for p in self.network.parameters()]
+            self.exchange([torch.zeros_like(p) for p in before])
+            total = draw().sum()
+            with torch.no_grad():
+                for number, (x, y) in enumerate(self.batches()):
+                    if number == 0 and name == self.moment and not self.stopped:
+                        self.stopped = True
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        wait_until(lambda: self.guard.stopper.alarm is not None, "the alarm")
+                        wait_until(self.guard.stopper.step_gate.at_limit, "the limit")
+                    total = total + nn.functional.cross_entropy(self.network(x), y)
+                    self.guard.poll()
+            self.exchange(before)
+            if self.kind != "left in eval mode":
+                self.network.train()
+        self.log.append((name, total.item()))
+
+    def exchange(self, weights: list[torch.Tensor]) -> None:
+        for parameter, weight in zip(self.network.parameters(), weights, strict=True):
+            if self.kind == "other weights":
+                parameter.data = weight
+            elif self.kind == "other weights in place":
+                with torch.no_grad():
+                    parameter.copy_(weight)
+            elif self.kind == "other weights unseen":
+                parameter.data.copy_(weight)
+
+
+def train(p: Evaluated) -> None:
+    p.evaluate("before")
+    for epoch in p.guard.epochs(EPOCHS):
+        for x, y in p.loader:
+            if p.guard.step and p.guard.step % 2 == 0:
+                p.evaluate(f"head {p.guard.step}")
+            p.step(x, y)
+            p.guard.step_end()
+            if p.guard.step % 3 == 0:
+                p.evaluate(f"tail {p.guard.step}")
+        p.evaluate(f"epoch {epoch}")
+    p.evaluate("end")
+
+
+KINDS = [
+    *("same loader", "part of the same loader", "generator", "stock", "workers", "left in eval mode"),
+    *("other weights", "other weights in place", "other weights unseen"),
+]
+MOMENTS = [5, 15, "head 4", "tail 9", "epoch 2", "end"]
+
+
+def run(directory: Path, kind: str, make: Callable[[], dict[str, Any]], **options: Any) -> tuple[Evaluated, Any]:
+    p = Evaluated(directory, kind, **options, **make())
+    with p.guard:
+        train(p)
+        result = p.result()
+    return p, result
+
+
+def check(tmp_path: Path, kind: str, moments: list[Any], make: Callable[[], dict[str, Any]] = dict) -> None:
+    whole, expected = run(tmp_path / "whole", kind, make)
+    plain = Program(tmp_path / "plain", **make())
+    with plain.guard:
+        for _ in plain.guard.epochs(EPOCHS):
+            for x, y in plain.loader:
+                plain.step(x, y)
+                plain.guard.step_end()
+        assert_same(plain.result()["weights"], expected["weights"])  # evaluations change nothing
+    for number, moment in enumerate(moments):
+        place = tmp_path / str(number)
+        stop = {"stop_at": moment} if isinstance(moment, int) else {"moment": moment}
+        first = Evaluated(place, kind, **stop, **make())
+        with pytest.raises(GracefulExit) as left, first.guard:
+            train(first)
+        assert left.value.step is not None, f"{moment}: nothing was saved"
+        second, result = run(place, kind, make, seed=99)
+        assert second.guard.resumed_from_step == left.value.step
+        assert_same(result["weights"], expected["weights"])
+        assert_same(result["drawn"], expected["drawn"])
+        told = dict(whole.log)
+        assert all(told[name] == value for name, value in [*first.log, *second.log] if name != "before"), moment
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stop_before_in_and_after_any_evaluation(tmp_path: Path, kind: str) -> None:
+    check(tmp_path, kind, MOMENTS if kind != "workers" else ["head 4", "epoch 2"])
+
+
+def replayed() -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(5)
+    return {"loader": ReplayLoader(DataLoader(Points(), batch_size=4, shuffle=True, generator=generator))}
+
+
+def adopted() -> dict[str, Any]:
+    return {"loader": DataLoader(Points(), batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(5))}
+
+
+def with_workers() -> dict[str, Any]:
+    return {"loader": ResumableLoader(Points(), 4, shuffle=True, num_workers=1, persistent_workers=True)}
+
+
+@pytest.mark.parametrize("make", [replayed, adopted, with_workers])
+@pytest.mark.parametrize("kind", ["same loader", "part of the same loader"])
+def test_the_trainings_own_loader_of_any_kind(tmp_path: Path, kind: str, make: Callable[[], dict[str, Any]]) -> None:
+    check(tmp_path, kind, [4, "head 4"], make)
+
+
+def test_a_step_inside_is_refused(tmp_path: Path) -> None:
+    p = Program(tmp_path)
+    with p.guard, p.guard.outside_step(), pytest.raises(UsageError, match="outside_step"):
+        p.guard.step_end()

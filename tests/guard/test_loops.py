@@ -1,0 +1,294 @@
+"""The forms of a loop: each is stopped at every boundary by a real signal, and ends as if it had not been."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic import Guard
+from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.errors import GracefulExit, UsageError
+from tests.capture.round_trip import assert_same
+from tests.guarded import Points, no_traces, plain_environment, stop_and_wait
+
+EPOCHS, BATCHES = 3, 5
+LAST = EPOCHS * BATCHES
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def draw() -> torch.Tensor:
+    """From all streams, as augmentation or sampling would."""
+    return torch.randn(4) + random.random() + float(np.random.rand())
+
+
+class Program:
+    """A program in parts, whose loop is a function of it. `stop_at`: in the middle of this step a signal comes."""
+
+    def __init__(self, directory: Path, *, seed: int = 0, stop_at: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(0)  # the weights are the same anyway; the streams of a resumed run are not
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.ReLU(), nn.Linear(8, 3))
+        torch.manual_seed(seed)
+        self.opt = torch.optim.AdamW(self.network.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, 100)
+        parts: dict[str, Any] = {"model": self.network, "optimizer": self.opt, "lr_scheduler": self.scheduler}
+        if "loader" not in options:
+            options["loader"] = ResumableLoader(Points(), batch_size=4, shuffle=True, seed=3)
+        self.loader: Any = options["loader"]
+        self.guard = Guard(directory=directory, prefix="p", **{**parts, **options})
+        self.stop_at = stop_at
+        self.done = 0
+        self.log: list[Any] = []
+
+    def step(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        nn.functional.cross_entropy(self.network(x), y).backward()
+        if self.guard._loops.step + 1 == self.stop_at:
+            stop_and_wait(self)  # type: ignore[arg-type]
+        self.opt.step()
+        self.scheduler.step()
+        self.opt.zero_grad()
+
+    def full_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.stack([draw() for _ in range(8)]), torch.arange(8) % 3
+
+    def result(self) -> dict[str, Any]:
+        return {"weights": self.network.state_dict(), "drawn": draw(), "rates": self.scheduler.state_dict()}
+
+
+Loop = Callable[[Program], None]
+
+
+def run(loop: Loop, directory: Path, **options: Any) -> tuple[Program, dict[str, Any]]:
+    program = Program(directory, **options)
+    with program.guard:
+        loop(program)
+        result = program.result()
+    return program, result
+
+
+def check_every_boundary(
+    loop: Loop,
+    directory: Path,
+    *,
+    steps: int = LAST,
+    make_options: Callable[[], dict[str, Any]] = dict,
+    log: Callable[[list[Any], list[Any]], list[Any]] = lambda first, second: first + second,
+) -> Program:
+    """Returns the uninterrupted program."""
+    whole, expected = run(loop, directory / "whole", **make_options())
+    assert whole.guard.step == steps
+    for stop in range(1, steps + 1):
+        place = directory / f"stop_{stop}"
+        first = Program(place, stop_at=stop, **make_options())
+        with pytest.raises(GracefulExit), first.guard:
+            loop(first)
+        second, result = run(loop, place, seed=99, **make_options())
+        assert second.guard.resumed_from_step == stop
+        assert_same(result, expected)
+        assert second.guard.step == steps
+        assert log(first.log, second.log) == whole.log, f"stopped at {stop}"
+    return whole
+
+
+def no_loader() -> dict[str, Any]:
+    return {"loader": None}
+
+
+# --- epochs ---
+
+
+def in_epochs(p: Program) -> None:
+    draw()
+    for epoch in p.guard.epochs(EPOCHS, start=0):
+        for number, (x, y) in p.guard.enumerate(p.loader):
+            p.step(x, y)
+            p.log.append((epoch, number, p.guard.step + 1))
+            p.guard.step_end()
+        draw()
+
+
+def test_epochs_from_zero_with_numbered_batches(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_epochs, tmp_path)
+    assert whole.log == [(e, b, e * BATCHES + b + 1) for e in range(EPOCHS) for b in range(BATCHES)]
+
+
+def in_steps(p: Program) -> None:
+    draw()
+    batches = iter(p.loader)
+    for step in p.guard.steps(LAST - 2):
+        noise = draw().sum()
+        try:
+            x, y = next(batches)
+        except StopIteration:
+            batches = iter(p.loader)
+            x, y = next(batches)
+        p.step(x + noise, y)
+        p.log.append(step)
+        p.guard.step_end()
+
+
+def test_steps_over_an_endless_iterator(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_steps, tmp_path, steps=LAST - 2)
+    assert whole.log == list(range(1, LAST - 1))
+    assert whole.guard.position.epoch == EPOCHS
+
+
+def in_steps_without_loader(p: Program) -> None:
+    draw()
+    for step in p.guard.steps(6, start=0):
+        p.step(*p.full_batch())
+        p.log.append(step)
+        p.guard.step_end()
+
+
+def test_steps_without_a_loader_draw_from_the_streams_of_the_boundary(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_steps_without_loader, tmp_path, steps=6, make_options=no_loader)
+    assert whole.log == list(range(6))
+
+
+def in_full_batches(p: Program) -> None:
+    draw()
+    for epoch in p.guard.epochs(6):
+        p.step(*p.full_batch())
+        p.log.append(epoch)
+        p.guard.step_end()
+
+
+def test_full_batch_epochs_without_a_loader(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_full_batches, tmp_path, steps=6, make_options=no_loader)
+    assert whole.log == list(range(1, 7))
+
+
+def in_steps_of_epochs(p: Program) -> None:
+    draw()
+    for epoch in p.guard.epochs(3):
+        shift = draw().sum()  # drawn once an epoch, used in all of it
+        for step in p.guard.steps(4):
+            x, y = p.full_batch()
+            p.step(x + shift, y)
+            p.log.append((epoch, step, shift.item()))
+            p.guard.step_end()
+        draw()
+
+
+def test_steps_inside_epochs_without_a_loader(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_steps_of_epochs, tmp_path, steps=12, make_options=no_loader)
+    assert [each[:2] for each in whole.log] == [(e, s) for e in range(1, 4) for s in range(1, 5)]
+
+
+def in_epochs_with_a_begin(p: Program) -> None:
+    draw()
+    for epoch in p.guard.epochs(EPOCHS):
+        shift = draw().sum()
+        for x, y in p.loader:
+            p.step(x + shift, y)
+            p.log.append((epoch, shift.item()))
+            p.guard.step_end()
+        draw()
+
+
+@pytest.mark.parametrize("kind", [ResumableLoader, ReplayLoader])
+def test_what_an_epoch_draws_at_its_begin_is_the_same_after_a_resume(tmp_path: Path, kind: Any) -> None:
+    def make() -> dict[str, Any]:
+        if kind is ResumableLoader:
+            return {}
+        return {"loader": ReplayLoader(torch.utils.data.DataLoader(Points(), batch_size=4, shuffle=True))}
+
+    check_every_boundary(in_epochs_with_a_begin, tmp_path, make_options=make)
+
+
+# --- several loops ---
+
+
+def in_two_phases(p: Program) -> None:
+    for epoch in p.guard.epochs(1):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.log.append(("first", epoch))
+            p.guard.step_end()
+    draw()
+    for parameter in p.network[0].parameters():
+        parameter.requires_grad_(False)
+    for epoch in p.guard.epochs(3):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.log.append(("second", epoch))
+            p.guard.step_end()
+
+
+def test_two_loops_over_epochs(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_two_phases, tmp_path)
+    assert whole.log == [("first", 1)] * 5 + [("second", 2)] * 5 + [("second", 3)] * 5
+
+
+@pytest.mark.parametrize("start", [0, 1])
+def test_a_finished_run_passes_through(tmp_path: Path, start: int) -> None:
+    def steps(p: Program) -> None:
+        for step in p.guard.steps(4, start=start):
+            p.step(*p.full_batch())
+            p.log.append(step)
+            p.guard.step_end()
+
+    def epochs(p: Program) -> None:
+        for epoch in p.guard.epochs(1, start=start):
+            p.step(*p.full_batch())
+            p.log.append(epoch)
+            p.guard.step_end()
+
+    for number, loop in enumerate((steps, epochs)):
+        first, expected = run(loop, tmp_path / str(number), loader=None)
+        again, result = run(loop, tmp_path / str(number), loader=None, seed=99)
+        assert len(first.log) and again.log == []
+        assert_same(result, expected)
+
+
+@pytest.mark.parametrize("what", ["steps", "epochs"])
+@pytest.mark.parametrize("number", [-1, 2.0, True, "3", None])
+def test_wrong_numbers_are_refused_at_once(tmp_path: Path, what: str, number: Any) -> None:
+    guard = Program(tmp_path).guard
+    with pytest.raises(UsageError, match="whole number from 0"):
+        getattr(guard, what)(number)
+    with pytest.raises(UsageError, match="usually 0 or 1"):
+        getattr(guard, what)(3, start=number if number != -1 else "0")
+
+
+def test_steps_without_boundaries_end(tmp_path: Path) -> None:
+    p = Program(tmp_path)
+    with p.guard, pytest.raises(UsageError, match=r"have not called guard\.step_end\(\)"):
+        list(p.guard.steps(3))
+
+
+def test_the_same_epochs_twice_are_refused_in_words(tmp_path: Path) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        for _ in p.guard.epochs(1):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+        with pytest.raises(UsageError, match=r"for 1 more epochs write guard\.epochs\(2\)"):
+            list(p.guard.epochs(1))
+
+
+def test_nested_epochs_are_refused_in_words(tmp_path: Path) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        outer = p.guard.epochs(3)
+        assert next(outer) == 1
+        assert list(p.guard.epochs(2)) == [1, 2]
+        with pytest.raises(UsageError, match="two loops over"):
+            next(outer)

@@ -1,0 +1,283 @@
+"""Loops that count by themselves begin anew after a resume: they are refused at the second step, and no others are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.errors import UnmanagedStateError
+from tests.guard.test_loops import Program
+from tests.guarded import no_traces, plain_environment
+
+NUMBER = 3
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+class Settings:
+    epochs = 3
+
+
+args = Settings()
+
+
+def one(p: Program, batch: Any) -> None:
+    p.step(*batch)
+    p.guard.step_end()
+
+
+# --- refused ---
+
+
+def epochs_in_range(p: Program) -> None:
+    with p.guard:
+        for _epoch in range(args.epochs):
+            for batch in p.loader:
+                one(p, batch)
+
+
+def epochs_in_range_with_a_function(p: Program) -> None:
+    def train_one_epoch() -> None:
+        for batch in p.loader:
+            one(p, batch)
+
+    with p.guard:
+        for epoch in range(1, args.epochs + 1):
+            p.log.append(epoch)
+            train_one_epoch()
+
+
+def steps_in_range(p: Program) -> None:
+    with p.guard:
+        batches = itertools.cycle(p.loader)
+        for _step in range(100):
+            one(p, next(batches))
+
+
+def while_counting(p: Program) -> None:
+    step = 0
+    with p.guard:
+        while step < 100:
+            for batch in p.loader:
+                one(p, batch)
+                step += 1
+
+
+def while_true_counting(p: Program) -> None:
+    step = 0
+    with p.guard:
+        while True:
+            for batch in p.loader:
+                one(p, batch)
+                step += 1
+                if step >= 100:
+                    return
+
+
+def logs_the_guards_step(p: Program) -> None:
+    with p.guard:
+        for _epoch in range(args.epochs):
+            for batch in p.loader:
+                one(p, batch)
+                if p.guard.step % 10 == 0:
+                    p.log.append(p.guard.step)
+
+
+def prints_where_it_resumed(p: Program) -> None:
+    with p.guard:
+        p.log.append(p.guard.resumed_from_step)
+        for _epoch in range(args.epochs):
+            for batch in p.loader:
+                one(p, batch)
+
+
+def full_batches(p: Program) -> None:
+    with p.guard:
+        for _step in range(6):
+            one(p, p.full_batch())
+
+
+def inner_range_without_loader(p: Program) -> None:
+    with p.guard:
+        for _epoch in p.guard.epochs(3):
+            for _step in range(5):
+                one(p, p.full_batch())
+
+
+REFUSED = [
+    (epochs_in_range, r"Write for _epoch in guard\.epochs\(args\.epochs, start=0\):"),
+    (epochs_in_range_with_a_function, r"for epoch in guard\.epochs\(args\.epochs\):"),
+    (steps_in_range, r"for _step in guard\.steps\(100, start=0\):"),
+    (while_counting, r"while step < 100\) begins anew.*begin with step = guard\.step"),
+    (while_true_counting, r"while True\) begins anew.*begin with step = guard\.step"),
+    (logs_the_guards_step, r"guard\.epochs\(args\.epochs, start=0\)"),
+    (prints_where_it_resumed, r"guard\.epochs\(args\.epochs, start=0\)"),
+    (full_batches, r"test_own_counters\.py:\d+ \(for _step in range\(6\)\) begins anew"),
+    (inner_range_without_loader, r"for _step in range\(5\)\).*in the middle.*guard\.steps"),
+]
+WITHOUT_LOADER = (full_batches, inner_range_without_loader)
+
+
+@pytest.mark.parametrize(("program", "words"), REFUSED)
+def test_refused_at_the_second_step_and_nothing_is_saved(
+    tmp_path: Path, program: Callable[[Program], None], words: str
+) -> None:
+    options: dict[str, Any] = {"loader": None} if program in WITHOUT_LOADER else {}
+    p = Program(tmp_path, **options)
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(p)
+    assert p.guard._loops.step == 2
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_warning_where_that_is_wanted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    epochs_in_range(Program(tmp_path, unmanaged="warn"))
+    (line,) = [r.getMessage() for r in caplog.records if "begins anew" in r.getMessage()]
+    assert "guard.epochs(args.epochs, start=0)" in line
+
+
+# --- its own affair ---
+
+
+def one_pass(p: Program) -> None:
+    with p.guard:
+        for batch in p.loader:
+            one(p, batch)
+
+
+def one_numbered_pass(p: Program) -> None:
+    with p.guard:
+        for number, batch in enumerate(p.loader):
+            p.log.append(number)
+            one(p, batch)
+
+
+def seeds_around_the_block(p: Program) -> None:
+    for _seed in range(1):
+        with p.guard:
+            for batch in p.loader:
+                one(p, batch)
+
+
+def endless_until_the_guards_step(p: Program) -> None:
+    with p.guard:
+        while True:
+            for batch in p.loader:
+                one(p, batch)
+                if p.guard.step >= 7:
+                    return
+
+
+def many_epochs_until_the_guards_step(p: Program) -> None:
+    with p.guard:
+        for _epoch in range(10**9):
+            for batch in p.loader:
+                one(p, batch)
+                if p.guard.step >= 7:
+                    return
+
+
+def counts_from_the_guards_step(p: Program) -> None:
+    with p.guard:
+        step = p.guard.step
+        while step < 7:
+            one(p, p.full_batch())
+            step += 1
+
+
+def skips_what_is_done(p: Program) -> None:
+    with p.guard:
+        first = max(1, p.guard.position.epoch)
+        for epoch in range(NUMBER):
+            if epoch + 1 < first:
+                continue
+            for batch in p.loader:
+                one(p, batch)
+
+
+def what_is_left(p: Program) -> None:
+    with p.guard:
+        left = 7 - p.guard.step
+        for _ in range(left):
+            one(p, p.full_batch())
+
+
+def until_the_scheduler_ends(p: Program) -> None:
+    with p.guard:
+        while p.scheduler.last_epoch < 7:
+            one(p, p.full_batch())
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.number = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def counts_in_an_object(p: Program) -> None:
+    counter = p.guard._targets["counter"]
+    with p.guard:
+        for _ in range(counter.number, 7):
+            counter.number += 1
+            one(p, p.full_batch())
+
+
+def place_in_an_epoch(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for _ in range(p.guard.position.step_in_epoch, 4):
+                one(p, p.full_batch())
+
+
+FINE = [
+    *(one_pass, one_numbered_pass, seeds_around_the_block, endless_until_the_guards_step),
+    *(many_epochs_until_the_guards_step, counts_from_the_guards_step, skips_what_is_done, what_is_left),
+    *(until_the_scheduler_ends, counts_in_an_object, place_in_an_epoch),
+]
+
+
+@pytest.mark.parametrize("program", FINE)
+def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
+    stateful = {"stateful": {"counter": Counter()}} if program is counts_in_an_object else {}
+    full = (counts_from_the_guards_step, what_is_left, until_the_scheduler_ends, place_in_an_epoch, counts_in_an_object)
+    loader: dict[str, Any] = {"loader": None} if program in full else {}
+    p = Program(tmp_path, **stateful, **loader)
+    program(p)
+    assert p.guard.step >= 5
+    assert not [r for r in caplog.records if "begins anew" in r.getMessage()]
+
+
+SOURCES = {
+    "for _ in range(3):\n    for batch in p.loader:\n        one(p, batch)": 6,
+    "for _ in range(6):\n    one(p, p.full_batch())": 2,
+    "for batch in p.loader:\n    one(p, batch)": 0,
+    "p.guard.step\nfor _ in range(6):\n    one(p, p.full_batch())": 0,
+}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_program_without_source(tmp_path: Path, source: str) -> None:
+    """From stdin, or made by `exec`: told when a second epoch begins, at the latest."""
+    p = Program(tmp_path, **({"loader": None} if "full_batch" in source else {}))
+    refused = SOURCES[source]
+    if not refused:
+        with p.guard:
+            exec(source, {"p": p, "one": one, "__name__": "__main__"})  # noqa: S102
+        return
+    with pytest.raises(UnmanagedStateError, match="has not asked the guard where it stands"), p.guard:
+        exec(source, {"p": p, "one": one, "__name__": "__main__"})  # noqa: S102
+    assert p.guard._loops.step in (refused - 1, refused)

@@ -1,0 +1,470 @@
+"""Trainings whose flags, parameter groups, masks or helper objects change in mid-run: ``changing.py directory scenario``.
+
+Prints ``READY rank pid resumed_from`` and ``DONE rank sha256 step``; ``--stop-at STEP`` (several) sends a real SIGTERM to
+this process in the middle of that step. One rank, or several with DDP under torchrun.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrizations, prune
+from torch.utils.data import TensorDataset
+
+import mindx_elastic as mx
+from mindx_elastic.guard.stop_state import StopPhase
+
+EPOCHS, BATCHES = 3, 6
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.2))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.backbone(x))
+
+
+class Training:
+    """A loop without surprises; the scenarios override what surprises."""
+
+    ddp: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, directory: Path, rank: int, world_size: int) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self.rank = rank
+        self.build()
+        self.model: nn.Module = self.network
+        if world_size > 1:
+            self.model = DistributedDataParallel(self.network, **self.ddp)
+        self.optimizer = self.make_optimizer()
+        self.wrapped()
+        data = TensorDataset(torch.randn(BATCHES * 4, 8), torch.randint(0, 4, (BATCHES * 4,)))
+        self.loader = mx.data.ResumableLoader(data, batch_size=4 // world_size, shuffle=True, seed=1)
+        parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, **self.more()}
+        self.guard = mx.Guard(directory=directory, prefix="changing", **parts)
+
+    def build(self) -> None:
+        self.network: nn.Module = Net()
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
+
+    def wrapped(self) -> None:
+        """DDP and the optimizer exist, the guard does not."""
+
+    def more(self) -> dict[str, Any]:
+        return {}
+
+    def head(self, epoch: int) -> None:
+        """At the epoch's beginning."""
+        self.model.train()
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def before(self, step: int) -> None:
+        """At the step's beginning."""
+
+    def after(self, step: int) -> None:
+        """After the update, before the boundary."""
+
+    def tail(self, epoch: int) -> None:
+        """After the inner loop."""
+
+    def run(self, stop_at: list[int]) -> None:
+        with self.guard as guard:
+            say(f"READY {self.rank} {os.getpid()} {guard.resumed_from_step}")
+            for epoch in guard.epochs(EPOCHS):
+                self.head(epoch)
+                for x, y in self.loader:
+                    step = guard.position.step + 1
+                    self.before(step)
+                    self.optimizer.zero_grad()
+                    loss = nn.functional.cross_entropy(self.model(self.batch(x)), y)
+                    loss.backward()
+                    if step in stop_at and self.rank == 0:
+                        os.kill(os.getpid(), signal.SIGTERM)
+                        wait_for_stop(guard)
+                    self.optimizer.step()
+                    self.after(step)
+                    guard.step_end()
+                self.tail(epoch)
+        say(f"DONE {self.rank} {self.digest()} {guard.position.step}")
+
+    def digest(self) -> str:
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def say(line: str) -> None:
+    os.write(1, f"{line}\n".encode())
+
+
+def wait_for_stop(guard: mx.Guard) -> None:
+    """Until the alarm is heard: the coming boundary is then the last, or the one after it on other ranks."""
+    end = time.monotonic() + 120
+    while guard.stopper.phase is StopPhase.TRAINING:
+        assert time.monotonic() < end, "no alarm came"
+        time.sleep(0.001)
+
+
+# --- flags ---
+
+
+class FrozenNorm(Training):
+    """Batch norm stops learning in mid-epoch 2, and only there: no head of an epoch sets it."""
+
+    def head(self, epoch: int) -> None:
+        if epoch == 1:
+            self.model.train()
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 3:
+            self.network.backbone[1].eval()
+
+
+class FrozenNormInEpoch(Training):
+    """The head of each epoch calls train(); batch norm is frozen in the middle of each."""
+
+    def before(self, step: int) -> None:
+        if step % BATCHES == 3:
+            self.network.backbone[1].eval()
+
+
+class LeftInEval(Training):
+    """An evaluation after epoch 1 leaves evaluation mode behind: a mistake, and the program's own."""
+
+    def head(self, epoch: int) -> None:
+        if epoch == 1:
+            self.model.train()
+
+    def tail(self, epoch: int) -> None:
+        if epoch == 1:
+            self.model.eval()
+
+
+class Unfreezing(Training):
+    """The backbone is trained from step 8 on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)  # after DDP, which must know all parameters
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+
+
+class Freezing(Training):
+    """The backbone is frozen from step 8 on, and its gradients stay zeros: weight decay and momentum go on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(False)
+
+
+class Generators(Training):
+    """Noise from generators of one's own, drawn by the loop; an evaluation draws from one as well."""
+
+    def build(self) -> None:
+        super().build()
+        self.torch_generator = torch.Generator().manual_seed(3)
+        self.numpy_generator = np.random.default_rng()
+        self.numpy_generator = np.random.default_rng(4)
+        self.old_generator = np.random.RandomState(5)
+        self.python_generator = random.Random(6)
+
+    def more(self) -> dict[str, Any]:
+        return {
+            "stateful": {
+                "torch_generator": self.torch_generator,
+                "numpy_generator": self.numpy_generator,
+                "old_generator": self.old_generator,
+                "python_generator": self.python_generator,
+            }
+        }
+
+    def head(self, epoch: int) -> None:
+        super().head(epoch)
+        if epoch == 1:
+            self.draw()
+
+    def draw(self) -> float:
+        numbers = [
+            torch.rand(1, generator=self.torch_generator).item(),
+            self.numpy_generator.normal(),
+            self.numpy_generator.spawn(1)[0].normal(),
+            self.old_generator.normal(),
+            self.python_generator.gauss(0, 1),
+        ]
+        return sum(numbers)
+
+    def before(self, step: int) -> None:
+        if step % 3 == 0:
+            with self.guard.outside_step():
+                self.model.eval()
+                self.draw()
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.draw()
+
+
+# --- groups ---
+
+
+class AddedGroup(Training):
+    """The backbone joins in step 8 with a learning rate of its own; two schedulers go on."""
+
+    ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+        self.steps = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+
+    def more(self) -> dict[str, Any]:
+        return {"lr_scheduler": self.steps}
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+            group = {"params": list(self.network.backbone.parameters()), "lr": 1e-3, "weight_decay": 0.3}
+            self.optimizer.add_param_group(group)
+
+    def after(self, step: int) -> None:
+        self.steps.step()
+
+
+class MovedGroup(Training):
+    """Two groups become one other; then a parameter moves."""
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        groups = [{"params": list(m.parameters())} for m in (self.network.backbone, self.network.head)]
+        return torch.optim.SGD(groups, lr=1e-2, momentum=0.9)
+
+    def before(self, step: int) -> None:
+        groups = self.optimizer.param_groups
+        if step == BATCHES + 2:
+            del groups[1]
+        if step == BATCHES + 4:
+            moved = groups[0]["params"].pop()
+            self.optimizer.add_param_group({"params": [moved, self.network.head.bias], "lr": 0.1, "momentum": 0.5})
+
+
+class AddedLambda(AddedGroup):
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+        self.steps = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 0.9**step)
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        if step == BATCHES + 2:
+            self.optimizer.param_groups[1]["initial_lr"] = 1e-3
+            self.steps.base_lrs.append(1e-3)
+            self.steps.lr_lambdas.append(lambda step: 0.8**step)
+
+
+class ReplacedHead(Training):
+    """Another head of the same shape, known to the optimizer."""
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            old = list(self.network.head.parameters())
+            self.network.head = nn.Linear(16, 4)
+            new = dict(zip(map(id, old), self.network.head.parameters(), strict=True))
+            for parameter in old:
+                self.optimizer.state.pop(parameter, None)
+            group = self.optimizer.param_groups[0]
+            group["params"][:] = [new.get(id(p), p) for p in group["params"]]
+
+
+class ForgottenHead(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.head = nn.Linear(16, 4)
+
+
+class WiderHead(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.head = nn.Linear(16, 5)
+            self.optimizer.param_groups[0]["params"][-2:] = list(self.network.head.parameters())
+
+
+class AnotherActivation(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone[2] = nn.GELU()
+
+
+class GrownNet(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.append(nn.Linear(16, 16))
+            self.optimizer.add_param_group({"params": list(self.network.backbone[4].parameters())})
+
+
+class Shrunk(Training):
+    """A part that the forward does not use goes."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.spare = nn.Linear(2, 2)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*self.network.backbone.parameters(), *self.network.head.parameters()], lr=1e-2)
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            del self.network.spare
+
+
+class LateParametrization(Training):
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            parametrizations.weight_norm(self.network.head)
+
+
+class LeftForExport(Training):
+    """The norm is taken off inside the block, after the training."""
+
+    def build(self) -> None:
+        super().build()
+        nn.utils.weight_norm(self.network.head)
+
+    def tail(self, epoch: int) -> None:
+        if epoch == EPOCHS:
+            nn.utils.remove_weight_norm(self.network.head)
+
+
+# --- names ---
+
+
+class Parametrized(Training):
+    """Before the guard: both kinds of norms, a mask."""
+
+    def build(self) -> None:
+        super().build()
+        parametrizations.weight_norm(self.network.head)
+        parametrizations.spectral_norm(self.network.backbone[0])
+        self.network.extra = nn.utils.spectral_norm(nn.Linear(4, 4))
+        self.network.last = prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(4, 4)), "bias", amount=2)
+
+    def batch(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.network.last(self.network.extra(x[:, :4])).sum() * 0.1
+
+
+class Pruning(Training):
+    """Pruned in steps 5, 8 and at the heads of epochs 2 and 3, ranked by what the last forward has left; made permanent
+    in part in step 15."""
+
+    def head(self, epoch: int) -> None:
+        super().head(epoch)
+        if epoch > 1:
+            prune.l1_unstructured(self.network.head, "weight", amount=4)
+
+    def before(self, step: int) -> None:
+        if step in (5, BATCHES + 2):
+            prune.l1_unstructured(self.network.backbone[0], "weight", amount=0.2)
+            prune.random_unstructured(self.network.head, "weight", amount=3)
+        if step == 2 * BATCHES + 3:
+            prune.remove(self.network.backbone[0], "weight")
+
+
+# --- buffers ---
+
+
+class Buffered(Net):
+    """Buffers that no state_dict has, that are made late, and that begin with None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        seed = torch.get_rng_state()
+        torch.seed()
+        noise = torch.rand(8) if "NOISE" not in os.environ else torch.full((8,), float(os.environ["NOISE"]))
+        torch.set_rng_state(seed)
+        self.register_buffer("noise", noise, persistent=False)
+        self.register_buffer("running", torch.zeros(8), persistent=False)
+        self.register_buffer("positions", torch.arange(4).expand(3, -1), persistent=False)
+        self.register_buffer("center", None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.running.mul_(0.9).add_(x.mean(0))
+            if self.center is None:
+                self.center = x.mean(0)
+            if not hasattr(self, "late"):
+                self.register_buffer("late", x.std(0))
+        return super().forward(x - self.running + self.noise + self.center + self.late)
+
+
+class Buffers(Training):
+    def build(self) -> None:
+        self.network = Buffered()
+
+
+SCENARIOS: dict[str, type[Training]] = {
+    "frozen_norm": FrozenNorm,
+    "frozen_norm_in_epoch": FrozenNormInEpoch,
+    "left_in_eval": LeftInEval,
+    "unfreezing": Unfreezing,
+    "freezing": Freezing,
+    "generators": Generators,
+    "added_group": AddedGroup,
+    "moved_group": MovedGroup,
+    "added_lambda": AddedLambda,
+    "replaced_head": ReplacedHead,
+    "forgotten_head": ForgottenHead,
+    "wider_head": WiderHead,
+    "another_activation": AnotherActivation,
+    "grown_net": GrownNet,
+    "shrunk": Shrunk,
+    "late_parametrization": LateParametrization,
+    "left_for_export": LeftForExport,
+    "parametrized": Parametrized,
+    "pruning": Pruning,
+    "buffers": Buffers,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("scenario", choices=SCENARIOS)
+    parser.add_argument("--stop-at", type=int, action="append", default=[])
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        dist.init_process_group("gloo")
+    SCENARIOS[args.scenario](args.directory, rank, world_size).run(args.stop_at)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

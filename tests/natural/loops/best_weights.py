@@ -1,0 +1,33 @@
+"""Goes back to the best weights so far when the loss explodes; the copy is a plain variable."""
+
+import copy
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+
+best, best_loss = None, float("inf")
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            if loss.item() < best_loss:
+                best, best_loss = copy.deepcopy(model.state_dict()), loss.item()
+            elif loss.item() > best_loss + 0.2:
+                model.load_state_dict(best)
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+done(model)

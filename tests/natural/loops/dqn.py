@@ -1,0 +1,95 @@
+"""Deep Q-learning: replay memory, target network, a world with its own dice; all of it is named."""
+
+import collections
+import copy
+import random
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import done
+
+
+class Walk:
+    """A small world: walk to +3 on a line; the wind is drawn from a generator of its own."""
+
+    def __init__(self):
+        self.wind = np.random.default_rng(2)
+        self.reset()
+
+    def reset(self):
+        self.at, self.time = 0.0, 0
+        return self.look()
+
+    def look(self):
+        return torch.tensor([self.at, self.time / 10])
+
+    def step(self, action):
+        self.at += (1 if action else -1) + self.wind.normal(0, 0.3)
+        self.time += 1
+        return self.look(), -abs(3 - self.at), self.time >= 10
+
+    def state_dict(self):
+        return {"at": self.at, "time": self.time, "wind": self.wind.bit_generator.state}
+
+    def load_state_dict(self, state):
+        self.at, self.time = state["at"], state["time"]
+        self.wind.bit_generator.state = state["wind"]
+
+
+class Replay:
+    def __init__(self, size=50):
+        self.items = collections.deque(maxlen=size)
+
+    def add(self, item):
+        self.items.append(item)
+
+    def sample(self, count):
+        s, a, r, n, o = zip(*random.choices(self.items, k=count), strict=True)
+        return torch.stack(s), torch.tensor(a), torch.tensor(r), torch.stack(n), torch.tensor(o).float()
+
+    def state_dict(self):
+        return {"items": list(self.items)}
+
+    def load_state_dict(self, state):
+        self.items.clear()
+        self.items.extend(tuple(item) for item in state["items"])
+
+
+torch.manual_seed(0)
+random.seed(0)
+np.random.seed(0)
+torch.set_num_threads(1)
+world = Walk()
+q = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+target = copy.deepcopy(q)
+opt = torch.optim.Adam(q.parameters(), lr=1e-2)
+memory = Replay()
+guard = mx.Guard(
+    model=[q, target],
+    optimizer=opt,
+    stateful={"world": world, "memory": memory},
+    directory=sys.argv[1],
+)
+with guard:
+    for step in guard.steps(25):
+        seen = world.look()
+        action = random.randrange(2) if random.random() < max(0.1, 1 - step / 20) else int(q(seen).argmax())
+        after, reward, over = world.step(action)
+        memory.add((seen, action, reward, after, over))
+        if over:
+            world.reset()
+        s, a, r, n, o = memory.sample(8)
+        with torch.no_grad():
+            wanted = r + 0.9 * target(n).max(1).values * (1 - o)
+        opt.zero_grad()
+        F.smooth_l1_loss(q(s).gather(1, a[:, None])[:, 0], wanted).backward()
+        opt.step()
+        if step % 5 == 0:
+            target.load_state_dict(q.state_dict())
+        guard.step_end()
+done(q, target)

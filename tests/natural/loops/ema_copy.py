@@ -1,0 +1,30 @@
+"""A deep copy of the model that follows it slowly, named with it."""
+
+import copy
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+
+slow = copy.deepcopy(model).requires_grad_(False)
+guard = mx.Guard(model=[model, slow], optimizer=opt, loader=loader, directory=sys.argv[1])
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            with torch.no_grad():
+                for target, source in zip(slow.parameters(), model.parameters(), strict=True):
+                    target.lerp_(source, 0.1)
+            guard.step_end()
+done(model, slow)

@@ -1,0 +1,34 @@
+"""Monte Carlo dropout after each epoch: the evaluation draws from the training's stream."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp, points
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+
+held_out = DataLoader(points(20, seed=5), batch_size=5, shuffle=True)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+
+with guard:
+    for epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+        model.eval()
+        model[3].train()
+        with torch.no_grad():
+            spread = torch.stack([model(x).std(0) for x, _ in held_out for _ in range(3)]).mean()
+        model.train()
+        print(f"epoch {epoch}: spread {spread:.3f}")
+done(model)

@@ -1,0 +1,26 @@
+"""Makes its iterator before the guard is entered."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+batches = iter(loader)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+
+with guard:
+    for _step in guard.steps(5):
+        x, y = next(batches)
+        opt.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        opt.step()
+        guard.step_end()
+done(model)

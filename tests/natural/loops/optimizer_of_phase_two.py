@@ -1,0 +1,27 @@
+"""Makes another optimizer for the second phase, which the guard does not know."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+
+with guard:
+    for epoch in guard.epochs(4):
+        if epoch == 3:
+            opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+done(model)

@@ -1,0 +1,35 @@
+"""Linear warm-up, then cosine, per step."""
+
+import sys
+
+import torch
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done, mlp
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = mlp()
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+
+warmup = torch.optim.lr_scheduler.LinearLR(opt, 0.1, total_iters=4)
+cosine = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 11)
+sched = torch.optim.lr_scheduler.SequentialLR(opt, [warmup, cosine], milestones=[4])
+guard = mx.Guard(
+    model=model,
+    optimizer=opt,
+    lr_scheduler=sched,
+    loader=loader,
+    directory=sys.argv[1],
+)
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            sched.step()
+            guard.step_end()
+done(model)

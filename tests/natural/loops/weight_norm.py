@@ -1,0 +1,29 @@
+"""Parametrizations: weight norm and spectral norm."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mindx_elastic as mx
+from tests.natural.tools import Noisy, done
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(
+    torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 16)),
+    nn.ReLU(),
+    torch.nn.utils.parametrizations.spectral_norm(nn.Linear(16, 3)),
+)
+opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
+guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
+with guard:
+    for _epoch in guard.epochs(3):
+        for x, y in loader:
+            opt.zero_grad()
+            F.cross_entropy(model(x), y).backward()
+            opt.step()
+            guard.step_end()
+done(model)

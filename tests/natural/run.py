@@ -1,0 +1,59 @@
+"""``run.py STOP SCRIPT ARGUMENTS``: runs a script as Python would, and sends SIGTERM to this process in step STOP.
+
+The signal comes before the step's boundary, and the step ends when the ranks have agreed to stop there: so the job
+always leaves at that boundary. 0: no signal. Prints how many steps the script has done (``STEPS``).
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+import time
+from typing import Any
+
+from mindx_elastic import Guard
+
+
+def stop_in(stop: int, rank: int) -> None:
+    """Signal this process in step `stop` of the run, if it is rank `rank`."""
+    original = Guard.boundary
+    signalled = False
+
+    def boundary(guard: Guard) -> Any:
+        nonlocal signalled
+        collector = guard._collector  # not `guard.step`: that the script reads its position is a thing to be tested
+        if not signalled and collector.position.step + 1 >= stop > 0 and int(os.environ.get("RANK", "0")) == rank:
+            signalled = True
+            os.kill(os.getpid(), signal.SIGTERM)
+            end = time.monotonic() + 60
+            while guard.stopper.agreed_step is None:
+                if time.monotonic() > end:
+                    sys.exit("the signal was not heard in 60 s")
+                time.sleep(0.002)
+            print(f"STOPPING {stop}", flush=True)
+        return original(guard)
+
+    setattr(Guard, "boundary", boundary)  # noqa: B010
+
+
+def count_steps() -> list[int]:
+    steps = [0]
+    original = Guard._finish
+
+    def finish(guard: Guard) -> None:
+        steps[0] = guard._collector.position.step
+        original(guard)
+
+    setattr(Guard, "_finish", finish)  # noqa: B010
+    return steps
+
+
+if __name__ == "__main__":
+    stop_in(int(sys.argv[1]), rank=int(os.environ.get("NATURAL_RANK", "0")))
+    counted = count_steps()
+    sys.argv = sys.argv[2:]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    print(f"STEPS {counted[0]}", flush=True)

@@ -1,0 +1,129 @@
+"""Each loop in ``loops/``: exact after stops at random boundaries, refused, or found by ``prove``. None is silent."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import Job, start_job
+from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused
+
+pytestmark = pytest.mark.slow
+
+_RUN = Path(__file__).parent / "run.py"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MINDX_GRACE_S": "60"}
+_EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
+_REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]
+_FOUND = [loop for loop in LOOPS if isinstance(loop.verdict, Found)]
+_CUTS = [(loop, cut) for loop in LOOPS for cut in loop.cuts]
+
+
+def run(loop: Loop, directory: Path, *, stop: int = 0, code: int = 0, script: Path | None = None, rank: int = 0) -> Job:
+    """One start of the loop, with `stop`: stopped at that boundary."""
+    args: list[object] = [stop, script or loop.path, directory]
+    name = str(_RUN)
+    if loop.ranks > 1:
+        name, args = "ranks.py", [loop.ranks, _RUN, *args]
+    with start_job(name, *args, env={**_ENVIRONMENT, "NATURAL_RANK": str(rank)}) as job:
+        return job.expect(code)
+
+
+def result(job: Job) -> list[str]:
+    found = sorted(line for line in job.lines if line.startswith("DONE "))
+    assert found, job.report()
+    return found
+
+
+def check_exact(loop: Loop, tmp_path: Path, *, seed: int, stops: int) -> None:
+    straight = run(loop, tmp_path / "straight")
+    total = int(straight.matches(r"STEPS (\d+)")[0][1])
+    draw = random.Random(f"{loop.name} {seed}")
+    chosen = sorted(draw.sample(range(1, total + 1), min(stops, total)))
+    for stop in chosen:
+        rank = draw.randrange(loop.ranks)
+        job = run(loop, tmp_path / "stopped", stop=stop, code=143, rank=rank)
+        assert f"STOPPING {stop}" in job.lines, job.report()
+    resumed = run(loop, tmp_path / "stopped")
+    assert any("resumed from" in line for line in resumed.lines), resumed.report()
+    assert result(resumed) == result(straight), f"stopped at {chosen} of {total}\n{resumed.report()}"
+
+
+@pytest.mark.parametrize("loop", _EXACT, ids=lambda loop: loop.name)
+def test_a_stopped_run_ends_with_the_same_numbers(loop: Loop, tmp_path: Path) -> None:
+    check_exact(loop, tmp_path, seed=1, stops=1)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("seed", [2, 3, 4])
+@pytest.mark.parametrize("loop", _EXACT, ids=lambda loop: loop.name)
+def test_a_run_stopped_three_times_ends_with_the_same_numbers(loop: Loop, seed: int, tmp_path: Path) -> None:
+    check_exact(loop, tmp_path, seed=seed, stops=3)
+
+
+def check_refused(loop: Loop, verdict: Refused, tmp_path: Path, script: Path) -> None:
+    job = run(loop, tmp_path / "refused", code=1, script=script)
+    assert any("UnmanagedStateError" in line or "UsageError" in line for line in job.lines), job.report()
+    assert any(verdict.words in line for line in job.lines), f"{verdict.words!r} is not said\n{job.report()}"
+    assert not list((tmp_path / "refused").rglob("*.safetensors")), job.report()
+
+
+def check_found(loop: Loop, verdict: Found, tmp_path: Path, script: Path) -> None:
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", "3", "--seed", "1"]
+    command += ["--nproc-per-node", str(loop.ranks)] if loop.ranks > 1 else []
+    command += ["--", str(script), str(tmp_path / "never")]
+    proved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=_environment())
+    shown = " ".join(proved.stdout.split())
+    assert proved.returncode != 0, proved.stdout + proved.stderr
+    assert verdict.words in shown, f"{verdict.words!r} is not said\n{proved.stdout}{proved.stderr}"
+    assert verdict.warns in proved.stdout + proved.stderr
+    assert not (tmp_path / "never").exists()
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, **_ENVIRONMENT, "COLUMNS": "500"}
+
+
+@pytest.mark.parametrize("loop", _REFUSED, ids=lambda loop: loop.name)
+def test_what_cannot_be_kept_is_refused(loop: Loop, tmp_path: Path) -> None:
+    assert isinstance(loop.verdict, Refused)
+    check_refused(loop, loop.verdict, tmp_path, loop.path)
+
+
+@pytest.mark.parametrize("loop", _FOUND, ids=lambda loop: loop.name)
+def test_prove_finds_what_nothing_else_can_see(loop: Loop, tmp_path: Path) -> None:
+    assert isinstance(loop.verdict, Found)
+    check_found(loop, loop.verdict, tmp_path, loop.path)
+
+
+def _cut_id(value: Any) -> str:
+    return value.name if isinstance(value, Loop) else value.old.strip()[:30]
+
+
+@pytest.mark.parametrize(("loop", "cut"), _CUTS, ids=_cut_id)
+def test_a_line_of_state_that_is_taken_away_is_missed(loop: Loop, cut: Cut, tmp_path: Path) -> None:
+    script = tmp_path / f"{loop.name}.py"
+    script.write_text(loop.source(cut), encoding="utf-8")
+    if isinstance(cut.verdict, Refused):
+        check_refused(loop, cut.verdict, tmp_path, script)
+    else:
+        assert isinstance(cut.verdict, Found)
+        check_found(loop, cut.verdict, tmp_path, script)
+
+
+def test_every_loop_has_a_verdict() -> None:
+    files = {path.stem for path in (Path(__file__).parent / "loops").glob("*.py")}
+    names = [loop.name for loop in LOOPS]
+    assert files == set(names)
+    assert len(names) == len(set(names))
+    assert len(names) >= 60
+
+
+def test_every_exact_loop_has_a_cut() -> None:
+    assert not [loop.name for loop in _EXACT if not loop.cuts]

@@ -1,0 +1,42 @@
+"""The loops in docs/your-loop.md, from the page: each is exact after a stop."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.natural.test_loops import check_exact
+from tests.natural.verdicts import Exact, Loop
+
+pytestmark = pytest.mark.slow
+
+_PAGE = (Path(__file__).parents[2] / "docs" / "your-loop.md").read_text(encoding="utf-8")
+_BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE, re.DOTALL)
+_HEADINGS = re.findall(r"^### (.*)$", _PAGE, re.MULTILINE)
+
+
+class _OnThePage(Loop):
+    """A block of the page, as a script."""
+
+    script: Path
+
+    @property
+    def path(self) -> Path:
+        return self.script
+
+
+@pytest.mark.parametrize("number", range(1, len(_BLOCKS)))
+def test_the_loop_on_the_page_is_exact(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    end = "from tests.natural.tools import done\n\ndone(model)\n"
+    script.write_text("\n".join([_BLOCKS[0], _BLOCKS[number], end]), encoding="utf-8")
+    loop = _OnThePage(f"block {number}", Exact())
+    object.__setattr__(loop, "script", script)
+    check_exact(loop, tmp_path, seed=1, stops=2)
+
+
+def test_there_are_ten() -> None:
+    assert len(_HEADINGS) == 10
+    assert len(_BLOCKS) == 12  # what all begin with, and two for a batch fetched ahead

@@ -1,0 +1,103 @@
+"""State that is in no state_dict, or changes its shape in mid-run: stopped by real signals around the change, resumed,
+and equal to the run that was never stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import Job, run_job
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], Job]:
+    return {}
+
+
+def uninterrupted(reference: dict[tuple[str, int], Job], scenario: str, directory: Path, ranks: int = 1) -> Job:
+    if (scenario, ranks) not in reference:
+        reference[scenario, ranks] = run_job("changing.py", directory / "whole", scenario, ranks=ranks)
+    return reference[scenario, ranks]
+
+
+def stops(directory: Path, scenario: str, *steps: int) -> Job:
+    """Stopped at each of `steps`, run to the end after the last."""
+    for step in steps:
+        run_job("changing.py", directory, scenario, "--stop-at", step, code=143)
+    return run_job("changing.py", directory, scenario)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "steps"),
+    [
+        ("frozen_norm", (8, 9, 10)),
+        ("frozen_norm", (13,)),
+        ("frozen_norm_in_epoch", (2, 3, 4)),
+        ("frozen_norm_in_epoch", (10,)),
+        ("left_in_eval", (5, 6, 7)),
+        ("left_in_eval", (6,)),
+        ("unfreezing", (7, 8, 9)),
+        ("unfreezing", (12, 14)),
+        ("freezing", (7, 8, 9)),
+        ("generators", (1, 2, 3)),
+        ("generators", (6, 7)),
+        ("added_group", (7, 8, 9)),
+        ("added_group", (13,)),
+        ("moved_group", (7, 8, 9, 10, 11)),
+        ("moved_group", (14,)),
+        ("replaced_head", (7, 8, 9)),
+        ("replaced_head", (13,)),
+        ("parametrized", (3, 8)),
+        ("pruning", (4, 5, 6, 7)),
+        ("pruning", (8, 12, 14)),
+        ("pruning", (15, 16)),
+    ],
+)
+def test_one_rank_goes_on_with_what_the_boundary_had(
+    tmp_path: Path, reference: dict[tuple[str, int], Job], scenario: str, steps: tuple[int, ...]
+) -> None:
+    whole = uninterrupted(reference, scenario, tmp_path)
+    resumed = stops(tmp_path / "ckpt", scenario, *steps)
+    assert resumed.matches(r"INFO resumed from")
+    assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("added_lambda", r"lr_scheduler has got a function for a new parameter group in mid-run"),
+        ("forgotten_head", r"optimizer: it holds 2 parameters .* model\.head\.bias, model\.head\.weight were replaced"),
+        ("wider_head", r"model: head\.weight is now \[5, 16\] float32 and was \[4, 16\] float32"),
+        ("another_activation", r"model: backbone\.2 is now GELU\(.*\) and was ReLU\(\)"),
+        ("grown_net", r"model: backbone\.4\.weight, backbone\.4\.bias are new"),
+        ("shrunk", r"model: spare\.weight, spare\.bias are gone"),
+        ("late_parametrization", r"model: head\.weight is gone since .*Build all parts before"),
+    ],
+)
+def test_what_a_start_cannot_make_again_is_refused_at_the_boundary_after_it(
+    tmp_path: Path, scenario: str, words: str
+) -> None:
+    job = run_job("changing.py", tmp_path, scenario, code=1)
+    assert job.matches(rf"UnmanagedStateError: .*{words}"), job.report()
+    assert not job.matches("DONE")
+
+
+def test_a_model_that_is_made_ready_for_an_export_in_the_block_is_saved_as_it_was_at_the_last_boundary(
+    tmp_path: Path,
+) -> None:
+    first = run_job("changing.py", tmp_path, "left_for_export")
+    assert first.matches("the end of the training, saved in")
+    again = run_job("changing.py", tmp_path, "left_for_export")
+    assert again.matches("INFO resumed from") and again.hashes() == first.hashes()
+
+
+def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
+    """One is made at random in each process: the first process's goes on."""
+    whole = run_job("changing.py", tmp_path / "whole", "buffers", env={"NOISE": "0.25"})
+    run_job("changing.py", tmp_path / "ckpt", "buffers", "--stop-at", 1, env={"NOISE": "0.25"}, code=143)
+    run_job("changing.py", tmp_path / "ckpt", "buffers", "--stop-at", 8, env={"NOISE": "0.75"}, code=143)
+    resumed = run_job("changing.py", tmp_path / "ckpt", "buffers")
+    assert resumed.hashes() == whole.hashes(), resumed.report()
