@@ -333,7 +333,7 @@ class Guard:
             directory=self._options.folder,
             prefix=self._options.prefix,
             targets=self._targets,
-            loaders=[] if self.loader is None else [self.loader],
+            loaders=self._loaders.named,
             collector=self._collector,
             position=self._loops.position,
             resumed=self._resumed_from_step,
