@@ -48,6 +48,7 @@ class Evaluations:
         with ExitStack() as stack:
             stack.enter_context(kept_rng())
             stack.enter_context(self._collector.kept_streams_and_flags())
+            stack.enter_context(self._loaders.outside())
             for loader in self._loaders.named:
                 if hasattr(loader, "set_aside"):
                     stack.enter_context(loader.set_aside())

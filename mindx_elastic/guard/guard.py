@@ -297,7 +297,7 @@ class Guard:
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
         if self._around.is_guest:
             self._loops.is_layered = True
-        self._take_over(start, settings)
+        self._take_over(stack, start, settings)
         trains = not (evaluates or self._around.is_guest)
         self._checks = Checks(
             self._unmanaged,
@@ -347,7 +347,7 @@ class Guard:
         self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
         self.request_stop(reason, 0)
 
-    def _take_over(self, start: Start, settings: Settings) -> None:
+    def _take_over(self, stack: ExitStack, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         self._loops.take_over(self._collector.position, start.restore_streams)
@@ -364,7 +364,7 @@ class Guard:
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        self._loaders.enter(self._unmanaged, settings.grace_s)
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -522,7 +522,7 @@ class Guard:
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         loops = self._loops
-        self._known = self._loaders.at_boundary()
+        self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
         self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
@@ -726,7 +726,8 @@ class Guard:
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
         self._loops.leave()
-        if self._step and not self._known and self._finished_step and self._loaders.settle():
+        if self._loops.step and not self._known and self._finished_step:
+            self._loaders.settle()
             self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():

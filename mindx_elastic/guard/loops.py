@@ -135,7 +135,7 @@ class Loops:
     def count(self) -> None:
         """A step has ended."""
         current = self._loaders.epoch()
-        if self.epoch == 0 or current not in (0, self.epoch):
+        if self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
             if self._suspects_epochs and not (self.asked or self._has_looped):
                 self._refuse_unseen()
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
@@ -286,7 +286,7 @@ class Loops:
         self._restores = resuming and again
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
-        for loader in self.loaders:
+        for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
@@ -411,6 +411,10 @@ class Loops:
             assert self._restore is not None
             self._check_begun(True)
             self._restore()
+            for loader in self.loaders:  # what comes now belongs to the step: a later iterator must not undo it
+                ready = getattr(loader, "on_iterator_ready", None)
+                if isinstance(ready, _WhenReady):
+                    ready.restores = False
         elif self._begin is not None:
             self._check_begun(False)
             named = named_streams(self._collector)
