@@ -152,7 +152,7 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept, restore = _load(found, collector, targets, ranks, with_flags=not around.is_guest)
+        kept, restore = _load(found, collector, targets, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -208,7 +208,13 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 
 
 def _load(
-    found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo, *, with_flags: bool
+    found: Resumed,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    ranks: RankInfo,
+    unmanaged: Unmanaged,
+    *,
+    with_flags: bool,
 ) -> tuple[bytes, Callable[[], None]]:
     """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts the random
     generators back.
@@ -218,8 +224,13 @@ def _load(
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
-        if problem is not None:
-            logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+        if problem is not None and ranks.world_size > 2:  # a sum of two is the same in any order
+            unmanaged.risk(
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ in the "
+                f"last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
+            )
     own = None if found.own is None else found.own.unpack()
     if own is not None:
         state = collector.compose(state, own)
