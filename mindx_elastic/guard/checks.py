@@ -375,13 +375,6 @@ class Checks:
     def _check_ddp(self, seen: Seen) -> None:
         """What keeps DDP's order of gradients from being restored. With two ranks no order counts: a + b is b + a."""
         named = dict(ddp_modules(self._targets))
-        for name, module in named.items():
-            if module.static_graph and module.process_group.size() >= _ORDER_COUNTS:
-                self._unmanaged.risk(
-                    f"{name} is DDP with static_graph=True, whose first step cannot be replayed, so the last bits of a "
-                    "resumed run may differ",
-                    "Leave static_graph out",
-                )
         known, own = set(map(id, named.values())), {id(p) for p in self._collector.parameters}
         for found in seen.modules.values():
             module = found.value

@@ -383,6 +383,7 @@ class Guard:
         self._orders = GradientOrders(
             self._targets,
             self._collector,
+            self._unmanaged,
             world_size=self.ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
         )

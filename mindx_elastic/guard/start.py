@@ -225,10 +225,12 @@ def _load(
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
-        if problem is not None and module.process_group.size() > 2 and not module.static_graph:
+        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
             unmanaged.risk(
-                f"the resumed run may differ in the last bits from an uninterrupted one: {problem}",
-                "Keep the set of parameters that DDP trains from the first step on",
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
+                f"in the last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
             )
     own = None if found.own is None else found.own.unpack()
     if own is not None:
