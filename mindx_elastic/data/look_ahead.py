@@ -54,6 +54,11 @@ class LookAhead:
         self._base = Fetches()
         self._first: Fetches | None = None
 
+    def pass_over(self, seen: Fetches) -> None:
+        """What was fetched so far belongs to no step, as in an evaluation: learn from what follows."""
+        if self.ahead is None:
+            self._base, self._first, self.used = seen, None, seen.handed
+
     def at_boundary(self, seen: Fetches) -> bool:
         """A step has ended. Returns whether `used` is known."""
         if self.ahead is None and not self._learn(seen):

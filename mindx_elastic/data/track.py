@@ -49,6 +49,8 @@ class Track:
         self.left_early = False
         """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
+        self.at_next_ask: Callable[[], None] | None = None
+        """Called once, when the training thread asks for another batch of this iteration."""
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
@@ -102,6 +104,7 @@ class Track:
     def begin(self, *, moved_on: bool) -> None:
         """`moved_on`: to the next epoch, though batches of the one before were left."""
         self._iterations += 1
+        self.at_next_ask = None
         self._handed_at_begin = self._handed
         self.left_early |= self._left_at_boundary
         self.peeked |= moved_on and not self._boundaries
@@ -117,6 +120,9 @@ class Track:
         thread = threading.get_ident()
         if thread != self._thread:
             self.other_thread = threading.current_thread().name
+        elif self.at_next_ask is not None:
+            look, self.at_next_ask = self.at_next_ask, None
+            look()
 
     def see(self, batch: Any) -> None:
         """The next batch to be handed out."""

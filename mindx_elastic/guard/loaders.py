@@ -109,6 +109,12 @@ class FollowedLoader:
             self._iteration, self._num_batches = iteration, num_batches(self.loader)
         return self._num_batches
 
+    def begin_epoch(self) -> None:
+        """The loop begins an epoch: what it has fetched before it does not use."""
+        if self.track is not None and self.look_ahead.ahead is None:
+            self.look_ahead.pass_over(self.track.fetches)
+            self.track.forget_before(self.look_ahead.used)
+
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
         track, look_ahead = self.track, self.look_ahead
@@ -280,6 +286,17 @@ class Loaders:
                 loader.shutdown()
 
     # --- steps ---
+
+    def at_next_ask(self, look: Callable[[], None] | None) -> None:
+        """Have `look` called when the loop asks for the next batch of its epoch, where it fetches none ahead."""
+        for followed in self._followed:
+            if followed.track is not None:
+                followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
+
+    def begin_epoch(self) -> None:
+        """The loop over epochs begins one."""
+        for followed in self._followed:
+            followed.begin_epoch()
 
     def at_boundary(self, rng: Any) -> bool:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders.
