@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import ddp_modules
@@ -46,46 +45,6 @@ class Changes:
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
         self._hooks, self._num_boundaries = CommHooks(targets, unmanaged), 0
         collector.has_new_flags()  # those that the start has set are no news
-        self._begun = self._weights()
-
-    def begin_epoch(self) -> None:
-        """The code at the head of an epoch comes next."""
-        self._begun = self._weights()
-
-    def check_begun(self, *, resumed: bool) -> None:
-        """The first batch of an epoch comes next: has the code at its head changed weights?
-
-        A run that is resumed inside of the epoch runs that code again. `resumed`: this one has, or what stands between
-        the guard and the loop.
-        """
-        begun, self._begun = self._begun, {}
-        now = self._parameters() if begun else {}
-        replaced = [place for place, (p, _) in begun.items() if place in now and now[place] is not p]
-        changed = [place for place, (p, version) in begun.items() if now.get(place) is p and p._version != version]
-        remedy = (
-            "Do it before the guard is entered, or only where it has not been done yet: "
-            "if guard.position.step_in_epoch == 0"
-        )
-        if resumed and replaced:
-            what = f"{listed(replaced, 3)} was replaced between the resume and the first batch: what was loaded is gone"
-            self._unmanaged.certain(what, remedy)
-        if resumed and changed:
-            what = f"{listed(changed, 3)} was changed between the resume and the first batch, after it was loaded"
-            self._unmanaged.risk(what, remedy)
-        if not resumed and (places := replaced + changed):
-            what = (
-                f"{listed(places, 3)} is changed at the head of an epoch: a run that is resumed in it does that again"
-            )
-            self._unmanaged.risk(what, remedy)
-
-    def _weights(self) -> dict[str, tuple[nn.Parameter, int]]:
-        return {place: (p, p._version) for place, p in self._parameters().items()}
-
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """By place. Not of sharded modules, which show others while they are gathered."""
-        components = self._collector.components.items()
-        modules = {n: c for n, c in components if isinstance(c, ModuleComponent) and not c.is_sharded}
-        return {f"{n}.{place}": p for n, c in modules.items() for place, p in c.module.named_parameters()}
 
     def at_boundary(self) -> None:
         """A boundary was copied. Raises UnmanagedStateError for what a start cannot make again."""

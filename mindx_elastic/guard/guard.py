@@ -423,8 +423,6 @@ class Guard:
             late_boundary=self._late_boundary,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
-            begin_epoch=self._changes.begin_epoch,
-            check_begun=lambda resumed: self._changes.check_begun(resumed=resumed),
             is_clean=self._update_gate.is_clean,
         )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)

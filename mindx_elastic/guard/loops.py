@@ -100,13 +100,9 @@ class Loops:
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
-        begin_epoch: Callable[[], None],
-        check_begun: Callable[[bool], None],
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
-        `begin_epoch`, `check_begun`: around the code at the head of an epoch; the argument says whether that of a
-        resumed one.
         """
         self._is_clean, self._weights = is_clean, WeightSample(collector.parameters)
         self._left = self._boundaries = 0
@@ -116,7 +112,6 @@ class Loops:
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
-        self._note_begin, self._check_begun = begin_epoch, check_begun
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -299,7 +294,6 @@ class Loops:
         elif not again:
             self._collector.loop = without_streams(loop)
             self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
-            self._note_begin()
             self._arm(restore=False)
 
     def leave(self) -> None:
@@ -409,14 +403,12 @@ class Loops:
         """The program is about to get an epoch's first batch, or the first one of a resumed run."""
         if restores and self._restores:
             assert self._restore is not None
-            self._check_begun(True)
             self._restore()
             for loader in self.loaders:  # what comes now belongs to the step: a later iterator must not undo it
                 ready = getattr(loader, "on_iterator_ready", None)
                 if isinstance(ready, _WhenReady):
                     ready.restores = False
         elif self._begin is not None:
-            self._check_begun(False)
             named = named_streams(self._collector)
             if not (equal_rng(self._begin["global"], capture_rng()) and equal_trees(self._begin["named"], named)):
                 self._note_streams()
@@ -485,7 +477,6 @@ class Loops:
             self._keep_resumed_state()
         if self._restores:
             assert self._restore is not None
-            self._check_begun(True)
             self._restore()
             self._restores = False
         elif self._begin is not None:
