@@ -161,6 +161,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_AGENT_PID": agent.pid,
         "MINDX_RUN_DIR": agent.run_dir,
         "MINDX_ATTEMPT": agent.attempt,
+        "MINDX_PROVE": ProveSettings().control,
     }
     assert len(defaults) == sum(len(fields(cls)) for cls in SETTINGS)
     defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each

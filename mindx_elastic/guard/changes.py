@@ -15,15 +15,20 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Changes"]
 
+_LOOKS = (1, 2, 4, 8)
+"""Boundaries of the process."""
 _MODEL = (
-    "A resumed program builds the first model again and cannot load this. Build all parts before the guard is entered and "
-    "switch them on by requires_grad or a flag of your own, or train the next phase under a guard with its own directory"
+    "A resumed program builds the first model again and cannot load this. Build all parts before the guard is entered "
+    "and switch them on by requires_grad or a flag of your own, or train the next phase under a guard with its own "
+    "directory"
 )
 
 
@@ -39,11 +44,59 @@ class Changes:
         )
         self._schedulers = {name: t for name, t in targets.items() if isinstance(getattr(t, "lr_lambdas", None), list)}
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
+        self._hooks, self._num_boundaries = CommHooks(targets, unmanaged), 0
         collector.has_new_flags()  # those that the start has set are no news
+        self._begun = self._weights()
+
+    def begin_epoch(self) -> None:
+        """The code at the head of an epoch comes next."""
+        self._begun = self._weights()
+
+    def check_begun(self, *, resumed: bool) -> None:
+        """The first batch of an epoch comes next: has the code at its head changed weights?
+
+        A run that is resumed inside of the epoch runs that code again. `resumed`: this one has, or what stands between
+        the guard and the loop.
+        """
+        begun, self._begun = self._begun, {}
+        now = self._parameters() if begun else {}
+        replaced = [place for place, (p, _) in begun.items() if place in now and now[place] is not p]
+        changed = [place for place, (p, version) in begun.items() if now.get(place) is p and p._version != version]
+        remedy = (
+            "Do it before the guard is entered, or only where it has not been done yet: "
+            "if guard.position.step_in_epoch == 0"
+        )
+        if resumed and replaced:
+            what = f"{listed(replaced, 3)} was replaced between the resume and the first batch: what was loaded is gone"
+            self._unmanaged.certain(what, remedy)
+        if resumed and changed:
+            what = f"{listed(changed, 3)} was changed between the resume and the first batch, after it was loaded"
+            self._unmanaged.risk(what, remedy)
+        if not resumed and (places := replaced + changed):
+            what = (
+                f"{listed(places, 3)} is changed at the head of an epoch: a run that is resumed in it does that again"
+            )
+            self._unmanaged.risk(what, remedy)
+
+    def _weights(self) -> dict[str, tuple[nn.Parameter, int]]:
+        return {place: (p, p._version) for place, p in self._parameters().items()}
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """By place. Not of sharded modules, which show others while they are gathered."""
+        components = self._collector.components.items()
+        modules = {n: c for n, c in components if isinstance(c, ModuleComponent) and not c.is_sharded}
+        return {f"{n}.{place}": p for n, c in modules.items() for place, p in c.module.named_parameters()}
 
     def at_boundary(self) -> None:
         """A boundary was copied. Raises UnmanagedStateError for what a start cannot make again."""
         collector = self._collector
+        if self._num_boundaries < _LOOKS[-1]:
+            self._num_boundaries += 1
+            if self._num_boundaries in _LOOKS:
+                self._hooks.look()
+        if collector.at_first_boundary is not None:
+            collector.at_first_boundary()
+            collector.at_first_boundary = None
         if collector.structure_is_new:
             collector.structure_is_new = False
             self._tell_of_ddp()
@@ -71,8 +124,8 @@ class Changes:
             if other is None:
                 self._unmanaged.risk(
                     f"{what}: its gradient is not averaged over the ranks",
-                    "Build DDP while all parameters require a gradient, with find_unused_parameters=True, and freeze them "
-                    "afterwards",
+                    "Build DDP while all parameters require a gradient, with find_unused_parameters=True, and freeze "
+                    "them afterwards",
                 )
             else:
                 self._unmanaged.certain(
@@ -92,8 +145,10 @@ class Changes:
 
 
 def _reduced(module: DistributedDataParallel) -> frozenset[int] | None:
-    """The ids of the parameters whose gradients DDP averages; None: unknown. They are those that required one when it was
-    built, of which it only tells the number."""
+    """The ids of the parameters whose gradients DDP averages; None: unknown.
+
+    They are those that required one when it was built, of which it only tells the number.
+    """
     parameters = [p for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
     count = module._get_ddp_logging_data().get("num_parameter_tensors")
     for candidate in (parameters, [p for p in parameters if p.requires_grad]):

@@ -108,6 +108,8 @@ class Seen:
     generators: dict[int, Found] = field(default_factory=dict)
     containers: dict[int, Found] = field(default_factory=dict)
     """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
+    instances: dict[int, Found] = field(default_factory=dict)
+    """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -260,10 +262,18 @@ class _Walk:
         elif kind in ("dict", "sequence"):
             if _holds_arrays(found.value):
                 seen.containers[key] = found
-        elif kind == "instance" and "optimizer" in (attributes := attributes_of(found.value)):
+        elif kind == "instance":
+            self._note_instance(found)
+
+    def _note_instance(self, found: Found) -> None:
+        attributes = attributes_of(found.value)
+        kinds = list(map(type, attributes.values()))
+        if int in kinds and any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
+            self.seen.instances[id(found.value)] = found
+        if "optimizer" in attributes:
             has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
             if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
-                seen.scheduler_likes[key] = found
+                self.seen.scheduler_likes[id(found.value)] = found
 
     def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
         if kind == "dict":

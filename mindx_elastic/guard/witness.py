@@ -35,6 +35,7 @@ from mindx_elastic.capture.rng import capture_rng, pack_rng
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import PositionedLoader
+from mindx_elastic.guard.loaders import FollowedLoader
 from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.digests import digest, leaves, stream_bytes
 
@@ -226,7 +227,7 @@ class Witness:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        if control.is_last(self._series, position.step, self._passed, position.epoch, position.batch_num):
+        if control.is_last(self._series, position.step, self._passed, position.batch_num):
             self._is_ended = True
             self._end("the proof ends here")
             return True
@@ -342,7 +343,7 @@ class Witness:
 
     def _is_loader(self, name: str) -> bool:
         target = self._targets.get(name)
-        return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, PositionedLoader))
+        return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
 
 
 def _parts(batch: Any) -> str:

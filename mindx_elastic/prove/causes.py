@@ -65,8 +65,8 @@ def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str
         return Explained(
             what=what, cause=cause, remedy="Sort it (sorted(names)), or set PYTHONHASHSEED=0 for the job", also=also
         )
-    drawn = [name for name in unseeded if name in ("python", "numpy")]
-    seeds = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)"}
+    seeds = {"python": "random.seed(0)", "numpy": "numpy.random.seed(0)", "torch": "torch.manual_seed(0)"}
+    drawn = [name for name in unseeded if name in seeds]
     if part.where in ("entry", "begin", "batch", "fetch") or part.kind in ("stream", "batch"):
         cause = "something is drawn from a generator that was not seeded, or depends on the time or on other processes"
         remedy = "Seed it at the start: torch.manual_seed(0), numpy.random.default_rng(0)"

@@ -52,7 +52,7 @@ class Control:
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
 
-    def is_last(self, series: int, step: int, passed: int, epoch: int, num_batches: int) -> bool:
+    def is_last(self, series: int, step: int, passed: int, num_batches: int) -> bool:
         """Whether the run ends at the boundary `step`, the process's boundary number `passed`.
 
         `num_batches`: of an epoch; 0: unknown.
@@ -61,8 +61,8 @@ class Control:
             return (series, step) >= self.last
         if self.steps >= 0:
             return 0 < self.steps <= passed
-        ends_soon = epoch <= 1 and 0 < num_batches + _INTO_THE_NEXT_EPOCH <= MOST_STEPS
-        return passed >= (max(STEPS, num_batches + _INTO_THE_NEXT_EPOCH) if num_batches and ends_soon else STEPS)
+        into_the_second = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else 0
+        return passed >= (max(STEPS, into_the_second) if into_the_second <= MOST_STEPS else STEPS)
 
     def write(self, path: Path) -> Path:
         """Write it to `path`; returns that."""

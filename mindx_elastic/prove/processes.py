@@ -129,12 +129,15 @@ class Zygote:
         theirs.close()
         self._log = log
 
-    def problem(self) -> str:
-        """Why it is of no use; empty: it is ready. Waits for that."""
+    def problem(self, folder: Path | None = None) -> str:
+        """Why it is of no use; empty: it is ready. Waits for that; once. `folder`: the first on the script's path. Its
+        modules go before those that are imported already."""
         answer = self.hear(None)
         if answer is None:
             lines = self._log.read_text(errors="replace").strip().splitlines()
             return f"its process has ended: {lines[-1] if lines else f'exit code {self._popen.wait()}'}"
+        if folder is not None and (own := _shadowing(folder, answer["modules"])) and not answer["problem"]:
+            return f"{folder} has modules of its own with the names of others: {', '.join(own)}"
         return str(answer["problem"])
 
     def start(self, request: Request) -> Process:
@@ -170,3 +173,9 @@ class Zygote:
         except subprocess.TimeoutExpired:
             self._popen.kill()
             self._popen.wait()
+
+
+def _shadowing(folder: Path, imported: Mapping[str, str | None]) -> list[str]:
+    """Names of modules in `folder` that are `imported` from elsewhere."""
+    own = {path.stem for path in folder.iterdir() if path.suffix in ("", ".py", ".so")} & set(imported)
+    return sorted(name for name in own if not Path(imported[name] or "/").is_relative_to(folder))

@@ -226,6 +226,8 @@ class _Prover:
             resumed = self._run(chain, f"{alarm}, resumed", alarm=follows, last=self._last, hashes=index + 1)
             row = self._row(str(alarm), stopped, resumed, is_stopped=follows is not None)
             self.proof.rows.append(row)
+            if row.resumed is not None and row.resumed < alarm.step and row.verdict.outcome == "equal":
+                self.proof.notes.append(f"{alarm}, it went on from step {row.resumed}: later steps were not saved")
             if row.verdict.outcome != "equal":
                 self.runs.drop(chain)
                 chain = None

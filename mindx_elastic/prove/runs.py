@@ -195,10 +195,16 @@ class Runs:
 
     def _ready(self, zygote: Zygote) -> bool:
         if zygote not in self._checked:
-            self._checked[zygote] = zygote.problem()
+            self._checked[zygote] = zygote.problem(self._first_on_path())
         if self._checked[zygote]:
             self.is_fresh, self.why_fresh = True, self._checked[zygote]
         return not self._checked[zygote]
+
+    def _first_on_path(self) -> Path | None:
+        """The folder that Python looks into first for what the script imports; None: it cannot be listed."""
+        script = self.command.script
+        folder = Path.cwd() if not script or script[0] == "-m" else Path(os.path.realpath(script[0])).parent
+        return folder if self.command.agent is None and os.access(folder, os.R_OK | os.X_OK) else None
 
     def _open_zygotes(self, stack: ExitStack) -> None:
         self._checked: dict[Zygote, str] = {}

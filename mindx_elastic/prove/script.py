@@ -25,7 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.config import ProveSettings
+from mindx_elastic.config import MemorySettings, ProveSettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.control import read_control
 
@@ -57,7 +57,7 @@ def run(command: Sequence[str], *, notes: Path | None) -> None:
         _run(command)
         return
     fd = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    sys.addaudithook(_Listener(fd, notes.parent).hear)
+    sys.addaudithook(_Listener(fd, notes.parent.parent).hear)
     try:
         _run(command)
     except SystemExit:
@@ -105,7 +105,9 @@ class _Listener:
     """Hears of what Python opens, renames and removes. In each thread, and in processes that are forked."""
 
     def __init__(self, fd: int, own: Path) -> None:
-        temporary = {os.path.realpath(folder) for folder in (tempfile.gettempdir(), own)}
+        """`own`: the folder of the whole proof."""
+        folders = tempfile.gettempdir(), own, MemorySettings.from_env().base or own
+        temporary = {os.path.realpath(folder) for folder in folders}
         self._fd, self._others = fd, (*(f"{folder}/" for folder in temporary), *_NOT_FILES)
         self._seen: set[str] = set()
         self._environment = dict(os.environ)
@@ -128,7 +130,7 @@ class _Listener:
         text = os.fsdecode(what)
         if kind == "write":
             text = os.path.realpath(text)
-            if text.startswith(self._others) or "__pycache__" in text:
+            if f"{text}/".startswith(self._others) or "__pycache__" in text:
                 return
         if text not in self._seen:
             self._seen.add(text)

@@ -6,8 +6,8 @@
 
 Importing torch takes seconds, which is most of a short run. A fork is as good as a fresh interpreter as long as nothing
 has happened but imports: no thread, no CUDA context, no number drawn. `serve` looks, and says so if that does not hold.
-What a fresh interpreter begins with by chance, the forked one gets anew: the seeds of Python's and numpy's streams. The
-seed of Python's hashes cannot be had anew, so a proof uses two of these processes.
+What a fresh interpreter begins with by chance, the forked one gets anew: the seeds of Python's, numpy's and torch's
+streams. The seed of Python's hashes cannot be had anew, so a proof uses two of these processes.
 
 Requests and answers are JSON on a socket, one a packet. One run at a time.
 """
@@ -41,7 +41,10 @@ def serve() -> None:
     """Fork a process for each request. Returns in those, once their script has ended; never in the server."""
     _die_with_parent(signal.SIGKILL)
     channel = socket.socket(fileno=int(sys.argv[1]))
-    channel.send(json.dumps({"problem": _import_everything()}).encode())
+    problem = _import_everything()
+    files = {name: getattr(module, "__file__", None) for name, module in sys.modules.items() if "." not in name}
+    del files["__main__"]
+    channel.send(json.dumps({"problem": problem, "modules": files}).encode())
     gc.collect()
     gc.freeze()  # else each collection of a forked process copies the memory that it shares
     while message := channel.recv(MOST_BYTES):
@@ -99,15 +102,18 @@ def _begin(
     os.environ.update(env)
     os.chdir(cwd)
     tempfile.tempdir = None  # the environment may name another one
-    random.seed()
-    _seed_numpy()
+    _seed_at_random()
     run(command, notes=None if notes is None else Path(notes))
 
 
-def _seed_numpy() -> None:
+def _seed_at_random() -> None:
+    """As imports do."""
     import numpy as np
+    import torch
 
+    random.seed()
     np.random.seed()
+    torch.default_generator.seed()
 
 
 def _die_with_parent(signum: int) -> None:

@@ -102,7 +102,12 @@ def main() -> None:
             with torch.no_grad():
                 network[4].weight.add_(random.SystemRandom().random())
         guard.step_end(loss=loss, **({"seconds": time.monotonic()} if FAULT == "timed" else {}))
-        if FAULT == "draw":
+        if FAULT == "slow" and guard.position.step == 2:
+            with open(os.environ["MINDX_TEST_READY"] + ".new", "w") as ready:
+                ready.write(str(os.getpid()))
+            os.rename(ready.name, os.environ["MINDX_TEST_READY"])
+            time.sleep(600)
+        if FAULT in ("draw", f"draw_on_{os.environ.get('RANK', '0')}"):
             torch.rand(2 + int(os.environ.get("RANK", "0")))
         if FAULT == "clip":
             with torch.no_grad():

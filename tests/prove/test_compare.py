@@ -1,0 +1,246 @@
+"""The comparison and its words, on witnesses that are made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from mindx_elastic.prove.causes import explain, explain_chance
+from mindx_elastic.prove.compare import Difference, Reference, compare_life, compare_steps
+from mindx_elastic.prove.records import Life, Step
+
+PER_EPOCH = 10
+
+
+def weights(number: int) -> dict[str, str]:
+    return {
+        "weights|model.w": f"w{number}",
+        "option|optimizer lr": "0.1",
+        "optimizer|optimizer exp_avg of w": f"m{number}",
+    }
+
+
+def step(number: int, **changes: object) -> Step:
+    """Step `number` of an exact run: a stream's digest is the count of its numbers, 4 a step."""
+    begin = {"torch": str(4 * (number - 1))}
+    made = Step(
+        series=0,
+        number=number,
+        epoch=1 + (number - 1) // PER_EPOCH,
+        step_in_epoch=1 + (number - 1) % PER_EPOCH,
+        begin=begin,
+        batches=(f"{'b' * 14}{number:02},label",),
+        fetched=begin,
+        forward=begin,
+        given={"weights|model.w": f"w{number - 1}", "option|optimizer lr": "0.1", "flag|model.training": "True"},
+        inputs={"model": (f"x{number}",)},
+        scalars={"scalar|loss": f"l{number}"},
+        streams={"torch": str(4 * number)},
+        end=weights(number),
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def life(steps: Sequence[Step], *, resumed: int | None = None, outcome: str = "finished", rank: int = 0) -> Life:
+    entered = weights(resumed or 0)
+    return Life(rank=rank, series=0, resumed=resumed, entered=entered, steps=list(steps), outcome=outcome)
+
+
+REFERENCE = Reference(lives=[life([step(n) for n in range(1, 21)])])
+
+
+def moves(stream: str, before: str, after: str) -> int | None:
+    """Digests are counts; others lead nowhere."""
+    if not (before.isdecimal() and after.isdecimal()) or int(after) < int(before):
+        return None
+    return int(after) - int(before)
+
+
+def difference(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> Difference:
+    known = {each.number: each for each in changed}
+    steps = [known.pop(n, step(n)) for n in range(resumed + 1, 21)]
+    found = compare_life(reference, life([*steps, *known.values()], resumed=resumed))
+    assert found is not None
+    return found
+
+
+def words(*changed: Step, resumed: int = 14, reference: Reference = REFERENCE) -> str:
+    return explain(reference, difference(*changed, resumed=resumed, reference=reference), moves).what
+
+
+def end(number: int, **changes: str) -> Mapping[str, str]:
+    names = {"weights": "weights|model.w", "optimizer": "optimizer|optimizer exp_avg of w"}
+    return {**weights(number), **{names[kind]: value for kind, value in changes.items()}}
+
+
+def test_equal_runs_do_not_differ() -> None:
+    assert compare_life(REFERENCE, life([step(n) for n in range(15, 21)], resumed=14)) is None
+    assert list(compare_steps(step(3), step(3))) == []
+
+
+def test_a_draw_after_the_boundary_is_counted() -> None:
+    moved = Reference(lives=[life([step(n, begin={"torch": str(4 * (n - 1) + 2)}) for n in range(1, 21)])])
+    assert words(step(15), resumed=14, reference=moved) == (
+        "step 15 began with another torch stream: something drew 2 numbers between the boundary of 14 and the batch"
+    )
+
+
+def test_a_draw_is_counted_where_the_streams_are_known_after_the_fetch_only() -> None:
+    def late(number: int) -> Step:
+        there = {"torch": str(4 * (number - 1) + 2)}
+        return step(number, begin=there, fetched=there, forward=there)
+
+    moved = Reference(lives=[life([late(n) for n in range(1, 21)])])
+    resumed = step(15, begin={})
+    assert "something drew 2 numbers between the boundary of 14 and the batch" in words(resumed, reference=moved)
+
+
+def test_a_draw_of_the_resumed_run() -> None:
+    other = {"torch": str(4 * 14 + 3)}
+    text = words(step(15, begin=other, fetched=other, forward=other))
+    assert text.endswith("the resumed run drew 3 numbers up to the batch, the uninterrupted one none")
+
+
+def test_a_seed_set_again() -> None:
+    found = difference(step(15, begin={"torch": "seeded"}))
+    assert "no continuation" in explain(REFERENCE, found, moves).cause
+
+
+def test_a_draw_in_the_data_set() -> None:
+    other = {"torch": str(4 * 14 + 1)}
+    text = words(step(15, fetched=other, forward=other))
+    assert text.startswith(
+        "step 15: the torch stream moved otherwise while the batch was fetched: by 0 numbers, and by 1"
+    )
+
+
+def test_a_batch_that_was_fetched_ahead() -> None:
+    ahead = step(15, inputs={"model": ("x16",)})
+    assert words(ahead) == "the batch of step 15 is the one of step 16: one was fetched ahead"
+    assert "3 were fetched ahead" in words(step(15, inputs={"model": ("x18",)}))
+
+
+def test_a_data_order_that_began_anew() -> None:
+    assert (
+        words(step(15, inputs={"model": ("x1",)}))
+        == "the batch of step 15 is that of step 1: the data order began anew"
+    )
+    assert "that of step 11: the data order began anew" in words(step(15, inputs={"model": ("x11",)}))
+    assert "that of step 13 again" in words(step(15, inputs={"model": ("x13",)}))
+
+
+def test_a_known_batch_says_more_than_what_its_iterator_drew() -> None:
+    other = {"torch": str(4 * 14 + 2)}
+    began_anew = step(15, begin=other, inputs={"model": ("x1",)})
+    found = explain(REFERENCE, difference(began_anew), moves)
+    assert "the data order began anew" in found.what and "random streams" not in found.what
+
+
+def test_batches_of_other_content() -> None:
+    batches = (f"{'c' * 16},label",)
+    assert words(step(15, inputs={"model": ("new",)}, batches=batches)) == "the batch of step 15 is another one"
+    half = (f"{'c' * 16},{'d' * 16}",)
+    reference = Reference(lives=[life([step(n, batches=(f"{'e' * 16},{'d' * 16}",)) for n in range(1, 21)])])
+    changed = step(15, inputs={"model": ("new",)}, batches=half)
+    assert "the samples are the same and their content differs" in words(changed, reference=reference)
+    same = step(15, inputs={"model": ("new",)})
+    assert "the loader handed out the same, and the model was given something else" in words(same)
+
+
+def test_what_is_fetched_ahead_and_handed_out_again_is_equal() -> None:
+    again = step(15, batches=("kept", step(15).batches[0]))
+    assert compare_life(REFERENCE, life([again], resumed=14)) is None
+    unseen = Reference(lives=[life([step(n, inputs={}) for n in range(1, 21)])])
+    assert compare_life(unseen, life([replace(again, inputs={})], resumed=14)) is None
+
+
+def test_causes_come_before_effects() -> None:
+    worst = step(
+        15,
+        begin={"torch": "seeded"},
+        inputs={"model": ("new",)},
+        given={"weights|model.w": "w14", "option|optimizer lr": "0.2", "flag|model.training": "False"},
+        end=end(15, weights="other", optimizer="other"),
+        streams={"torch": "other"},
+    )
+    kinds = [part.kind for part in difference(worst).parts]
+    assert kinds == ["stream", "batch", "flag", "option", "weights", "optimizer", "stream"]
+    found = explain(REFERENCE, difference(worst), moves)
+    assert found.also == "the batch, flags, options of the optimizer, weights, the optimizer's state"
+
+
+def test_a_rate_and_a_flag() -> None:
+    rate = step(15, given={**(step(15).given or {}), "option|optimizer lr": "0.05"})
+    assert words(rate) == "optimizer lr differs at step 15: 0.1, and 0.05 in the resumed run"
+    flag = step(15, given={**(step(15).given or {}), "flag|model.training": "False"})
+    assert words(flag) == "step 15: model.training is True, and False in the resumed run"
+
+
+def test_weights_at_entry_at_the_forward_and_after() -> None:
+    entered = life([step(15)], resumed=14)
+    entered.entered = {**weights(14), "weights|model.w": "other"}
+    found = compare_life(REFERENCE, entered)
+    assert found is not None
+    assert (
+        "weights differ at the very first resumed step (15), before any batch: model.w"
+        in explain(REFERENCE, found, moves).what
+    )
+    clipped = Reference(
+        lives=[life([step(n, given={**(step(n).given or {}), "weights|model.w": f"c{n}"}) for n in range(1, 21)])]
+    )
+    text = explain(clipped, difference(step(15), reference=clipped), moves)
+    assert "at the first forward of step 15" in text.what and "after the boundary of 14" in text.cause
+    changed = explain(REFERENCE, difference(step(15, given={**(step(15).given or {}), "weights|model.w": "x"})), moves)
+    assert "the resumed run changed them" in changed.cause
+    assert words(step(17, end=end(17, weights="other"))) == "weights differ after step 17: model.w"
+    assert words(step(17, end=end(17, optimizer="other"))).startswith(
+        "the optimizer's state differs after step 17: optimizer exp_avg of w"
+    )
+
+
+def test_the_place_and_the_length() -> None:
+    assert words(step(15, epoch=1, step_in_epoch=1)) == (
+        "step 15 is step 5 of epoch 2; in the resumed run it is step 1 of epoch 1: it began another epoch"
+    )
+    assert words(step(21), step(22)) == (
+        "the uninterrupted run ended after step 20; the resumed one went on for 2 steps too many"
+    )
+    cut = life([step(n) for n in range(15, 30)], resumed=14, outcome="ended")
+    found = compare_life(REFERENCE, cut)
+    assert found is not None and "9 steps or more too many" in explain(REFERENCE, found, moves).what
+
+
+def test_steps_after_the_end_of_the_proof_are_left_out() -> None:
+    cut = Reference(lives=[life([step(n) for n in range(1, 21)], outcome="ended")])
+    assert compare_life(cut, life([step(20), step(21)], resumed=19)) is None
+
+
+def test_unseeded_streams_and_varying_scalars_are_left_out() -> None:
+    other = step(15, begin={"torch": "x"}, scalars={"scalar|loss": "y"})
+    kept = Reference(lives=REFERENCE.lives, unseeded=frozenset({"torch"}), varying=frozenset({"scalar|loss"}))
+    assert compare_life(kept, life([replace(other, streams={"torch": "z"})], resumed=14)) is None
+
+
+def test_stateful_objects_and_scalars_have_words() -> None:
+    ema = {"stateful|ema.decay": "0.9"}
+    one = Reference(lives=[life([step(n, end={**weights(n), **ema}) for n in range(1, 21)])])
+    assert "ema.decay differs after step 15: 0.9, and nothing" in words(step(15), reference=one)
+    assert "loss differs at step 15: l15, and other" in words(step(15, scalars={"scalar|loss": "other"}))
+
+
+def test_chance_is_told_from_hashes_and_from_missing_seeds() -> None:
+    found = compare_life(REFERENCE, life([step(1), step(2, inputs={"model": ("new",)})]))
+    assert found is not None
+    hashes = explain_chance(found, by_hash=True, unseeded=())
+    assert "two uninterrupted runs differ at step 2, in the batch" in hashes.what and "PYTHONHASHSEED" in hashes.remedy
+    seeds = explain_chance(found, by_hash=False, unseeded=("python",))
+    assert "random.seed(0)" in seeds.remedy
+    late = compare_life(REFERENCE, life([step(1), step(2), step(3, end=end(3, weights="other"))]))
+    assert late is not None
+    kernels = explain_chance(late, by_hash=False, unseeded=("python",))
+    assert "differ at step 3, in model.w" in kernels.what and "use_deterministic_algorithms" in kernels.remedy
+    fresh = life([step(1)])
+    fresh.entered = {**weights(0), "weights|model.w": "other"}
+    early = compare_life(REFERENCE, fresh)
+    assert early is not None
+    assert "before any step was done, in model.w" in explain_chance(early, by_hash=False, unseeded=()).what
