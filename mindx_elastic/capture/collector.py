@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from operator import methodcaller
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
+
+_has_changed = methodcaller("has_changed")
 
 RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
@@ -75,6 +78,7 @@ class Collector:
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
         self._compiled_calls = b""
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._structures = [module.structure for module in self._modules.values()]  # each one for life
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
         self._watch: Watch | None = None
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
@@ -89,17 +93,13 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
         self._streams = [component for component in self._adapted if component.is_stream]
-        self._rng = capture_rng()
+        self.rng = capture_rng()
+        """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.boundary_event: Any = None
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.copying`."""
-
-    @property
-    def rng(self) -> dict[str, Any]:
-        """The generators as they were at the boundary, as `capture_rng` gives them."""
-        return self._rng
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class Collector:
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
-        self._watch = Watch([module.structure for module in self._modules.values()])
+        self._watch = Watch(self._structures)
 
     def unwatch(self) -> None:
         if self._watch is not None:
@@ -152,9 +152,7 @@ class Collector:
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
-        if any(module.structure.has_changed() for module in self._modules.values()):
-            return True
-        return any(optimizer.has_changed() for optimizer in self._optimizers.values())
+        return any(map(_has_changed, self._structures)) or any(map(_has_changed, self._optimizers.values()))
 
     def has_new_flags(self) -> bool:
         """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
@@ -173,7 +171,7 @@ class Collector:
             adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for component in self.components.values():
             component.copy()
-        self._rng = capture_rng(self._rng)
+        self.rng = capture_rng(self.rng)
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
         self._mark_devices()
@@ -195,7 +193,7 @@ class Collector:
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
-        state["rng"] = pack_rng(self._rng)
+        state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
         if self._compiled_calls:
@@ -211,7 +209,7 @@ class Collector:
         plain = (ModuleComponent, OptimizerComponent)
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
-            "rng": pack_rng(self._rng),
+            "rng": pack_rng(self.rng),
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
@@ -244,7 +242,7 @@ class Collector:
         if self._ahead_rng is None:
             return None
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return equal_rng(self._ahead_rng, self._rng) and all(module.forecast_came_true() for module in modules)
+        return equal_rng(self._ahead_rng, self.rng) and all(module.forecast_came_true() for module in modules)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.

@@ -431,7 +431,7 @@ def _place_of(frame: FrameType) -> str:
 _STANDARD = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 _verdicts: dict[str, bool] = {}
-_listed: set[str] = set()  # the names of the modules that `_own_names` was made from
+_listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one
 _own_names: list[str] = []
 
 
@@ -461,9 +461,11 @@ def _judge(module: str) -> bool:
 
 
 def _program_modules() -> list[types.ModuleType]:
-    if sys.modules.keys() - _listed:  # some were imported since; most of the two thousand are torch's
+    global _listed
+    newest = len(sys.modules), next(reversed(sys.modules))
+    if newest != _listed:  # one was imported since; most of the two thousand are torch's
         _own_names[:] = [name for name in list(sys.modules) if not _is_library(name)]
-        _listed.update(sys.modules)
+        _listed = newest
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     for module in map(sys.modules.get, _own_names):
