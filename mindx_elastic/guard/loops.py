@@ -260,7 +260,7 @@ class Loops:
         for component in self._collector.components.values():
             target = component.target if isinstance(component, PlainComponent) else None
             if target is loader or (isinstance(target, FollowedLoader) and target.loader is loader):
-                state = component.state()  # type: ignore[union-attr]
+                state = component.state()
                 return state if isinstance(state, Mapping) else {}
         return {}
 
