@@ -537,6 +537,7 @@ class Guard:
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(self._loops.step)
+        self._loops.at_boundary()
         self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
@@ -622,7 +623,7 @@ class Guard:
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
-        if not evaluations.is_inside:
+        if self._cut and not evaluations.is_inside:
             self._loops.watch_tail()
 
     @contextmanager

@@ -141,9 +141,7 @@ class Loops:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
             self._look_for_own_counter()
-        if self.step in self._tail_steps:
-            self.watch_tail()
-        elif self._watches_tail:
+        if self._watches_tail:
             self._watches_tail = False
             self._loaders.at_next_ask(None)
 
@@ -260,7 +258,7 @@ class Loops:
         for component in self._collector.components.values():
             target = component.target if isinstance(component, PlainComponent) else None
             if target is loader or (isinstance(target, FollowedLoader) and target.loader is loader):
-                state = component.state()  # type: ignore[union-attr]
+                state = component.state()
                 return state if isinstance(state, Mapping) else {}
         return {}
 
@@ -359,6 +357,11 @@ class Loops:
                 "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
                 "guard.step_end() once an epoch",
             )
+
+    def at_boundary(self) -> None:
+        """The boundary has been copied."""
+        if self.step in self._tail_steps:
+            self.watch_tail()
 
     def watch_tail(self) -> None:
         """See whether the code between this boundary and the next batch moves what the boundary has. Also after an

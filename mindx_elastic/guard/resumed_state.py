@@ -51,7 +51,7 @@ def put_back_small_state(collector: Collector) -> list[str]:
 def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
     """What is not as at the boundary now: optimizers, schedulers and random streams; other objects of the program."""
     certain = [] if equal_rng(collector.rng, capture_rng()) else ["a random stream"]
-    others = []
+    others: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):
             if not equal_trees(component.look(), component.groups):
