@@ -218,7 +218,7 @@ class _Explainer:
             return what, f"{cause}kept", "Name it in stateful=, or compute it from guard.position.step"
         if _content(one) & _content(other):
             what += ": a part of it is equal, so the samples are the same and their content differs"
-            cause = "the data set draws from a generator of its own, which no checkpoint has"
+            cause = "the data set has a generator or a counter of its own, which no checkpoint has"
             return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
         if not one.batches and not other.batches:
             cause = "it comes from no loader that the guard knows"
