@@ -72,6 +72,7 @@ def _describe(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
     if kind in _PLAIN:
         return ["plain", value]
     if kind in (torch.Tensor, torch.nn.Parameter):
+        _check(value)
         tensors.setdefault(id(value), value)
         return ["tensor", list(tensors).index(id(value))]
     if kind in (list, tuple, torch.Size):
@@ -83,10 +84,13 @@ def _describe(value: Any, tensors: dict[int, torch.Tensor]) -> list[Any]:
     raise UnknownArgumentError(f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
+def _check(tensor: torch.Tensor) -> None:
     special = tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta
     if special or tensor.is_conj() or tensor.is_neg():
         raise UnknownArgumentError(f"a tensor of layout {tensor.layout}, or conjugated, quantized or meta")
+
+
+def _describe_tensor(tensor: torch.Tensor) -> dict[str, Any]:
     marks = vars(tensor) if hasattr(tensor, "__dict__") else {}
     if not all(_is_empty(marks.get(name)) for name in _EMPTY_MARKS):
         raise UnknownArgumentError("a tensor with marks of mark_unbacked, or with hints for its sizes")

@@ -49,7 +49,7 @@ from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.loops import Loops, without_streams
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
-from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
+from mindx_elastic.guard.replicas import GradientOrders, ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.stopper import Stopper
@@ -260,8 +260,9 @@ class Guard:
         self._loaders.begin(stack)
         self._collector = Collector(self._targets)
         check_state_and_space(self._collector, directories)
-        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts))
-        replicated = is_replicated(self._targets, self._collector, ranks.world_size)
+        self._ddp = ddp_modules(self._targets)
+        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts, self._ddp))
+        replicated = is_replicated(self._targets, self._collector, ranks.world_size, self._ddp)
         self._saver = Saver(
             self._collector,
             self.ranks,
@@ -289,6 +290,7 @@ class Guard:
             resume=options.resume,
             around=self._around,
             unmanaged=self._unmanaged,
+            ddp=self._ddp,
         )
         if self._around.is_guest and not evaluates and start.resumed is not None:
             self._around.keeps_nothing = True
@@ -320,7 +322,7 @@ class Guard:
             self._update_gate,
             self._events,
             self._saver,
-            replicas=outermost_replicas(self._targets) if replicated else [],
+            replicas=outermost_replicas(self._targets, self._ddp) if replicated else [],
             next_step=lambda: self._step + 1,
         )
         if witness is not None and not evaluates:
@@ -386,6 +388,7 @@ class Guard:
             self._unmanaged,
             world_size=self.ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
+            found=self._ddp,
         )
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())

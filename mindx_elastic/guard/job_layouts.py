@@ -14,7 +14,7 @@ from mindx_elastic.config import RankInfo
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.strategy import LaidOut, Strategy, TensorSpec
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.replicas import ignored_parameters, replica_ranks
+from mindx_elastic.guard.replicas import DdpModules, ignored_parameters, replica_ranks
 from mindx_elastic.resume.restore import Target, put_strategy, read_strategies
 
 __all__ = ["ByHand", "JobLayouts", "WholeShapes", "own_target", "parallel_setup_of"]
@@ -23,14 +23,17 @@ _WHOLE = "strategy"
 
 
 def parallel_setup_of(
-    targets: Mapping[str, Any], ranks: RankInfo, layouts: Mapping[str, Layout] | None
+    targets: Mapping[str, Any],
+    ranks: RankInfo,
+    layouts: Mapping[str, Layout] | None,
+    ddp: DdpModules | None = None,
 ) -> ParallelSetup:
     """This rank's place in the parallel job. Raises UsageError for malformed layouts."""
     return ParallelSetup(
         ranks.rank,
         ranks.world_size,
-        replica_ranks(targets),
-        ignored_parameters(targets),
+        replica_ranks(targets, ddp),
+        ignored_parameters(targets, ddp),
         ByHand(layouts or {}, ranks),
     )
 

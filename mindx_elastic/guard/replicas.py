@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,12 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.compiled_calls import named_modules_of
 from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.living import living_objects
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = [
+    "DdpModules",
     "GradientOrders",
     "ddp_modules",
     "ignored_parameters",
@@ -26,6 +27,9 @@ __all__ = [
     "outermost_replicas",
     "replica_ranks",
 ]
+
+
+DdpModules = Sequence[tuple[str, DistributedDataParallel]]
 
 
 def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
@@ -55,7 +59,7 @@ def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
     }
 
 
-def _alone(targets: Mapping[str, Any], found: Sequence[tuple[str, DistributedDataParallel]]) -> bool:
+def _alone(targets: Mapping[str, Any], found: DdpModules) -> bool:
     """Whether some trained parameter is whole on this rank and in no DDP module of `found`."""
     wrapped = {id(parameter) for _, module in found for parameter in module.parameters()}
     return any(
@@ -67,15 +71,10 @@ def _alone(targets: Mapping[str, Any], found: Sequence[tuple[str, DistributedDat
 
 
 def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[str, DistributedDataParallel]]:
-    """DDP modules anywhere in the process around a module of `targets`. About 0.1 s in a large process."""
+    """DDP modules anywhere in the process around a module of `targets`."""
     modules = named_modules_of(targets)
     paths = {id(module): path for path, module in modules.items()}
-    living = [
-        each
-        for each in gc.get_objects()
-        # Not isinstance, which runs code of the program's proxies.
-        if issubclass(type(each), DistributedDataParallel) and id(each) not in known
-    ]
+    living = [each for each in living_objects(DistributedDataParallel) if id(each) not in known]
     found: dict[str, DistributedDataParallel] = {}
     for module in living:
         path = paths.get(id(unwrap_module(module))) or next(
@@ -86,18 +85,21 @@ def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[st
     return sorted(found.items())
 
 
-def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
-    """The modules whose forward runs a replica: DDP, or the `torch.compile` wrapper around it. Both keep hooks."""
-    modules = [module for _, module in ddp_modules(targets)]
+def outermost_replicas(targets: Mapping[str, Any], found: DdpModules | None = None) -> list[nn.Module]:
+    """The modules whose forward runs a replica: DDP, or the `torch.compile` wrapper around it. Both keep hooks.
+
+    `found`, here and below: what `ddp_modules` has given, so that it does not look again.
+    """
+    modules = [module for _, module in (ddp_modules(targets) if found is None else found)]
     wrappers = [t for t in targets.values() if isinstance(t, nn.Module) and hasattr(t, "_orig_mod")]
     inside = {id(wrapper): {id(part) for part in wrapper.modules()} for wrapper in wrappers}
     compiled = [wrapper for wrapper in wrappers if any(id(module) in inside[id(wrapper)] for module in modules)]
     return [*compiled, *(m for m in modules if not any(id(m) in inside[id(wrapper)] for wrapper in compiled))]
 
 
-def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
+def replica_ranks(targets: Mapping[str, Any], found: DdpModules | None = None) -> list[int]:
     """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
-    modules = [module for _, module in ddp_modules(targets)]
+    modules = [module for _, module in (ddp_modules(targets) if found is None else found)]
     groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
     trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
     if not trained or len(groups) != 1 or not trained.keys() <= reduced:
@@ -105,11 +107,11 @@ def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
     return list(groups.pop())
 
 
-def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
+def ignored_parameters(targets: Mapping[str, Any], found: DdpModules | None = None) -> frozenset[str]:
     """Paths of parameters that DDP ignores (experts of one rank, for example)."""
     ignored = {
         id(parameter)
-        for _, module in ddp_modules(targets)
+        for _, module in (ddp_modules(targets) if found is None else found)
         for name, parameter in module.module.named_parameters()
         if name in module.parameters_to_ignore
     }
@@ -122,9 +124,11 @@ def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
     )
 
 
-def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int) -> bool:
+def is_replicated(
+    targets: Mapping[str, Any], collector: Collector, world_size: int, found: DdpModules | None = None
+) -> bool:
     """Whether every rank holds the same state, so that one rank's file can replace any other's."""
-    whole = len(replica_ranks(targets)) == world_size > 1 and not ignored_parameters(targets)
+    whole = len(replica_ranks(targets, found)) == world_size > 1 and not ignored_parameters(targets, found)
     return whole and not collector.is_sharded and not collector.is_spread
 
 
@@ -139,16 +143,18 @@ class GradientOrders:
         *,
         world_size: int,
         by_hand: bool = False,
+        found: DdpModules | None = None,
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
         self._collector, self._unmanaged = collector, unmanaged
-        if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
+        modules = ddp_modules(targets) if found is None else found
+        if world_size > 1 and not by_hand and not modules and not collector.is_sharded:
             logger.warning(
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
                 "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"
             )
         self._recording: dict[str, GradientOrder] = {}
-        for name, module in ddp_modules(targets):
+        for name, module in modules:
             order = GradientOrder(module, collector.gradient_order.get(name))
             if not order.is_complete:
                 self._recording[name] = order

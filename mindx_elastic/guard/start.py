@@ -44,7 +44,7 @@ from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.policy import is_another_job
-from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.replicas import DdpModules, ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
@@ -109,6 +109,7 @@ def start_job(
     resume: str | Path,
     around: Connections,
     unmanaged: Unmanaged,
+    ddp: DdpModules | None = None,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together.
 
@@ -153,7 +154,8 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept, restore = _load(found, collector, targets, ranks, unmanaged, with_flags=not around.is_guest)
+        modules = ddp_modules(targets) if ddp is None else ddp
+        kept, restore = _load(found, collector, modules, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -211,7 +213,7 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 def _load(
     found: Resumed,
     collector: Collector,
-    targets: Mapping[str, Any],
+    ddp: DdpModules,
     ranks: RankInfo,
     unmanaged: Unmanaged,
     *,
@@ -223,7 +225,7 @@ def _load(
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
     state = found.checkpoint.state
-    for name, module in ddp_modules(targets):
+    for name, module in ddp:
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
         if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
             unmanaged.risk(

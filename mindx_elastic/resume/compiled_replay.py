@@ -18,7 +18,6 @@ Rejected:
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -34,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from mindx_elastic.capture.call_arguments import make_arguments
 from mindx_elastic.capture.compiled_calls import bits_of, calls_in, modes_of, named_modules_of, wrappers_in
 from mindx_elastic.capture.components import unwrap_module
+from mindx_elastic.capture.living import living_objects
 from mindx_elastic.capture.rng import kept_rng
 
 __all__ = ["CompiledReplay", "runs_of"]
@@ -134,7 +134,7 @@ class CompiledReplay:
         method = getattr(module, "_compiled_call_impl" if how == "_call_impl" else how, None)
         if hasattr(method, "_torchdynamo_orig_callable"):
             return method
-        for function in _living(FunctionType):
+        for function in living_objects(FunctionType):
             inner = getattr(function, "_torchdynamo_orig_callable", None)
             if getattr(inner, "__self__", None) is module and getattr(inner, "__name__", "") == how:
                 return function
@@ -146,17 +146,13 @@ class CompiledReplay:
 
         known = [each for root in self._roots for each in root.modules() if isinstance(each, OptimizedModule)]
         yield from (each for each in known if unwrap_module(each) is module)
-        yield from (each for each in _living(OptimizedModule) if unwrap_module(each) is module)
+        yield from (each for each in living_objects(OptimizedModule) if unwrap_module(each) is module)
 
     def _ddp_of(self, module: nn.Module) -> DistributedDataParallel | None:
         """The innermost DDP module around `module`."""
-        found = [each for each in _living(DistributedDataParallel) if any(part is module for part in each.modules())]
-        return min(found, key=lambda each: len(list(each.modules())), default=None)
-
-
-def _living(kind: type[Any]) -> list[Any]:
-    """Every living object of a type. Some 0.1 s in a large process."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+        found = living_objects(DistributedDataParallel)
+        around = [each for each in found if any(part is module for part in each.modules())]
+        return min(around, key=lambda each: len(list(each.modules())), default=None)
 
 
 def _said(compiled: Sequence[str]) -> str:

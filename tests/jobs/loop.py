@@ -124,6 +124,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--after", default="", help="stop:RANK, spin:RANK or work:RANK: what a rank does after its guard"
     )
+    parser.add_argument("--ddp", choices=["given", "hidden", "static"], default="given", help="hidden: not the guard's")
     parser.add_argument("--bucket-mb", type=float, default=0.002)
     return parser.parse_args()
 
@@ -161,7 +162,10 @@ class Trainer:
         self.wrapped: nn.Module = self.network
         if self.world_size > 1:
             dist.init_process_group("gloo")
-            self.wrapped = nn.parallel.DistributedDataParallel(self.network, bucket_cap_mb=args.bucket_mb)
+            static = args.ddp == "static"
+            self.wrapped = nn.parallel.DistributedDataParallel(
+                self.network, bucket_cap_mb=args.bucket_mb, static_graph=static
+            )
         self.optimizer = FragileAdamW(self.network.parameters(), lr=1e-2)
         self.second = torch.optim.SGD(self.network[0].parameters(), lr=1e-3)  # type: ignore[index]
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.02, total_steps=2000)
@@ -175,7 +179,7 @@ class Trainer:
             worker_init_fn=announce_worker,
         )
         self.guard = mx.Guard(
-            model=self.wrapped,
+            model=self.network if args.ddp == "hidden" else self.wrapped,
             optimizer=[self.optimizer, self.second],
             lr_scheduler=[self.scheduler, self.per_epoch],
             loader=self.loader,

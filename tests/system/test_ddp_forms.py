@@ -1,0 +1,24 @@
+"""DDP in other forms than ``Guard(model=DDP(model))``, on three ranks: two add up the same in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_job
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("form", "stop_at"), [("hidden", 4), ("static", 1), ("static", 4)])
+def test_a_resumed_run_adds_gradients_in_the_same_order(form: str, stop_at: int, tmp_path: Path) -> None:
+    env = {"MINDX_SNAPSHOT_EVERY": "0"}
+    options = ("--ddp", form, "--epochs", 2)
+    whole = run_job("loop.py", tmp_path / "whole", *options, ranks=3, env=env)
+    stopped = tmp_path / "stopped"
+    run_job("loop.py", stopped, *options, "--ask-stop-at", stop_at, ranks=3, env=env)
+    again = run_job("loop.py", stopped, *options, ranks=3, env=env)
+    assert again.matches(rf"READY \d+ \d+ {stop_at}\b"), again.report()
+    assert again.hashes() == whole.hashes(), again.report()
+    assert not again.matches("could not be restored|no DDP"), again.report()
