@@ -11,9 +11,11 @@ The loop has a `ResumableLoader` without workers, AdamW, one scheduler and ``gua
 Blocks of steps with and without a guard alternate in one process. A guarded block enters a guard of its own, so that
 the bare ones run without its optimizer hooks, and its first twelve steps do not count. The figures:
 
-* added: the guarded block's mean step minus that of the bare blocks around it, median over the blocks. Everything that
-  the guard does is in it: hooks, the looks at two steps in fifty, what it pushes out of the processor's caches
-* step_end: the time inside `step_end`, in the loop; over all steps. The best tenth shows least of what else runs here
+* added: what a step takes longer than in the bare blocks around it; median over the blocks. Everything that the guard
+  does is in it: hooks, the looks at some steps (these only in the mean), what it pushes out of the processor's caches
+* step_end: the time inside `step_end`, in the loop
+
+Of each the mean, the median and the best tenth of the steps, which shows least of what else runs on the machine.
 
 With ``--ranks 2`` it starts torchrun by itself, wraps the network in DDP, and the boundaries go to shared memory.
 """
@@ -91,55 +93,66 @@ class Job:
             pass
         return loss
 
-    def bare(self, steps: int) -> float:
-        """Seconds a step."""
-        began = 0.0
-        for count, (x, y) in enumerate(self.batches(_WARM_UP + steps)):
-            if count == _WARM_UP:
-                began = _clock()
+    def bare(self, steps: int) -> list[float]:
+        """Seconds of each step."""
+        times: list[float] = []
+        before = 0.0
+        for x, y in self.batches(_WARM_UP + steps):
             loss = self.step(x, y)
+            now = _clock()
+            times.append(now - before)
+            before = now
         del loss
-        return (_clock() - began) / steps
+        return times[_WARM_UP:]
 
-    def guarded(self, steps: int, guard: mx.Guard) -> tuple[float, list[float]]:
-        """Seconds a step, and the seconds inside each `step_end`."""
+    def guarded(self, steps: int, guard: mx.Guard) -> tuple[list[float], list[float]]:
+        """Seconds of each step, and of each `step_end`."""
+        times: list[float] = []
         inside: list[float] = []
-        began = 0.0
+        before = 0.0
         with guard:
-            for count, (x, y) in enumerate(self.batches(_WARM_UP + steps)):
-                if count == _WARM_UP:
-                    began = _clock()
-                    inside.clear()
+            for x, y in self.batches(_WARM_UP + steps):
                 loss = self.step(x, y)
                 at = _clock()
                 guard.step_end(loss=loss)
-                inside.append(_clock() - at)
-            whole = (_clock() - began) / steps
-        return whole, inside
+                now = _clock()
+                times.append(now - before)
+                inside.append(now - at)
+                before = now
+        return times[_WARM_UP:], inside[_WARM_UP:]
 
 
 def measure(case: str, folder: Path, *, rounds: int, steps: int) -> dict[str, float]:
     """Microseconds, by name."""
     job = Job(case)
-    bare, added, inside, means = [job.bare(steps)], [], [], []
+    bare: list[list[float]] = [job.bare(steps)]
+    guarded: list[list[float]] = []
+    inside: list[float] = []
     for _ in range(rounds):
         options: dict[str, Any] = {"resume": "never", "final_save": False, "directory": folder / case}
         guard = mx.Guard(
             model=job.model, optimizer=job.optimizer, lr_scheduler=job.scheduler, loader=job.loader, **options
         )
-        guarded, times = job.guarded(steps, guard)
+        times, ends = job.guarded(steps, guard)
+        guarded.append(times)
+        inside += ends
         bare.append(job.bare(steps))
-        added.append(guarded - (bare[-2] + bare[-1]) / 2)
-        means.append(statistics.fmean(times))
-        inside += times
+    around = [[*one, *other] for one, other in itertools.pairwise(bare)]
+    pairs = list(zip(guarded, around, strict=True))
     found = {
-        "bare step": statistics.median(bare),
-        "added": statistics.median(added),
-        "step_end: median": statistics.median(inside),
-        "mean": statistics.median(means),
-        "best tenth": statistics.quantiles(inside, n=10)[0],
+        "bare step": statistics.median(itertools.chain(*bare)),
+        "added: mean": statistics.median(statistics.fmean(own) - statistics.fmean(other) for own, other in pairs),
+        "median": statistics.median(statistics.median(own) - statistics.median(other) for own, other in pairs),
+        "best tenth": statistics.median(_best(own) - _best(other) for own, other in pairs),
+        "step_end: mean": statistics.fmean(inside),
+        "median ": statistics.median(inside),
+        "best tenth ": _best(inside),
     }
     return {name: value * 1e6 for name, value in found.items()}
+
+
+def _best(times: list[float]) -> float:
+    return statistics.quantiles(times, n=10)[0]
 
 
 def main() -> None:
@@ -169,7 +182,10 @@ def main() -> None:
         for case in args.cases.split(","):
             rows = measure(case, Path(shared[0]), rounds=args.rounds, steps=args.steps)
             if leads:
-                print(f"{case:10s}" + "  ".join(f"{name} {value:7.1f}" for name, value in rows.items()), flush=True)
+                print(
+                    f"{case:10s}" + "  ".join(f"{name.strip()} {value:6.1f}" for name, value in rows.items()),
+                    flush=True,
+                )
         if dist.is_initialized():
             dist.barrier()
     if dist.is_initialized():

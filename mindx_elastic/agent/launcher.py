@@ -157,6 +157,7 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_AGENT_DIR"] = str(folder.path)
     os.environ["MINDX_RUN_DIR"] = str(options.run_dir)
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
+    os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"
     if options.job_key_file is not None:

@@ -1,15 +1,25 @@
 """State of objects without ``state_dict`` that people keep in a training loop, so that they can be named in `stateful`
-as they are: random generators of their own."""
+as they are: random generators of their own, tensors, containers, and objects that are made of these."""
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
+import threading
+import types
+from collections import deque
+from collections.abc import Collection, Iterator
+from pathlib import PurePath
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed import ProcessGroup
 
-from mindx_elastic.errors import MismatchError, UsageError
+from mindx_elastic.capture.containers import put_back, snapshot
+from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
 __all__ = ["Adapter", "adapted"]
 
@@ -19,13 +29,15 @@ class Adapter(Protocol):
 
     is_stream: bool
     """A random stream: an evaluation must leave it as it was, and code before the first batch may draw from it."""
+    gives_copies: bool
+    """What `state_dict` returns is a copy already."""
 
     def state_dict(self) -> Any: ...
     def load_state_dict(self, state: Any, /) -> None: ...
 
 
 class _TorchGenerator:
-    is_stream = True
+    is_stream, gives_copies = True, False
 
     def __init__(self, name: str, generator: torch.Generator) -> None:
         self._name, self._generator = name, generator
@@ -45,7 +57,7 @@ class _TorchGenerator:
 
 
 class _PythonRandom:
-    is_stream = True
+    is_stream, gives_copies = True, False
 
     def __init__(self, name: str, generator: random.Random) -> None:
         self._name, self._generator = name, generator
@@ -68,7 +80,7 @@ class _PythonRandom:
 class _NumpyGenerator:
     """`numpy.random.Generator`, or a bit generator by itself."""
 
-    is_stream = True
+    is_stream, gives_copies = True, False
 
     def __init__(self, name: str, bits: Any) -> None:
         self._name, self._bits = name, bits
@@ -94,12 +106,12 @@ class _NumpyGenerator:
         except (TypeError, ValueError):  # numpy before 1.25 has no way to set them
             if seeds["n_children_spawned"]:
                 raise MismatchError(
-                    f"{self._name}: the generator had spawned others, and this numpy cannot resume that; use 1.25 or newer"
+                    f"{self._name}: the generator had spawned others, which this numpy cannot resume; use 1.25 or newer"
                 ) from None
 
 
 class _NumpyRandomState:
-    is_stream = True
+    is_stream, gives_copies = True, False
 
     def __init__(self, name: str, generator: Any) -> None:
         self._name, self._generator = name, generator
@@ -112,8 +124,164 @@ class _NumpyRandomState:
         self._generator.set_state(state["state"])
 
 
-def adapted(name: str, target: object) -> Adapter | None:
-    """The adapter for `target`; None for a type that has none. `name` is used in errors."""
+class _Tensor:
+    """A tensor or parameter that is in no module; copied when its version counter has moved."""
+
+    is_stream, gives_copies = False, True
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        self._name, self._tensor = name, tensor
+        self._version, self._copy = -1, tensor
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        version = -1 if self._tensor.is_inference() else self._tensor._version
+        if version == -1 or version != self._version:
+            self._version, self._copy = version, local_part(self._tensor).detach().clone()
+        return {"kind": "torch.Tensor", "value": self._copy}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_kind(self._name, state, "torch.Tensor")
+        here, there = local_part(self._tensor), state["value"]
+        if here.shape != there.shape or here.dtype != there.dtype:
+            raise MismatchError(
+                f"{self._name}: the checkpoint holds a tensor {list(there.shape)} of {there.dtype}, this one is "
+                f"{list(here.shape)} of {here.dtype}"
+            )
+        self._tensor.copy_(with_layout_of(self._tensor, there))
+        self._version = -1
+
+
+class _Container:
+    """A list, dict, deque, set or array, changed in place."""
+
+    is_stream, gives_copies = False, True
+
+    def __init__(self, name: str, container: Any) -> None:
+        self._name, self._container = name, container
+        self._kind = type(container).__name__
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kind": self._kind, "value": snapshot(self._container, self._name)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_kind(self._name, state, self._kind)
+        if put_back(self._container, state["value"], self._name) is not self._container:
+            raise MismatchError(
+                f"{self._name}: the checkpoint's {self._kind} does not fit into this one (another size or type); make "
+                "it as in the run that wrote the checkpoint"
+            )
+
+
+class _Object:
+    """An object without ``state_dict``, by its attributes.
+
+    What it refers to and others keep (the model) is left out, as is what is no state (functions, process groups).
+    """
+
+    is_stream, gives_copies = False, True
+
+    def __init__(self, name: str, target: object, others: Collection[int]) -> None:
+        self._name, self._target, self._others = name, target, others
+        self._class = f"{type(target).__module__}.{type(target).__qualname__}"
+        self._nested: dict[str, tuple[object, Adapter | Any]] = {}
+        self.state_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        plain, nested = {}, {}
+        for key, value in _attributes(self._target):
+            if id(value) in self._others or isinstance(value, _NO_STATE):
+                continue
+            if (inner := self._inner(key, value)) is not None:
+                nested[key] = snapshot(inner.state_dict(), f"{self._name}.{key}")
+                continue
+            try:
+                plain[key] = snapshot(value, f"{self._name}.{key}")
+            except UnsupportedStateError as error:
+                raise UsageError(
+                    f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and its attribute "
+                    f"{key} cannot be kept for it ({error}): give the class both methods, or name in stateful= what "
+                    f"of it is state, for example {self._name}.{key}"
+                ) from None
+        return {"kind": self._class, "plain": plain, "nested": nested}
+
+    def _inner(self, key: str, value: object) -> Adapter | Any:
+        known = self._nested.get(key)
+        if known is not None and known[0] is value:
+            return known[1]
+        if isinstance(value, (nn.Module, torch.optim.Optimizer)):
+            raise UsageError(
+                f"{self._name} is a {self._class} without state_dict() and load_state_dict(), and holds a "
+                f"{type(value).__name__} of its own in {key}: name that in stateful= too, for example "
+                f'{{"{self._name}": ..., "{self._name}_{key}": {self._name}.{key}}}'
+            )
+        inner = _generator(f"{self._name}.{key}", value)
+        if inner is None and hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            inner = value  # type: ignore[assignment]
+        if inner is not None:
+            self._nested[key] = (value, inner)
+        return inner
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        _check_kind(self._name, state, self._class)
+        live = dict(_attributes(self._target))
+        for key, value in state["plain"].items():
+            made = put_back(live.get(key), value, f"{self._name}.{key}")
+            if key not in live or made is not live[key]:
+                object.__setattr__(self._target, key, made)
+        for key, value in state["nested"].items():
+            inner = self._inner(key, live.get(key))
+            if inner is None:
+                raise MismatchError(
+                    f"{self._name}: the checkpoint holds the state of its attribute {key}, which it lacks"
+                )
+            inner.load_state_dict(value)
+
+
+_NO_STATE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    logging.Logger,
+    logging.LoggerAdapter,
+    ProcessGroup,
+    PurePath,
+    type(threading.Lock()),
+    type(threading.RLock()),
+)
+_CONTAINERS = (list, dict, set, deque)
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tuple, frozenset, type(None))
+
+
+def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter | None:
+    """The adapter for `target`; None for a type that has none. `name` is used in errors.
+
+    others: ids of objects that are kept by themselves. Raises UsageError for what could not be kept, with the reason.
+    """
+    if (generator := _generator(name, target)) is not None:
+        return generator
+    if isinstance(target, torch.Tensor):
+        return _Tensor(name, target)
+    if isinstance(target, _CONTAINERS):
+        return _Container(name, target)
+    if type(target).__module__ == "numpy" and getattr(target, "ndim", False):
+        return _Container(name, target)
+    if isinstance(target, _IMMUTABLE) or type(target).__module__ == "numpy":
+        raise UsageError(
+            f"{name} is a {type(target).__name__}, which cannot be changed in place at a resume: keep it in a dict "
+            f'that the loop reads and writes, as state = {{"{name}": ...}} and stateful={{"state": state}}'
+        )
+    if isinstance(target, (*_NO_STATE, Iterator)) or callable(target):
+        return None
+    if any(hasattr(type(target), method) for method in ("__next__", "__iter__", "__getitem__")):
+        return None  # a container or an iterator of an unknown kind
+    return _Object(name, target, others)
+
+
+def _generator(name: str, target: object) -> Adapter | None:
     if isinstance(target, torch.Generator):
         return _TorchGenerator(name, target)
     if isinstance(target, random.Random):
@@ -128,6 +296,18 @@ def adapted(name: str, target: object) -> Adapter | None:
         if isinstance(target, numpy.random.RandomState):
             return _NumpyRandomState(name, target)
     return None
+
+
+def _attributes(target: object) -> Iterator[tuple[str, Any]]:
+    slots = [name for kind in type(target).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    own: list[str] = list(vars(target)) if hasattr(target, "__dict__") else []
+    for name in dict.fromkeys([*slots, *own]):
+        if name not in ("__dict__", "__weakref__") and hasattr(target, name):
+            yield name, getattr(target, name)
+
+
+def _names(slots: Any) -> list[str]:
+    return [slots] if isinstance(slots, str) else list(slots)
 
 
 def _check_kind(name: str, state: Any, kind: str) -> None:
@@ -145,7 +325,7 @@ def _seed_sequence(bits: Any) -> dict[str, Any] | None:
     seeds = getattr(bits, "seed_seq", None)
     if not isinstance(seeds, numpy.random.SeedSequence):
         return None
-    state = dict(seeds.state)
+    state: dict[str, Any] = dict(seeds.state)
     if not isinstance(state["entropy"], (int, type(None))):
         state["entropy"] = [int(word) for word in state["entropy"]]
     return state

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from operator import methodcaller
 from typing import Any
 
 import torch
 
 from mindx_elastic.capture.compiled_calls import CompiledCalls
 from mindx_elastic.capture.components import (
+    AdaptedComponent,
     Component,
     ModuleComponent,
     OptimizerComponent,
     PlainComponent,
     component_for,
+    unwrap_optimizer,
 )
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
@@ -24,6 +27,8 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.errors import MismatchError, UsageError
 
 __all__ = ["RESERVED_NAMES", "Collector", "name_targets"]
+
+_has_changed = methodcaller("has_changed")
 
 RESERVED_NAMES = ("rng", "progress", "gradient_order", "compiled_calls", "module_extras")
 """Of what a checkpoint holds beside the job's objects."""
@@ -60,7 +65,8 @@ class Collector:
     """
 
     def __init__(self, targets: Mapping[str, object]) -> None:
-        self.components: dict[str, Component] = {name: component_for(name, t) for name, t in targets.items()}
+        known = frozenset(id(one) for t in targets.values() for one in (t, *_inside(t)))
+        self.components: dict[str, Component] = {name: component_for(name, t, known) for name, t in targets.items()}
         self.layouts = LayoutRecorder(self.components, ParallelSetup())
         """Says which ranks hold what; a guard replaces it by one that knows the other ranks."""
         self.position = Position()
@@ -72,28 +78,28 @@ class Collector:
         """What torch.compile has compiled for the modules; see `capture.compiled_calls`."""
         self._compiled_calls = b""
         self._modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
+        self._structures = [module.structure for module in self._modules.values()]  # each one for life
         self._optimizers = {n: c for n, c in self.components.items() if isinstance(c, OptimizerComponent)}
-        for optimizer in self._optimizers.values():
-            optimizer.set_names(self.places())
         self._watch: Watch | None = None
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
         """Called at a boundary at which modules, parameters or groups have changed."""
+        self.at_first_boundary: Callable[[], None] | None = None
+        """Called once, at the first boundary of the process."""
         self.problems: list[str] = []
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
         """Such a boundary has been copied; reset by the reader."""
-        self._streams = [c for c in self.components.values() if isinstance(c, PlainComponent) and c.is_stream]
-        self._rng = capture_rng()
+        self._adapted = [c for c in self.components.values() if isinstance(c, AdaptedComponent)]
+        for optimizer in self._optimizers.values():
+            optimizer.set_names(self.places())
+        self._streams = [component for component in self._adapted if component.is_stream]
+        self.rng = capture_rng()
+        """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
         self.forecast_correct: bool | None = None
         """Whether the last boundary came out as `copy_ahead` had forecast it; None: there was no forecast."""
         self.boundary_event: Any = None
         """CUDA event after the boundary's last kernel; None without CUDA. See `capture.copying`."""
-
-    @property
-    def rng(self) -> dict[str, Any]:
-        """The generators as they were at the boundary, as `capture_rng` gives them."""
-        return self._rng
 
     @property
     def parameters(self) -> list[torch.Tensor]:
@@ -122,11 +128,14 @@ class Collector:
         for name, module in self._modules.items():
             for place, parameter in module.named.items():
                 names.setdefault(id(parameter), f"{name}.{place}")
+        for component in self._adapted:
+            if isinstance(component.target, torch.Tensor):
+                names.setdefault(id(component.target), component.name)
         return names
 
     def watch(self) -> None:
         """Notice modules and parameters that are registered from here on, until `unwatch`. Main thread."""
-        self._watch = Watch([module.structure for module in self._modules.values()])
+        self._watch = Watch(self._structures)
 
     def unwatch(self) -> None:
         if self._watch is not None:
@@ -143,13 +152,7 @@ class Collector:
         self.on_new_parameters(self.parameters)
 
     def _has_changed(self) -> bool:
-        for module in self._modules.values():
-            if module.structure.has_changed():
-                return True
-        for optimizer in self._optimizers.values():
-            if optimizer.has_changed():
-                return True
-        return False
+        return any(map(_has_changed, self._structures)) or any(map(_has_changed, self._optimizers.values()))
 
     def has_new_flags(self) -> bool:
         """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
@@ -163,17 +166,34 @@ class Collector:
         """Copy all volatile state: this is the boundary `position`."""
         if self._has_changed():
             self._follow()
+        for adapted in self._adapted:
+            # The last boundary of an epoch may be the last of all, and the end is saved when code has run after it.
+            adapted.may_be_last = 0 < position.batch_num <= position.step_in_epoch
         for component in self.components.values():
             component.copy()
-        self._rng = capture_rng(self._rng)
+        self.rng = capture_rng(self.rng)
         self._compiled_calls = self.compiled.at_boundary()
         self.position, self._loop = position, self.loop
         self._mark_devices()
 
+    def heavy_names(self, state: Mapping[str, Any]) -> list[str]:
+        """Of objects with adapters in `state`: those that may have been too slow to copy at every boundary."""
+        return [component.name for component in self._adapted if component.name in state]
+
+    def leave_boundary(self) -> None:
+        """The program goes on: what is not copied at boundaries is not the boundary's any more."""
+        for component in self._adapted:
+            component.at_boundary = False
+
+    def return_to_boundary(self) -> None:
+        """The program asks for a save between two steps: what is not copied at boundaries is taken as it is now."""
+        for component in self._adapted:
+            component.at_boundary = True
+
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
-        state["rng"] = pack_rng(self._rng)
+        state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()
         state["gradient_order"] = self.gradient_order
         if self._compiled_calls:
@@ -189,12 +209,14 @@ class Collector:
         plain = (ModuleComponent, OptimizerComponent)
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         return {
-            "rng": pack_rng(self._rng),
+            "rng": pack_rng(self.rng),
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
-            "plain": {n: c.state() for n, c in self.components.items() if not isinstance(c, plain)},
+            "plain": {
+                n: c.state() for n, c in self.components.items() if not isinstance(c, plain) and not _is_heavy(c)
+            },
             "compiled_calls": self._compiled_calls,
         }
 
@@ -220,7 +242,7 @@ class Collector:
         if self._ahead_rng is None:
             return None
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return equal_rng(self._ahead_rng, self._rng) and all(module.forecast_came_true() for module in modules)
+        return equal_rng(self._ahead_rng, self.rng) and all(module.forecast_came_true() for module in modules)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
@@ -276,14 +298,7 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
-        beside = state.get("module_extras", {})  # not in files of older versions
-        for name, module in self._modules.items():
-            module.prepare(beside.get(name, {}), state[name])
-        self._arrange_groups(state)
-        for name, component in self.components.items():
-            component.load(state[name])
-        for name, module in self._modules.items():
-            module.load_beside(beside.get(name, {}))
+        self._load_components(state, self.components)
         progress = dict(state["progress"])
         self.loop = self._loop = dict(progress.pop("loop", {}))
         self.position = Position(**progress)
@@ -291,10 +306,35 @@ class Collector:
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
+    def _load_components(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
+        wanted = set(names)
+        modules = {name: module for name, module in self._modules.items() if name in wanted}
+        beside = state.get("module_extras", {})  # not in files of older versions
+        for name, module in modules.items():
+            module.prepare(beside.get(name, {}), state[name])
+        self._arrange_groups(state)
+        for name, component in self.components.items():
+            if name in wanted:
+                component.load(state[name])
+        for name, module in modules.items():
+            module.load_beside(beside.get(name, {}))
+
+    def load_again(self, state: Mapping[str, Any], names: Sequence[str]) -> None:
+        """Put back the objects `names`, which code has touched since `load`. Training thread."""
+        follows = self._has_changed()
+        if follows:
+            self._follow()
+        self._load_components(state, {*names, *(self._optimizers if follows else ())})
+        if follows:
+            self._follow()  # the parameter groups may hold others again
+            self.structure_is_new = bool(self.problems)
+        self.on_new_parameters(self.parameters)
+
     def _arrange_groups(self, state: Mapping[str, Any]) -> None:
         """Make the parameter groups that the run had got in mid-run (unfreezing with another learning rate)."""
         modules = self._modules.items()
         parameters = {f"{name}.{place}": p for name, module in modules for place, p in module.named.items()}
+        parameters |= {c.name: c.target for c in self._adapted if isinstance(c.target, torch.Tensor)}
         for name, optimizer in self._optimizers.items():
             if isinstance(state[name], Mapping) and (groups := state[name].get("names")) is not None:
                 optimizer.arrange(groups, parameters)
@@ -334,3 +374,15 @@ class Collector:
         if torch.cuda.is_initialized() and torch.cuda.is_available():  # the second one asks the driver
             self.boundary_event = torch.cuda.Event()
             self.boundary_event.record()
+
+
+def _inside(target: object) -> Iterator[object]:
+    """What is kept with `target`: the modules below a module, the optimizer that one wraps."""
+    if isinstance(target, torch.nn.Module):
+        yield from target.modules()
+    elif isinstance(target, torch.optim.Optimizer):
+        yield unwrap_optimizer(target)
+
+
+def _is_heavy(component: Component) -> bool:
+    return isinstance(component, PlainComponent) and component.is_heavy

@@ -146,8 +146,12 @@ class CompiledCalls:
         names = {id(module): name for name, module in named_modules_of(self._targets).items()}
         name = None if module is None else names.get(id(unwrap_module(module)))
         if module is None or name is None or self.only_names:
-            why = "a sharded model cannot be called at a start" if name else "it is not a module that the guard has"
+            why = "a call of a sharded model needs the other ranks" if name else "it is not a module that the guard has"
             self._note_other(name or _name_of(function), arguments, why)
+            return
+        if any(isinstance(part, DistributedDataParallel) for part in module.modules()):
+            # Dynamo compiles DDP's own forward too, for its flags: a call would have to reduce gradients.
+            self._note_other(name, arguments, "DDP is inside of it; write DDP(torch.compile(model))")
             return
         try:
             described = describe_arguments(*arguments)

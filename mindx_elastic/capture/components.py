@@ -12,6 +12,8 @@ A component has three methods: `copy` its volatile part at a boundary (training 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any, Protocol
 
 import torch
@@ -20,10 +22,11 @@ from torch import nn
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.module_component import ModuleComponent, unwrap_module
 from mindx_elastic.capture.optimizer_component import OptimizerComponent, unwrap_optimizer
-from mindx_elastic.capture.plain_component import PlainComponent, Stateful
+from mindx_elastic.capture.plain_component import AdaptedComponent, PlainComponent, Stateful
 from mindx_elastic.errors import UsageError
 
 __all__ = [
+    "AdaptedComponent",
     "Component",
     "ModuleComponent",
     "OptimizerComponent",
@@ -33,6 +36,9 @@ __all__ = [
     "unwrap_module",
     "unwrap_optimizer",
 ]
+
+_LIVES_BY_ITSELF = re.compile(r"(model|optimizer|loader)(_\d+)?")
+"""Names of what is more than its attributes: without its own `state_dict` it is refused."""
 
 
 class Component(Protocol):
@@ -46,16 +52,19 @@ class Component(Protocol):
     def load(self, state: Any) -> None: ...
 
 
-def component_for(name: str, target: object) -> Component:
-    """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter."""
+def component_for(name: str, target: object, others: Collection[int] = ()) -> Component:
+    """The component for `target`. Raises UsageError when it has neither ``state_dict`` nor an adapter.
+
+    others: ids of the objects that have components of their own.
+    """
     if isinstance(target, nn.Module):
         return ModuleComponent(name, target)
     if isinstance(target, torch.optim.Optimizer):
         return OptimizerComponent(name, target)
     if isinstance(target, Stateful):
         return PlainComponent(name, target)
-    if (adapter := adapted(name, target)) is not None:
-        return PlainComponent(name, target, adapter)
+    if not _LIVES_BY_ITSELF.fullmatch(name) and (adapter := adapted(name, target, others)) is not None:
+        return AdaptedComponent(name, target, adapter)
     raise UsageError(
         f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
         "resumed: give it both methods, or leave it out"

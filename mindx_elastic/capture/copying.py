@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["copy_items", "copy_tree", "map_tensors", "to_host"]
+__all__ = ["copy_items", "copy_tree", "map_tensors", "same_tree", "to_host"]
 
 _ATOMS = frozenset((type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size))
 """Immutable. A set: to look for a type in a tuple compares it with each one, and takes ten times as long."""
@@ -52,6 +52,22 @@ def copy_tree(value: Any) -> Any:
 def copy_items(value: dict[str, Any], *, but: str) -> dict[str, Any]:
     """A copy of `value` as `copy_tree` makes it, without the item named `but`."""
     return {key: item if type(item) in _ATOMS else copy_tree(item) for key, item in value.items() if key != but}
+
+
+def same_tree(one: Any, other: Any) -> bool:
+    """Whether two nested states are equal, with the same types throughout."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(same_tree, one.values(), other.values()))
+    if isinstance(one, (list, tuple, deque)):
+        return len(one) == len(other) and all(map(same_tree, one, other))
+    same = one == other
+    return bool(same.all()) if hasattr(same, "all") else bool(same)  # a numpy array
 
 
 def map_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -1,5 +1,5 @@
-"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra state
-and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
+"""A module of the job: parameters are stable and read in place; buffers (BatchNorm changes them in forward), extra
+state and what no state_dict has (flags, masks, buffers that are not persistent) are copied at every boundary."""
 
 from __future__ import annotations
 
@@ -195,6 +195,10 @@ class ModuleComponent:
         found = zip(self._slot_names, self._slots, strict=True)
         return [(name, t) for name, (slots, key) in found if (t := slots.get(key)) is not None]
 
+    def copied_buffers(self) -> dict[str, torch.Tensor]:
+        """The boundary's copies of the saved buffers, by name."""
+        return {n: c for n, c in zip(self._slot_names, self._copies, strict=False) if c is not None}
+
     def buffers(self, *, ahead: bool = False) -> dict[str, Any]:
         """The copied buffers as one block: names, slices (JSON) and bytes. Those outside of the block are left out."""
         block = self._ahead if ahead else self._block
@@ -239,7 +243,14 @@ class ModuleComponent:
             "pruned": self._masks.state(),
             "buffers": self._loose.state(),
             "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
+            "frozen_gradients": self._frozen_gradients(),
         }
+
+    def _frozen_gradients(self) -> dict[str, torch.Tensor]:
+        """Gradients that frozen parameters have kept: no backward changes them, and an optimizer uses them (zeros too:
+        weight decay and momentum go on)."""
+        kept = ((name, p.grad) for name, p in self._named.items() if not p.requires_grad)
+        return {name: local_part(gradient).detach() for name, gradient in kept if gradient is not None}
 
     def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         """Before `load`: prune what was pruned, and register the buffers that the module had got in mid-run."""
@@ -259,6 +270,9 @@ class ModuleComponent:
         """After `load`: the rest of what `beside` gives, without the flags."""
         self._masks.load(beside.get("pruned", {}))
         self._loose.load(beside.get("buffers", {}))
+        for name, gradient in beside.get("frozen_gradients", {}).items():
+            if (parameter := self._named.get(name)) is not None:
+                parameter.grad = with_layout_of(parameter, gradient.to(parameter.device, copy=True))
 
     @property
     def named(self) -> Mapping[str, torch.Tensor]:

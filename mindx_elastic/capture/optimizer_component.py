@@ -45,6 +45,8 @@ class OptimizerComponent:
         self._named: list[list[str]] | None = None
         self._places: Mapping[int, str] = {}
         self._parameters: Mapping[str, torch.Tensor] = {}
+        self.added: list[list[torch.Tensor]] = []
+        """The groups that `arrange` has made, by their parameters."""
         self.copy()
 
     @property
@@ -105,16 +107,18 @@ class OptimizerComponent:
 
     def arrange(self, groups: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]) -> None:
         """Before `load`: make the groups that a run had got in mid-run, of these parameters."""
-        wanted = [[parameters.get(place) for place in group] for group in groups]
-        if missing := [place for group in groups for place in group if parameters.get(place) is None]:
+        if missing := [place for group in groups for place in group if place not in parameters]:
             raise MismatchError(
-                f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program does not have"
+                f"the checkpoint does not fit {self.name}: it updates {listed(missing, 3)}, which this program "
+                "does not have"
             )
+        wanted = [[parameters[place] for place in group] for group in groups]
         live = self.local.param_groups
         for group, mine in zip(live, wanted, strict=False):
             group["params"][:] = mine
         for mine in wanted[len(live) :]:
-            self.local.add_param_group({"params": mine})
+            self.added.append(list(mine))
+            type(self.local).add_param_group(self.local, {"params": list(mine)})
         del live[len(wanted) :]
         self._parameters = parameters
         self._sizes, self._named = self._look_sizes(), [list(group) for group in groups]

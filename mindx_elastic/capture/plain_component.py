@@ -1,14 +1,20 @@
 """Any object with ``state_dict`` and ``load_state_dict``, its own or an adapter's: the whole state is copied at every
-boundary."""
+boundary. A container that takes too long for that (a replay buffer) is read only when a boundary is saved."""
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol, runtime_checkable
 
 from mindx_elastic.capture.adapters import Adapter
 from mindx_elastic.capture.copying import copy_tree
+from mindx_elastic.core.events import logger
+from mindx_elastic.errors import UnsupportedStateError
 
-__all__ = ["PlainComponent", "Stateful"]
+__all__ = ["AdaptedComponent", "PlainComponent", "Stateful"]
+
+_LONG_S, _LONG_SHARE, _OFTEN = 1e-3, 0.02, 5
+"""A copy is too slow when it takes this long, and this share of a step, so many times in a row."""
 
 
 @runtime_checkable
@@ -20,25 +26,33 @@ class Stateful(Protocol):
 
 
 class PlainComponent:
-    """The whole state is copied at every boundary. `adapter`: for a target without the two methods."""
+    """The whole state is copied at every boundary."""
 
     KEPT_IN = "_copy"
-    """The attribute with its copied state."""
+    """The attribute with the boundary's copy."""
+    is_stream = False
+    """A random generator: see `adapters.Adapter`."""
+    is_heavy = False
+    """It is not copied at every boundary."""
 
-    def __init__(self, name: str, target: Any, adapter: Adapter | None = None) -> None:
+    def __init__(self, name: str, target: Any, stateful: Stateful | None = None) -> None:
+        """`stateful`: has the two methods, if `target` has not."""
         self.name = name
         self.target = target
-        self._stateful: Stateful = adapter or target
-        self.is_stream = adapter is not None and adapter.is_stream
-        """A random generator: see `adapters.Adapter`."""
+        self._stateful: Stateful = stateful or target
         self.copy()
 
     def copy(self) -> None:
         self._copy = copy_tree(self._stateful.state_dict())  # `look`, without a call
 
     def look(self) -> Any:
-        """The state as it is now."""
+        """The state as it is now; None for a heavy one."""
         return copy_tree(self._stateful.state_dict())
+
+    @property
+    def seen(self) -> Any:
+        """The boundary's copy; None for a heavy one."""
+        return self._copy
 
     def state(self) -> Any:
         return self._copy
@@ -50,3 +64,63 @@ class PlainComponent:
     def put_back(self, state: Any) -> None:
         """Make the target as `state` says, which `look` or `state` has given."""
         self._stateful.load_state_dict(copy_tree(state))
+
+
+class AdaptedComponent(PlainComponent):
+    """An object without ``state_dict``, by its adapter. One that takes too long to copy is read when it is saved."""
+
+    def __init__(self, name: str, target: Any, adapter: Adapter) -> None:
+        self.is_stream = adapter.is_stream
+        self._adapter = adapter
+        self.at_boundary = True
+        """The program has not gone on since the last boundary; for heavy ones."""
+        self.may_be_last = False
+        """The coming boundary may be the last of the training: copy also where it takes long."""
+        self._num_long, self._ended = 0, time.perf_counter()
+        super().__init__(name, target, adapter)
+
+    def copy(self) -> None:
+        if self.is_heavy and not self.may_be_last:
+            self._copy, self.at_boundary = None, True
+            return
+        began = time.perf_counter()
+        self._copy = self._read()
+        ended = time.perf_counter()
+        if not self.is_heavy:
+            took, step = ended - began, ended - self._ended
+            self._num_long = self._num_long + 1 if took > max(_LONG_S, _LONG_SHARE * step) else 0
+            self._ended = ended
+            if self._num_long >= _OFTEN:
+                self._become_heavy(took, step)
+
+    def _become_heavy(self, took: float, step: float) -> None:
+        self.is_heavy = True
+        logger.warning(
+            "%s takes %.1f ms to copy, %.0f %% of a step: from here on it is read only when a file is written at a "
+            "boundary. After an exception or a hang in mid-step there is no save of the last boundary, an older one is "
+            "used; periodic saves or snapshots make that recent",
+            self.name,
+            1e3 * took,
+            100 * took / step,
+        )
+
+    def _read(self) -> Any:
+        state = self._adapter.state_dict()
+        return state if self._adapter.gives_copies else copy_tree(state)
+
+    def look(self) -> Any:
+        return None if self.is_heavy else self._read()
+
+    @property
+    def seen(self) -> Any:
+        return None if self.is_heavy else self._copy
+
+    def state(self) -> Any:
+        if self._copy is None:
+            if not self.at_boundary:
+                raise UnsupportedStateError(
+                    self.name,
+                    "it takes too long to be copied at every boundary, and the program has gone on since the last one",
+                )
+            self._copy = self._read()
+        return self._copy

@@ -1,8 +1,8 @@
 """Masks of `torch.nn.utils.prune`: put on or taken off in mid-run, they rename a parameter, and a start does the same.
 
-A pruned parameter ``weight`` is ``weight_orig`` (the same object) and a buffer ``weight_mask``, and each forward sets the
-plain tensor ``weight`` to their product. The next pruning ranks by that tensor, which is older than the last update, so
-it is copied at every boundary.
+A pruned parameter ``weight`` is ``weight_orig`` (the same object) and a buffer ``weight_mask``, and each forward sets
+the plain tensor ``weight`` to their product. The next pruning ranks by that tensor, which is older than the last
+update, so it is copied at every boundary.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ class Masks:
         return list(self._pruned)
 
     def copy(self) -> None:
+        if not self._pruned:
+            self._copies = {}
+            return
         self._copies = {
             place: value.detach().clone()
             for place, (child, name) in self._pruned.items()
@@ -53,10 +56,11 @@ class Masks:
         surplus = [place for place in self._pruned if place not in wanted]
         for place in missing:
             child, name = self._find(place)
-            if name in child._parameters:  # else another model: loading says so
-                prune.custom_from_mask(child, name, torch.ones_like(child._parameters[name]))  # type: ignore[no-untyped-call]
+            parameter = child._parameters.get(name)
+            if parameter is not None:  # else another model: loading says so
+                prune.custom_from_mask(child, name, torch.ones_like(parameter))
         for place in surplus:
-            prune.remove(*self._pruned[place])  # type: ignore[no-untyped-call]
+            prune.remove(*self._pruned[place])
         self.follow()
         return bool(missing or surplus)
 

@@ -27,6 +27,8 @@ from mindx_elastic.errors import MismatchError
 
 __all__ = ["capture_rng", "equal_rng", "kept_rng", "pack_rng", "restore_rng", "seed_rng"]
 
+_HAS_CUDA = torch.backends.cuda.is_built()
+
 
 def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     """The state of every generator that this process uses. No copies are shared with the generators.
@@ -37,7 +39,7 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     state = {"python": python_state(old.get("python")), "torch": torch.default_generator.get_state()}
     if "numpy" in sys.modules:
         state["numpy"] = numpy_state(old.get("numpy"))
-    if torch.cuda.is_initialized() and torch.cuda.is_available():
+    if _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available():
         state["cuda"] = [torch.cuda.get_rng_state(index) for index in range(torch.cuda.device_count())]
     return state
 

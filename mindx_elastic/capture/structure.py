@@ -80,7 +80,7 @@ class Structure:
 
 
 class Watch:
-    """Tells structures of what is registered in their modules, until it is closed. One per guard, in its main thread."""
+    """Tells structures of what is registered in their modules, until it is closed. One per guard."""
 
     def __init__(self, structures: list[Structure]) -> None:
         self._structures = structures

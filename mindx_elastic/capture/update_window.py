@@ -112,6 +112,8 @@ class UpdateWindow:
         """The known reasons for which an exception in the window always costs the step; empty: there are none."""
         learned = self._learned
         found = [self._broken] if self._broken else []
+        plain = [c for c in self._collector.components.values() if isinstance(c, PlainComponent)]
+        found += [f"{component.name} takes too long to be compared" for component in plain if component.is_heavy]
         if not self._gate.steady:
             found.append("the optimizers do not step equally often in every step")
         if not self._gate.even:

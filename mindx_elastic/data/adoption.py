@@ -14,14 +14,16 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.loader import ResumableLoader, from_loader
-from mindx_elastic.data.replay import ReplayLoader
+from mindx_elastic.data.replay import ReplayLoader, is_torchdata
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.errors import UsageError
 
 __all__ = ["Adoption"]
 
 _KEY = "_mindx_resumable"
+_MASK = (1 << 63) - 1
 _FOLLOWED = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "timeout", "worker_init_fn")
 """What programs set on a DataLoader after they have made it."""
 
@@ -39,19 +41,21 @@ class Adoption:
             raise UsageError("this DataLoader already belongs to a guard that is entered")
         self.loader = loader
         self._kind = type(loader)
-        self.resumable = from_loader(loader)
+        resumable = from_loader(loader)
+        assert not isinstance(resumable, FunctionLoader)
+        self.resumable = resumable
         self._own_seed = True
         """The order follows from torch's seed, which may be another one in the next process."""
         if isinstance(self.resumable, ResumableLoader):
             sampler = self.resumable._sampler
-            given = getattr(loader.sampler, "generator", None) is not None or hasattr(loader.sampler, "num_replicas")
-            self._own_seed = not given
+            given = not is_torchdata(type(loader.sampler)) and getattr(loader.sampler, "generator", None) is not None
+            self._own_seed = not (given or hasattr(loader.sampler, "num_replicas"))
             if not hasattr(loader.sampler, "num_replicas"):
                 sampler.ranks = partial(rank_and_world_size, 0, 1)
 
     def begin(self) -> None:
         if self._own_seed:
-            self._seed(torch.initial_seed() & ((1 << 63) - 1))
+            self._seed(torch.initial_seed() & _MASK)
         self.loader.__dict__[_KEY] = self.resumable
         object.__setattr__(self.loader, "__class__", _adopted(self._kind, self.resumable))
 
@@ -60,6 +64,10 @@ class Adoption:
         self.loader.__dict__.pop(_KEY, None)
         object.__setattr__(self.loader, "__class__", self._kind)
         self.resumable.shutdown()
+
+    def is_native(self, state: Any) -> bool:
+        """Whether a loader with a state of its own (torchdata's) wrote `state`, before it was adopted."""
+        return is_torchdata(self._kind) and "kind" not in state
 
     def take_seed(self, state: Any) -> None:
         """Go on with the seed of the run that wrote `state`."""
@@ -79,7 +87,7 @@ class Adoption:
         loader = self.resumable
         if isinstance(loader, ReplayLoader):
             skipped = "loaded and dropped" if loader._skipper is None else "skipped"
-            return f"{what} keeps its own order; after a resume its epoch begins again, and the batches before are {skipped}"
+            return f"{what} keeps its own order; after a resume its epoch begins again: earlier batches are {skipped}"
         sampler = loader._sampler
         if sampler.shuffle:
             order = f"is shuffled anew each epoch, by (seed {loader.seed}, epoch) and not in torch's order"
@@ -102,13 +110,24 @@ def _adopted(kind: type[DataLoader[Any]], resumable: ResumableLoader | ReplayLoa
         def set_epoch(self, epoch: int) -> None:
             self.__dict__[_KEY].set_epoch(epoch)
 
+        def state_dict(self) -> dict[str, Any]:
+            return self.__dict__[_KEY].state_dict()  # type: ignore[no-any-return]
+
+        def load_state_dict(self, state: Any) -> None:
+            self.__dict__[_KEY].load_state_dict(state)
+
         def __reduce_ex__(self, protocol: Any) -> Any:
-            plain = kind.__new__(kind)
-            plain.__dict__.update({name: value for name, value in self.__dict__.items() if name != _KEY})
-            return plain.__reduce_ex__(protocol)
+            return _plain, (kind, {name: value for name, value in self.__dict__.items() if name != _KEY})
 
     if isinstance(resumable, ResumableLoader):
-        Adopted.__len__ = lambda self: len(self.__dict__[_KEY])  # type: ignore[method-assign]
+        Adopted.__len__ = lambda self: len(self.__dict__[_KEY])
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Adopted, name, getattr(kind, name))
     return Adopted
+
+
+def _plain(kind: type[DataLoader[Any]], attributes: dict[str, Any]) -> DataLoader[Any]:
+    """A copy of an adopted loader that is of its own class again."""
+    loader = kind.__new__(kind)
+    loader.__dict__.update(attributes)
+    return loader

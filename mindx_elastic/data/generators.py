@@ -60,7 +60,7 @@ def find_generators(root: Any, *, beside: Any = None) -> dict[str, Any]:
 
 def _global_generators() -> set[int]:
     """Those that are seeded and kept as the global streams."""
-    return {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}  # type: ignore[attr-defined]
+    return {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
 
 
 _GLOBAL = _global_generators()

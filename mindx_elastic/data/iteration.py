@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from mindx_elastic.data.position import Cursor
+from mindx_elastic.data.track import fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
 from mindx_elastic.errors import UsageError
 
@@ -37,8 +39,13 @@ class Iteration(Iterator[Any]):
         announce: Callable[[], None] | None,
         workers: WorkerSet | None,
         shared: bool,
+        can_be_read_beside: bool = False,
     ) -> None:
         self._cursor = cursor
+        self.can_be_read_beside = can_be_read_beside
+        """Whether another thread may fetch beside the training: it draws from no stream of this process."""
+        self._source: Any = batches
+        self._reader: Any = None
         self._token = cursor.token
         self._batches: Iterator[Any] | None = batches
         self._progress = progress
@@ -49,6 +56,14 @@ class Iteration(Iterator[Any]):
         self._stopped = False
         self.outdated: Callable[[], None] | None = None
         """Called before each batch of an iterator that was made before its guard was entered."""
+
+    @property
+    def is_followed(self) -> bool:
+        return self._cursor.track is not None
+
+    def read_ahead(self, make: Callable[[Iterator[Any]], Any]) -> None:
+        """Fetch through the reader that `make` gives for the batches; it is closed with the iteration."""
+        self._reader = self._batches = make(self._source)
 
     def __next__(self) -> Any:
         batches = self._batches
@@ -64,8 +79,10 @@ class Iteration(Iterator[Any]):
             announce, self._announce = self._announce, None
             announce()
         track = self._cursor.track
+        thread = threading.get_ident()
         if track is not None:
             track.ask()
+            fetching.add(thread)
         try:
             batch = next(batches)
         except StopIteration:
@@ -75,6 +92,10 @@ class Iteration(Iterator[Any]):
             # The batch is gone (torch goes on with the next one): a caller who carries on must find it counted.
             self._advance()
             raise
+        finally:
+            fetching.discard(thread)
+        if track is not None:
+            track.see(batch)
         self._advance()
         return batch
 
@@ -85,10 +106,13 @@ class Iteration(Iterator[Any]):
 
     def _end(self, *, exhausted: bool, grace_s: float = _CLOSE_GRACE_S) -> None:
         batches, self._batches = self._batches, None
+        source, self._source = self._source, None
         if batches is not None:
             self._cursor.end(self._token, exhausted=exhausted)
+            if self._reader is not None:
+                self._reader.close(grace_s)
             if self._workers is not None:
-                self._workers.end(batches, grace_s=grace_s)
+                self._workers.end(getattr(source, "wrapped", source), grace_s=grace_s)
 
     def stop(self) -> None:
         """End the workers now; from then on asking for a batch is an error."""
@@ -131,11 +155,18 @@ class Engine:
         *,
         progress: Progress,
         announce: Callable[[], None] | None,
+        can_be_read_beside: bool = False,
     ) -> Iteration:
         batches, workers = opened
         shared = batches is self._torch_iterator
         iteration = Iteration(
-            self.cursor, batches, progress=progress, announce=announce, workers=workers, shared=shared
+            self.cursor,
+            batches,
+            progress=progress,
+            announce=announce,
+            workers=workers,
+            shared=shared,
+            can_be_read_beside=can_be_read_beside,
         )
         self._live = weakref.ref(iteration)
         return iteration

@@ -5,7 +5,7 @@ Resuming is exact and costs the same at every batch, with any number of workers 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -21,11 +21,12 @@ from torch.utils.data import (
 )
 
 from mindx_elastic.core.events import logger
+from mindx_elastic.data.function import FunctionLoader
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import SeededDataset, as_collated
-from mindx_elastic.data.replay import ReplayLoader, iterates_as_stock
+from mindx_elastic.data.replay import ReplayLoader, is_torchdata, iterates_as_stock
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import make_torch_loader
@@ -119,7 +120,7 @@ class ResumableLoader(DataLoader[Any]):
         self.__dict__.update(batch_size=sampler.batch_size, drop_last=sampler.drop_last)
 
     @classmethod
-    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+    def from_loader(cls, loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | FunctionLoader:
         """See `mindx_elastic.data.from_loader`."""
         return from_loader(loader, seed)
 
@@ -152,14 +153,15 @@ class ResumableLoader(DataLoader[Any]):
             opened,
             progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
             announce=self._announce,
+            can_be_read_beside=self.num_workers > 0,
         )
 
     def state_dict(self) -> dict[str, Any]:
         """The position: plain numbers and strings, a new dict each time. Takes about 1 us; call it every step."""
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
-        """The same for an earlier position."""
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
         return {
@@ -269,7 +271,7 @@ def _check_arguments(dataset: Any, rank: int | None, world_size: int | None, oth
             raise UsageError(f"rank={rank} is not below world_size={size}")
 
 
-def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
+def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader | FunctionLoader:
     """A resumable loader with the settings of `loader`, which is left as it is.
 
     A DataLoader over a map-style data set with torch's own SequentialSampler, RandomSampler (without
@@ -285,7 +287,7 @@ def from_loader(loader: Any, seed: int = 0) -> ResumableLoader | ReplayLoader:
 
     Raises UsageError for an iterator, which can be gone through only once.
     """
-    if isinstance(loader, (ResumableLoader, ReplayLoader)):
+    if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
         return loader
     order = _stock_order(loader) if isinstance(loader, DataLoader) else None
     if order is None:
@@ -321,14 +323,14 @@ def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     """Arguments that make a `ResumableLoader` visit the same samples; None: the order is not one of torch's own."""
     if not (
         iterates_as_stock(loader)
-        and type(loader.batch_sampler) is BatchSampler
+        and _plain_kind(loader.batch_sampler) is BatchSampler
         and not isinstance(loader.dataset, IterableDataset)
         and hasattr(loader.dataset, "__len__")
     ):
         return None
     batches: Any = loader.batch_sampler
     sampler: Any = batches.sampler
-    kind = type(sampler)
+    kind = _plain_kind(sampler)
     order: dict[str, Any] = {"shuffle": False, "whole_rounds": False, "own_seed": None}
     if kind is DistributedSampler:
         source = sampler.dataset
@@ -352,3 +354,15 @@ def _stock_order(loader: DataLoader[Any]) -> dict[str, Any] | None:
     else:
         return None
     return order if source is loader.dataset or len(source) == len(loader.dataset) else None
+
+
+def _plain_kind(sampler: Any) -> type:
+    """The class of torch's that a sampler of torchdata's stands for, else its own."""
+    kind = type(sampler)
+    if is_torchdata(kind):
+        return {
+            "BatchSampler": BatchSampler,
+            "RandomSampler": RandomSampler,
+            "StatefulDistributedSampler": DistributedSampler,
+        }.get(kind.__name__, kind)
+    return kind

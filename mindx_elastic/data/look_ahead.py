@@ -36,6 +36,8 @@ class Fetches:
     """Number of the newest iteration, from 1."""
     exhausted: bool = False
     """The newest iteration has given all it had."""
+    dropped: Fetches | None = None
+    """The same when an iteration was last given up before its end: what it had handed out is not outstanding."""
 
 
 class LookAhead:
@@ -51,6 +53,11 @@ class LookAhead:
         self.used = 0
         self._base = Fetches()
         self._first: Fetches | None = None
+
+    def pass_over(self, seen: Fetches) -> None:
+        """What was fetched so far belongs to no step, as in an evaluation: learn from what follows."""
+        if self.ahead is None:
+            self._base, self._first, self.used = seen, None, seen.handed
 
     def at_boundary(self, seen: Fetches) -> bool:
         """A step has ended. Returns whether `used` is known."""
@@ -74,6 +81,8 @@ class LookAhead:
             self.used = seen.handed
 
     def _learn(self, seen: Fetches) -> bool:
+        if seen.dropped is not None and seen.dropped.handed > self._base.handed:
+            self._base, self._first = seen.dropped, None
         base, first = self._base, self._first
         handed, asked = seen.handed - base.handed, seen.asked - base.asked
         if handed == 0:
@@ -95,5 +104,5 @@ class LookAhead:
                 per_step = 1 if first.exhausted else had
         self.per_step = max(1, min(per_step, had))
         self.ahead = had - self.per_step
-        self.used += min(self.per_step, first.handed - base.handed)
+        self.used = base.handed + min(self.per_step, first.handed - base.handed)
         return True

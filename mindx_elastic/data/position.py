@@ -72,6 +72,10 @@ class Cursor:
     """Number of the newest iteration; older iterators no longer move the position."""
     requested: int | None = None
     """Epoch asked for by `set_epoch` while an iteration is live."""
+    loaded: Mark | None = None
+    """The position that the process began with, until its first step has ended."""
+    size: int | None = None
+    """Batches of the newest epoch, where only its end would tell."""
     track: Track | None = None
     """Follows what is handed out, while a guard is entered."""
 
@@ -99,22 +103,36 @@ class Cursor:
         self.start, self.requested, self.pending, self.live = None, None, True, False
 
     def set_epoch(self, epoch: int) -> None:
+        loaded = self.loaded
         if self.live:
             self.requested = epoch
+        elif loaded is not None and epoch == loaded.epoch:  # what was fetched since belongs to no step
+            self.move_to(epoch, batch=loaded.batch, samples=loaded.samples, finished=loaded.finished)
+            self.start = loaded.start
         elif not (self.pending and epoch == self.epoch):
             self.move_to(epoch)
 
     def begin(self) -> int:
         """A new iteration begins; returns its token."""
+        if self.live:
+            self._drop()
+        moved_on = bool(self.requested is None and not self.pending and self.batch and not self._is_at_end())
+        if self.track is not None:
+            self.track.begin(moved_on=moved_on)
         if self.requested is not None:
             self.move_to(self.requested)
         elif not self.pending:
             self.move_to(self.epoch + 1)
         self.pending, self.live = False, True
         self.token = next(_tokens)
-        if self.track is not None:
-            self.track.begin()
         return self.token
+
+    def _is_at_end(self) -> bool:
+        return self.finished or (self.size is not None and self.batch >= self.size)
+
+    def _drop(self) -> None:
+        if self.track is not None and self.batch and not self._is_at_end():
+            self.track.drop()
 
     def abandon(self) -> None:
         """The iteration that has just begun could not be set up; the next one starts where it would have."""
@@ -136,6 +154,8 @@ class Cursor:
             self.finished = self.finished or exhausted
             if self.track is not None:
                 self.track.end(exhausted=exhausted)
+                if not exhausted:
+                    self._drop()
             if self.requested is not None:
                 self.move_to(self.requested)
 

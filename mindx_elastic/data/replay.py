@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,17 +19,17 @@ from mindx_elastic.data.permutation import mix, mix_array
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
 from mindx_elastic.data.random_streams import (
     SeededDataset,
+    SeparateStreams,
+    advance_streams,
     as_collated,
     capture_streams,
-    preserved_streams,
-    restore_streams,
 )
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.data.workers import WorkerSet, WorkerStart, make_torch_loader, open_iterator
 from mindx_elastic.errors import MismatchError, UsageError
 
-__all__ = ["ReplayLoader", "iterates_as_stock"]
+__all__ = ["ReplayLoader", "is_stream", "is_torchdata", "iterates_as_stock"]
 
 _KIND = "replay"
 _STREAMS = "datasets.iterable_dataset"
@@ -48,10 +48,8 @@ class ReplayLoader:
     What is weaker than `ResumableLoader`:
     - skipping takes time in proportion to the batches consumed, and for iterable data sets as long as
       loading them;
-    - the order is exact only if it follows from the noted state: a sampler that draws from a *global*
-      stream in the middle of the epoch, or an iterable data set with ``num_workers=0`` that does, sees
-      other numbers after a resume, because the model's own draws are not replayed. One that seeds itself at
-      the start, or runs in workers, is exact;
+    - the order is exact only if it follows from the noted state. What samplers and iterable data sets draw from
+      the *global* streams does: in each epoch they have streams of their own, which begin as the global ones;
     - augmentation is seeded per sample for map-style data sets (by its place in the epoch) and so resumes
       exactly. With ``per_sample_seed=False`` it comes from the workers' running streams and differs after a
       resume when workers are used; iterable data sets replay their worker streams, so there `num_workers`
@@ -80,6 +78,7 @@ class ReplayLoader:
         self._kind = type(loader)  # the class may be exchanged, see `data.adoption`
         # A subclass with its own __iter__ decides by itself what a batch is: its batches are loaded and dropped.
         self._stock = loader if isinstance(loader, DataLoader) and iterates_as_stock(loader) else None
+        self._following: list[dict[str, Any]] = []  # what begins the epochs after the loaded one
         self._skipper: _SkippingSampler | None = None
         if self._stock is not None and not isinstance(self._stock.dataset, IterableDataset):
             self._skipper = _SkippingSampler(self._stock, seeded=per_sample_seed)
@@ -111,16 +110,21 @@ class ReplayLoader:
         announce: Callable[[], None] | None = None
         try:
             self._settings = self._current_settings()
+            cursor.size = self._length()
+            if cursor.start is None and self._following:
+                cursor.start = self._following.pop(0)
             if cursor.start is None:
                 # Streams are restored before torch draws from them, as in a run that was never stopped.
                 self._announce()
                 cursor.start = self._capture()
-                opened = self._open(0)
+                advance_streams()  # or the next epoch would begin with the same ones, if the training draws none
+                skip = 0
             else:
                 announce = self._announce
-                with preserved_streams():
-                    self._restore(cursor.start)
-                    opened = self._open(cursor.batch)
+                self._restore(cursor.start)
+                skip = cursor.batch
+            self._streams = SeparateStreams(cursor.start["streams"])
+            opened = self._open(skip)
         except BaseException:
             cursor.abandon()
             raise
@@ -133,11 +137,11 @@ class ReplayLoader:
         """
         return self.state_at(self._engine.cursor)
 
-    def state_at(self, at: Mark | Cursor) -> dict[str, Any]:
-        """The same for an earlier position."""
+    def state_at(self, at: Mark | Cursor, later: Sequence[Mark] = ()) -> dict[str, Any]:
+        """The same for an earlier position. `later`: those after it, up to the present one."""
         if self._settings is None:
             self._settings = self._current_settings()
-        return {
+        state = {
             **self._settings,
             "epoch": at.epoch,
             "batch": at.batch,
@@ -145,6 +149,10 @@ class ReplayLoader:
             "finished": at.finished,
             "start": at.start,
         }
+        begun = {id(mark.start): mark.start for mark in later if mark.start is not None and mark.start is not at.start}
+        if begun:
+            state["following"] = list(begun.values())  # epochs that have begun have drawn what they draw
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iteration replays up to this position.
@@ -156,18 +164,19 @@ class ReplayLoader:
         check_numbers(state)
         self._engine.cursor.move_to(state["epoch"], batch=state["batch"], finished=bool(state.get("finished")))
         self._engine.cursor.start = state.get("start")
+        self._following = list(state.get("following") or ())
         self._settings = None
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
-        found = {name: _capture_part(part, own_state=part is not self.loader) for name, part in self._parts().items()}
+        found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
         try:
             with self._engine.set_aside(self):
                 yield
         finally:
             for name, part in self._parts().items():
-                _restore_part(part, found.get(name, {}))
+                _restore_part(part, found.get(name, {}), self.loader)
 
     def shutdown(self) -> None:
         """End the worker processes now: ask, wait half a second, SIGKILL.
@@ -195,18 +204,20 @@ class ReplayLoader:
 
     def _open(self, skip: int) -> tuple[Iterator[Any], WorkerSet | None]:
         if self._skipper is not None:
-            self._skipper.begin_at(skip, self._hash(_SAMPLE))
+            self._skipper.begin_at(skip, self._hash(_SAMPLE), self._streams)
             opened = self._engine.open(self._build, persistent=self._persistent)
             self._skipper.skip_now()
             return opened
-        if self._stock is None:
-            opened = self._open_foreign()
-        else:
-            opened = self._engine.open(self._build, persistent=False)
+        with self._streams.used():
+            if self._stock is None:
+                opened = self._open_foreign()
+            else:
+                opened = self._engine.open(self._build, persistent=False)
+        batches = _Apart(opened[0], self._streams)
         for done in range(skip):
-            if next(opened[0], _END) is _END:
+            if next(batches, _END) is _END:
                 raise _too_short(done, skip)
-        return opened
+        return batches, opened[1]
 
     def _open_foreign(self) -> tuple[Iterator[Any], WorkerSet | None]:
         loader = self.loader
@@ -268,7 +279,6 @@ class ReplayLoader:
             _restore_part(part, start["parts"].get(name, {}), self.loader)
         # Only now: a sampler may have another length in each epoch.
         check_unchanged(_KIND, {**start, "kind": _KIND}, {"length": self._length()})
-        restore_streams(start["streams"])
 
     def _length(self) -> int | None:
         try:
@@ -278,6 +288,17 @@ class ReplayLoader:
 
 
 _END = object()
+
+
+class _Apart(Iterator[Any]):
+    """Fetches with streams of its own: a replay, in which the training draws nothing, comes out the same."""
+
+    def __init__(self, batches: Iterator[Any], streams: SeparateStreams) -> None:
+        self.wrapped, self._streams = batches, streams
+
+    def __next__(self) -> Any:
+        with self._streams.used():
+            return next(self.wrapped)
 
 
 class _AsItWas:
@@ -298,7 +319,20 @@ class _AsItWas:
 def iterates_as_stock(loader: DataLoader[Any]) -> bool:
     """Whether the batches of `loader` are those of its samplers: a subclass with its own ``__iter__`` may differ."""
     kind = type(loader)
+    if kind.__name__ == "StatefulDataLoader" and is_torchdata(kind):
+        return True
     return kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator
+
+
+def is_torchdata(kind: type) -> bool:
+    """Whether it is a class of torchdata's, which need not be installed."""
+    return kind.__module__.split(".")[0] == "torchdata"
+
+
+def is_stream(value: Any) -> bool:
+    """Whether it is a stream of Hugging Face's `datasets`: the order of an epoch follows from the epoch's number alone,
+    and its own state, which is a position inside of the epoch, leaves out the shuffle buffer."""
+    return any(kind.__name__ == "IterableDataset" and kind.__module__ == _STREAMS for kind in type(value).__mro__)
 
 
 # --- skipping what was consumed, without loading it ---
@@ -325,10 +359,11 @@ class _SkippingSampler(Sampler[Any]):
         self._skip = 0
         self._prefix = 0
         self._walk: _Walk | None = None
+        self.streams: SeparateStreams
 
-    def begin_at(self, skip: int, prefix: int) -> None:
-        """Where the next ``iter`` begins."""
-        self._skip, self._prefix = skip, prefix
+    def begin_at(self, skip: int, prefix: int, streams: SeparateStreams) -> None:
+        """Where the next ``iter`` begins, and what the sampler draws from in place of the global streams."""
+        self._skip, self._prefix, self.streams = skip, prefix, streams
 
     def skip_now(self) -> None:
         """Skip, if torch has not asked for an item yet (without workers it asks when the caller does)."""
@@ -339,7 +374,8 @@ class _SkippingSampler(Sampler[Any]):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        self._walk = _Walk(iter(self.inner), self)
+        with self.streams.used():
+            self._walk = _Walk(iter(self.inner), self)
         return self._walk
 
 
@@ -349,6 +385,7 @@ class _Walk(Iterator[Any]):
 
     def __init__(self, items: Iterator[Any], sampler: _SkippingSampler) -> None:
         self._items = items
+        self._streams = sampler.streams
         self._skip = sampler._skip
         self._prefix = sampler._prefix
         self._batched = sampler.batched
@@ -359,7 +396,8 @@ class _Walk(Iterator[Any]):
         wanted, self._skip = self._skip, 0
         for done in range(wanted):
             try:
-                item = next(self._items)
+                with self._streams.used():
+                    item = next(self._items)
             except StopIteration:
                 raise _too_short(done, wanted) from None
             self._place += len(item) if self._batched else 1
@@ -367,7 +405,8 @@ class _Walk(Iterator[Any]):
     def __next__(self) -> Any:
         if self._skip:
             self.skip_now()
-        item = next(self._items)
+        with self._streams.used():
+            item = next(self._items)
         count = len(item) if self._batched else 1
         first, self._place = self._place, self._place + count
         if not self._seeded:
@@ -384,14 +423,14 @@ def _capture_part(part: Any, loader: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"rngs": {name: state_of(rng) for name, rng in _generators(part, loader).items()}}
     if isinstance(epoch := _epoch_of(part), int):
         found["epoch"] = epoch
-    if _keeps_state(part) and not _begins_by_epoch(part) and part is not loader:  # some loaders start workers to answer
+    if _keeps_state(part) and not is_stream(part) and part is not loader:  # some loaders start workers to answer
         found["state"] = copy.deepcopy(part.state_dict())
     return found
 
 
 def _restore_part(part: Any, found: Mapping[str, Any], loader: Any) -> None:
     """Put back what `_capture_part` found; what is no longer there is left out."""
-    if "state" in found and _keeps_state(part) and not _begins_by_epoch(part):
+    if "state" in found and _keeps_state(part) and not is_stream(part):
         part.load_state_dict(copy.deepcopy(found["state"]))
     if "epoch" in found and isinstance(_epoch_of(part), int):
         if hasattr(part, "set_epoch"):
@@ -412,13 +451,7 @@ def _generators(part: Any, loader: Any) -> dict[str, Any]:
 
 
 def _epoch_of(part: Any) -> Any:
-    return part.epoch if _begins_by_epoch(part) else getattr(part, "__dict__", {}).get("epoch")
-
-
-def _begins_by_epoch(part: Any) -> bool:
-    """Whether it is a stream of Hugging Face's `datasets`: the order of an epoch follows from the epoch's number alone,
-    and its own state, which is a position inside of the epoch, leaves out the shuffle buffer."""
-    return any(kind.__name__ == "IterableDataset" and kind.__module__ == _STREAMS for kind in type(part).__mro__)
+    return part.epoch if is_stream(part) else getattr(part, "__dict__", {}).get("epoch")
 
 
 def _keeps_state(part: Any) -> bool:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
+
 from mindx_elastic.data.look_ahead import Fetches
 
-__all__ = ["Mark", "Track"]
+__all__ = ["Mark", "Track", "fetching"]
+
+_FIRST = 3
+
+fetching: set[int] = set()
+"""Threads in which a followed loader is fetching: what a data set does with DataLoaders of its own is its business."""
 
 
 class Mark(NamedTuple):
@@ -32,23 +40,58 @@ class Track:
         self._keeps_marks = True
         self._handed = self._asked = self._iterations = 0
         self._exhausted = False
+        self._dropped: Fetches | None = None
+        self._first_batches: list[weakref.ref[torch.Tensor]] = []
+        self._handed_before = self._handed_at_begin = self._boundaries = 0
+        self._left_at_boundary = False
+        self.peeked = False
+        """Batches were fetched and their epoch was left before the first step."""
+        self.left_early = False
+        """An epoch was left right after a boundary, with batches left."""
         self._thread = threading.get_ident()
+        self.at_next_ask: Callable[[], None] | None = None
+        """Called once, when the training thread asks for another batch of this iteration."""
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
     @property
     def fetches(self) -> Fetches:
-        return Fetches(self._handed, self._asked, self._iterations, self._exhausted)
+        return Fetches(self._handed, self._asked, self._iterations, self._exhausted, self._dropped)
 
     def mark_after(self, number: int) -> Mark:
         """The position after `number` batches, which are at least those of the last `forget_before`."""
         return self._marks[number - self._oldest]
+
+    def marks_from(self, number: int) -> list[Mark]:
+        """The same after that number of batches, and after each one since."""
+        return list(self._marks)[number - self._oldest :]
 
     def forget_before(self, number: int) -> None:
         """Positions before that batch are not asked for again."""
         while self._oldest < number:
             self._marks.popleft()
             self._oldest += 1
+
+    def at_boundary(self) -> int:
+        """A step has ended. Returns how many batches were handed out since the last one."""
+        self._boundaries += 1
+        number, self._handed_before = self._handed - self._handed_before, self._handed
+        return number
+
+    @property
+    def newest(self) -> tuple[int, int]:
+        """Batches handed out, and the number of the newest iteration."""
+        return self._handed, self._iterations
+
+    @property
+    def batches_of_epoch(self) -> int:
+        """Handed out by the newest iteration."""
+        return self._handed - self._handed_at_begin
+
+    @property
+    def kept_batches(self) -> int:
+        """How many of its first batches the program has kept, as far as that can be seen."""
+        return sum(one() is not None for one in self._first_batches)
 
     def forget_all(self) -> int:
         """No position will be asked for. Returns how many batches were handed out."""
@@ -58,13 +101,37 @@ class Track:
 
     # --- called by the loader ---
 
-    def begin(self) -> None:
+    def begin(self, *, moved_on: bool) -> None:
+        """`moved_on`: to the next epoch, though batches of the one before were left."""
         self._iterations += 1
+        self.at_next_ask = None
+        self._handed_at_begin = self._handed
+        self.left_early |= self._left_at_boundary
+        self.peeked |= moved_on and not self._boundaries
+        self._left_at_boundary = False
+
+    def drop(self) -> None:
+        """The iteration was given up, and its epoch has more batches."""
+        self._left_at_boundary = self._handed == self._handed_before
+        self._dropped = Fetches(self._handed, self._asked, self._iterations)
 
     def ask(self) -> None:
         self._asked += 1
-        if threading.get_ident() != self._thread:
+        thread = threading.get_ident()
+        if thread != self._thread:
             self.other_thread = threading.current_thread().name
+        elif self.at_next_ask is not None:
+            look, self.at_next_ask = self.at_next_ask, None
+            look()
+
+    def see(self, batch: Any) -> None:
+        """The next batch to be handed out."""
+        if self.batches_of_epoch < _FIRST:
+            if not self.batches_of_epoch:
+                self._first_batches.clear()
+            tensor = _some_tensor(batch)
+            if tensor is not None:
+                self._first_batches.append(weakref.ref(tensor))
 
     def hand_out(self, mark: Callable[[], Mark]) -> None:
         """`mark` gives the position after this batch."""
@@ -75,3 +142,15 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
+
+
+def _some_tensor(batch: Any) -> torch.Tensor | None:
+    for _depth in range(4):
+        if isinstance(batch, torch.Tensor):
+            return batch
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        if not isinstance(batch, (list, tuple)) or not batch:
+            return None
+        batch = batch[0]
+    return None

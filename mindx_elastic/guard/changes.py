@@ -16,14 +16,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.comm_hooks import CommHooks
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Changes"]
 
+_LOOKS = (1, 2, 4, 8)
+"""Boundaries of the process."""
 _MODEL = (
-    "A resumed program builds the first model again and cannot load this. Build all parts before the guard is entered and "
-    "switch them on by requires_grad or a flag of your own, or train the next phase under a guard with its own directory"
+    "A resumed program builds the first model again and cannot load this. Build all parts before the guard is entered "
+    "and switch them on by requires_grad or a flag of your own, or train the next phase under a guard with its own "
+    "directory"
 )
 
 
@@ -39,11 +43,19 @@ class Changes:
         )
         self._schedulers = {name: t for name, t in targets.items() if isinstance(getattr(t, "lr_lambdas", None), list)}
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
+        self._hooks, self._num_boundaries = CommHooks(targets, unmanaged), 0
         collector.has_new_flags()  # those that the start has set are no news
 
     def at_boundary(self) -> None:
         """A boundary was copied. Raises UnmanagedStateError for what a start cannot make again."""
         collector = self._collector
+        if self._num_boundaries < _LOOKS[-1]:
+            self._num_boundaries += 1
+            if self._num_boundaries in _LOOKS:
+                self._hooks.look()
+        if collector.at_first_boundary is not None:
+            collector.at_first_boundary()
+            collector.at_first_boundary = None
         if collector.structure_is_new:
             collector.structure_is_new = False
             self._tell_of_ddp()
@@ -71,8 +83,8 @@ class Changes:
             if other is None:
                 self._unmanaged.risk(
                     f"{what}: its gradient is not averaged over the ranks",
-                    "Build DDP while all parameters require a gradient, with find_unused_parameters=True, and freeze them "
-                    "afterwards",
+                    "Build DDP while all parameters require a gradient, with find_unused_parameters=True, and freeze "
+                    "them afterwards",
                 )
             else:
                 self._unmanaged.certain(
@@ -92,8 +104,10 @@ class Changes:
 
 
 def _reduced(module: DistributedDataParallel) -> frozenset[int] | None:
-    """The ids of the parameters whose gradients DDP averages; None: unknown. They are those that required one when it was
-    built, of which it only tells the number."""
+    """The ids of the parameters whose gradients DDP averages; None: unknown.
+
+    They are those that required one when it was built, of which it only tells the number.
+    """
     parameters = [p for n, p in module.module.named_parameters() if n not in module.parameters_to_ignore]
     count = module._get_ddp_logging_data().get("num_parameter_tensors")
     for candidate in (parameters, [p for p in parameters if p.requires_grad]):

@@ -15,7 +15,8 @@ a module, not named                                              its parameters 
                                                                  epoch; buffers, or between epochs: a risk
 a generator                                                      it moves twice between boundaries; in an evaluation
                                                                  between epochs: a risk
-a list or deque of tensors or arrays that grows                  a risk
+a list or deque of tensors or arrays that grows, an average of   a risk
+weights in a dict, a ring buffer of arrays
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -26,9 +27,8 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -37,27 +37,29 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.kept import Kept
 from mindx_elastic.guard.movements import (
-    ContainerLook,
     GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
-from mindx_elastic.guard.strangers import Strangers, storage_of
+from mindx_elastic.guard.plain_state import PlainState
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.strangers import Strangers
 from mindx_elastic.guard.surroundings import (
     Found,
     Seen,
     attributes_of,
     find_bound,
     inner_schedulers,
-    kind_of,
     look,
     reachable,
 )
@@ -67,46 +69,8 @@ __all__ = ["Checks"]
 
 _FIRST_LOOKS = 4
 _MOVES = 2
+_ORDER_COUNTS = 3
 _MOST_WATCHED = 256
-
-
-class Kept:
-    """What the named objects keep, as far as it can be told without running the program's code."""
-
-    def __init__(self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector) -> None:
-        self.objects: set[int] = set()
-        self.tensors: set[int] = set()
-        self.storages: set[int] = set()
-        for name, target in targets.items():
-            self._add_target(target, collector.components.get(name))
-        for loader in loaders:
-            self.objects |= reachable(loader, models=False).keys()
-
-    def _add_target(self, target: Any, component: object) -> None:
-        self.objects.add(id(target))
-        if isinstance(target, nn.Module):
-            self.objects.update(map(id, target.modules()))
-            self._add_tensors([*target.parameters(), *target.buffers()])
-            if isinstance(component, ModuleComponent):
-                self._add_tensors([*component.parameters, *component.named.values()])
-        elif isinstance(target, torch.optim.Optimizer):
-            if isinstance(component, OptimizerComponent):
-                self.objects |= {id(component.optimizer), id(component.local)}
-        elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
-            self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
-        else:
-            found = reachable(target, models=kind != "loader")
-            self.objects |= found.keys()
-            self._add_tensors(value for value in found.values() if isinstance(value, torch.Tensor))
-
-    def _add_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            self.tensors.add(id(tensor))
-            if (storage := storage_of(tensor)) is not None:
-                self.storages.add(storage)
-
-    def has(self, tensor: torch.Tensor) -> bool:
-        return id(tensor) in self.tensors or storage_of(tensor) in self.storages
 
 
 @dataclass
@@ -126,7 +90,6 @@ class _Watch:
     modules: dict[int, _Watched] = field(default_factory=dict)
     generators: dict[int, _Watched] = field(default_factory=dict)
     scalers: dict[int, _Watched] = field(default_factory=dict)
-    containers: dict[int, _Watched] = field(default_factory=dict)
     scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
     schedulers: dict[int, _Watched] = field(default_factory=dict)
 
@@ -141,13 +104,18 @@ class Checks:
         collector: Collector,
         *,
         loaders: Sequence[Any] = (),
+        more: Mapping[str, object] | None = None,
+        kept: Sequence[object] = (),
         epoch: Callable[[], int],
     ) -> None:
-        """`loaders`: the named ones. `epoch`: gives the epoch of the last boundary."""
+        """`loaders`: the named ones. `more`: objects to look into that no variable may have, `kept`: those whose state
+        is kept all the same. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
-        self._loaders = tuple(loaders)
+        self._loaders, self._also_kept = tuple(loaders), tuple(kept)
+        self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
-        self._watch = _Watch()
+        self._is_on = False
+        self._watch, self._plain = _Watch(), PlainState()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
@@ -164,15 +132,19 @@ class Checks:
     # --- when ---
 
     def at_entry(self) -> None:
-        """The state is back, the training begins. Raises UnmanagedStateError."""
+        """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
+        self._is_on = True
         seen, kept = self._look(sys._getframe(1))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
+        self._check_ddp(seen)
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
         if (refusal := self._unmanaged.refusal) is not None:
             raise refusal
+        if not self._is_on:
+            return  # an evaluation
         if self._strangers.waiting:
             self._check_strangers(sys._getframe(1))
         if self._watch.schedulers:
@@ -182,9 +154,12 @@ class Checks:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
 
-    def before_save(self) -> None:
-        """A boundary is about to be saved: record what is known by now. Training thread; refuses nothing."""
-        with self._unmanaged.only_recorded():
+    def before_save(self, *, refuse: bool) -> None:
+        """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
+        else, at a stop, it is a note in the file."""
+        if not self._boundaries:
+            return
+        with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
             self._look_at_generators(seen, kept)
@@ -208,12 +183,12 @@ class Checks:
     # --- looking ---
 
     def _kept(self) -> Kept:
-        return Kept(self._targets, self._loaders, self._collector)
+        return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
-        return look(frame, self._targets, map(id, loose)), kept
+        return look(frame, self._roots, map(id, loose)), kept
 
     def _look_again(self, frame: FrameType | None) -> None:
         seen, kept = self._look(frame)
@@ -351,6 +326,23 @@ class Checks:
                 what = f"scheduler {watched.name} belongs to an optimizer of the guard, steps and is not named"
                 self._unmanaged.certain(what, watched.remedy)
 
+    # --- DDP ---
+
+    def _check_ddp(self, seen: Seen) -> None:
+        """What keeps DDP's order of gradients from being restored. With two ranks no order counts: a + b is b + a."""
+        named = dict(ddp_modules(self._targets))
+        known, own = set(map(id, named.values())), {id(p) for p in self._collector.parameters}
+        for found in seen.modules.values():
+            module = found.value
+            if not isinstance(module, DistributedDataParallel) or id(module) in known:
+                continue
+            if module.process_group.size() >= _ORDER_COUNTS and any(id(p) in own for p in module.parameters()):
+                self._unmanaged.risk(
+                    f"module {_shown(found)} wraps the guard's model in DDP, and the guard was given the model "
+                    "inside, so the last bits of a resumed run may differ",
+                    f"Write Guard(model={found.name}, ...)",
+                )
+
     # --- what moves ---
 
     def _watch_found(self, seen: Seen, kept: Kept) -> None:
@@ -376,28 +368,10 @@ class Checks:
             if key not in watch.scheduler_likes and key not in kept.objects and id(attributes["optimizer"]) in ours:
                 look = NumbersLook.at(attributes)
                 watch.scheduler_likes[key] = _Watched(_reference(found.value), _shown(found), look, epoch)
-        self._watch_containers(seen, kept)
-
-    def _watch_containers(self, seen: Seen, kept: Kept) -> None:
-        """Containers cannot be referred to weakly: the growth of each is compared by its id, from look to look."""
-        before, epoch = self._watch.containers, self._epoch()
-        now: dict[int, _Watched] = {}
-        for key, found in seen.containers.items():
-            if key in kept.objects or type(found.value) not in (list, dict, deque):
-                continue
-            state = ContainerLook.at(found.value)
-            old = before.get(key)
-            moves = 0
-            if old is not None and old.name == _shown(found) and old.look.grew(state, found.value):
-                moves = old.moves + 1
-            if moves >= _MOVES:
-                self._unmanaged.risk(
-                    f"{_shown(found)} grows from step to step, holds tensors or arrays, and is not kept",
-                    "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict "
-                    "that has it in Guard(stateful={...})",
-                )
-            now[key] = _Watched(lambda: None, _shown(found), state, epoch, moves)
-        self._watch.containers = now
+        weights = [dict(c.named) for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
+        plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
+        for what, remedy in self._plain.look(plain, weights, kept.has):
+            self._unmanaged.risk(what, remedy)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
@@ -413,7 +387,7 @@ class Checks:
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
-        watch.containers.clear()
+        self._plain.forget()
 
     def _compare(self, kept: Kept) -> None:
         """Compare what is watched with the look before. Raises UnmanagedStateError."""
@@ -463,7 +437,10 @@ class Checks:
             watched.look, watched.epoch = now, epoch
             remedy = f"Write {self._stateful(watched)}"
             if trained and not between_epochs:
+                watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
+            elif watched.moves:
+                continue  # said before, and worse
             elif trained:
                 self._unmanaged.risk(f"module {watched.name} changes between epochs and is not named", remedy)
             elif other:
@@ -497,9 +474,9 @@ class Checks:
 
     def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
         remedy = f"Write {self._stateful(watched)}, or seed it anew in each step"
-        if between_epochs:
+        if between_epochs and watched.moves < _MOVES:
             self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
-        elif watched.moves >= _MOVES:
+        if watched.moves >= _MOVES:
             self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
 
     # --- words ---

@@ -68,8 +68,8 @@ def tell_of_compiled(collector: Collector, unmanaged: Unmanaged) -> None:
     """At a boundary: say what was compiled in the step that a resumed run may compile in another way."""
     for name, reason in collector.compiled.problems.items():
         unmanaged.risk(
-            f"torch.compile compiles {name} for sizes that vary, and which code runs depends on the order in which "
-            f"they came; a resumed run may differ in the last bits, for the same cannot be compiled again ({reason})",
+            f"torch.compile compiles {name} for sizes that vary, and a resumed run cannot compile it in the same order "
+            f"({reason}): it may differ in the last bits",
             f"{_REMEDY}. A compiled module that the guard has is exact with sizes that vary",
         )
     collector.compiled.problems.clear()

@@ -25,7 +25,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Evaluations"]
+__all__ = ["Evaluations", "WeightSample"]
 
 
 class Evaluations:
@@ -48,6 +48,7 @@ class Evaluations:
         with ExitStack() as stack:
             stack.enter_context(kept_rng())
             stack.enter_context(self._collector.kept_streams_and_flags())
+            stack.enter_context(self._loaders.outside())
             for loader in self._loaders.named:
                 if hasattr(loader, "set_aside"):
                     stack.enter_context(loader.set_aside())
@@ -68,20 +69,28 @@ class Evaluations:
     @contextmanager
     def watched_weights(self) -> Iterator[None]:
         """Inside, `UpdateGate.hold` finds out when the weights are exchanged, also where that counts no version."""
-        gate, weights = self._gate, self._collector.parameters
+        gate = self._gate
         if gate.others is not None or not gate.is_clean():
             yield
             return
-        sample = _sample(weights)
-        gate.others = lambda: (
-            None if _same(sample, _sample(weights)) else "the weights are exchanged inside guard.outside_step()"
-        )
+        sample = WeightSample(self._collector.parameters)
+        gate.others = lambda: "the weights are exchanged inside guard.outside_step()" if sample.has_changed() else None
         try:
             yield
         finally:
             put_back, gate.others = gate.others() is None, None
             if put_back:
                 gate.accept_changes()
+
+
+class WeightSample:
+    """Some elements of each parameter, to compare with them later."""
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._parameters, self._sample = parameters, _sample(parameters)
+
+    def has_changed(self) -> bool:
+        return not _same(self._sample, _sample(self._parameters))
 
 
 @torch.no_grad()

@@ -40,12 +40,13 @@ from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
 from mindx_elastic.guard.evaluations import Evaluations
 from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
+from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.loops import Loops
+from mindx_elastic.guard.loops import Loops, without_streams
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
 from mindx_elastic.guard.replicas import GradientOrders, is_replicated, outermost_replicas
@@ -83,8 +84,10 @@ class Guard:
     Arguments (all by keyword):
 
     * `model`, `optimizer`, `lr_scheduler`: one or a list; `scaler`, `loader`; `stateful`: more named objects.
-      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. A `mindx_elastic.data.ResumableLoader`
-      also carries the position inside the epoch and the randomness of its workers.
+      Whatever has ``state_dict`` and ``load_state_dict`` is saved and resumed. In `stateful` also, as they are:
+      generators (torch, numpy, `random.Random`), tensors, lists, dicts, deques, sets, arrays, and objects made of
+      these (an average with a dict of tensors, the state of a DDP communication hook). A
+      `mindx_elastic.data.ResumableLoader` also carries the position inside the epoch and the randomness of its workers.
     * `directory`, `prefix`: where ``{prefix}-{epoch}_{step_in_epoch}_breakpoint.safetensors`` goes; in ``rank_{r}/``
       folders when there are several ranks.
     * `resume`: ``"auto"`` (newest complete, verified step; else the next older one), ``"never"``, or a path.
@@ -179,6 +182,8 @@ class Guard:
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
+        self._more: Mapping[str, object] = {}
+        self._kept: Sequence[object] = ()
         self._shared_exchange: Exchange | None = None
         self._last_parts: Sequence[Part] = ()
 
@@ -188,10 +193,16 @@ class Guard:
         """For layers above, before entering: meet over `exchange`, which its owner closes after the guard (None: one of
         the guard's own), and tell each other `parts` when the state is back."""
         self._shared_exchange, self._last_parts = exchange, parts
+        self._loops.is_layered = True
 
     def expect_no_look_ahead(self) -> None:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
         self._loaders.expect_no_look_ahead()
+
+    def look_into(self, variables: Mapping[str, object], *, kept: Sequence[object] = ()) -> None:
+        """For layers above, before entering: objects of the program that no variable of its own may have, by the name
+        that it knows; and those whose state the layer keeps."""
+        self._more, self._kept = dict(variables), tuple(kept)
 
     def __enter__(self) -> Guard:
         self._loops.open(sys._getframe(1), self, self._targets)
@@ -284,13 +295,17 @@ class Guard:
             self._policies = tuple(replace(policy, save=False) for policy in self._policies)
             self._periodic = ()
             say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
-        self._take_over(start, settings)
+        if self._around.is_guest:
+            self._loops.is_layered = True
+        self._take_over(stack, start, settings)
         trains = not (evaluates or self._around.is_guest)
         self._checks = Checks(
             self._unmanaged,
             self._targets,
             self._collector,
             loaders=self._loaders.named,
+            more=self._more,
+            kept=self._kept,
             epoch=lambda: self._loops.epoch,
         )
         if trains:
@@ -332,20 +347,24 @@ class Guard:
         self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
         self.request_stop(reason, 0)
 
-    def _take_over(self, start: Start, settings: Settings) -> None:
+    def _take_over(self, stack: ExitStack, start: Start, settings: Settings) -> None:
         """The state is back: go on from it."""
         self.run_id, self._log_filter.attempt = start.run_id, start.attempt
         self._loops.take_over(self._collector.position, start.restore_streams)
+        if start.resumed is not None and start.resumed.plan.resharded:
+            self._collector.loop = without_streams(self._collector.loop)  # they are another rank's
         self._resumed_from_step = start.step
         self._saver.newest_step = start.step or 0
         self.resumed_path = None if start.resumed is None else start.resumed.path
+        if start.resumed is not None:
+            tell_of_hash_seed(start.resumed.checkpoint.info.coordinates, self._unmanaged)
         self._unmanaged.inherit(start.notes)
         if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
             # Put together from another rank's file and what lay in memory: on disk it is whole again.
             self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
         if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
             logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        self._loaders.enter(self._unmanaged, settings.grace_s)
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
 
     def _start_stages(
         self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
@@ -364,6 +383,7 @@ class Guard:
         self._orders = GradientOrders(
             self._targets,
             self._collector,
+            self._unmanaged,
             world_size=self.ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
         )
@@ -403,6 +423,7 @@ class Guard:
             late_boundary=self._late_boundary,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
+            is_clean=self._update_gate.is_clean,
         )
         self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
         last_resort.watch_signals(self._listeners.alarm_of)
@@ -500,7 +521,7 @@ class Guard:
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         loops = self._loops
-        self._known = self._loaders.at_boundary()
+        self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
         self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
@@ -516,6 +537,7 @@ class Guard:
         if self._collector.compiled.problems:
             tell_of_compiled(self._collector, self._unmanaged)
         self._window.at_boundary(self._loops.step)
+        self._loops.at_boundary()
         self._checks.at_boundary()
         if not self._warned_of_window:
             self._warn_of_window()
@@ -536,12 +558,13 @@ class Guard:
         if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(step):
-            self._checks.before_save()
+            self._checks.before_save(refuse=False)
             self.stopper.at_limit(is_cut=self._cut)
         for policy in self._periodic:
             if self._cut and policy.due(self._loops.position):
-                self._checks.before_save()
+                self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
+        self._collector.leave_boundary()
 
     def _late_boundary(self) -> None:
         """The loop has gone on, which shows that the step counted last is one to resume from."""
@@ -600,6 +623,8 @@ class Guard:
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
+        if self._cut and not evaluations.is_inside:
+            self._loops.watch_tail()
 
     @contextmanager
     def _stoppable(self) -> Iterator[None]:
@@ -639,6 +664,7 @@ class Guard:
             if problem is not None:
                 raise UsageError(f"guard.save() must be called right after guard.step_end(): {problem}")
             options, target = self._options, None if path is None else Path(path)
+            self._collector.return_to_boundary()
             if self._witness is not None and target is not None:
                 target = self._witness.redirected_file(target)
             return self._saver.save_to(target, options.folder, options.prefix, reason).path
@@ -651,6 +677,7 @@ class Guard:
             pass
         if problem is None:
             with self._stoppable():
+                self._collector.return_to_boundary()
                 return self._saver.save_periodic(policy)
         logger.error("step %d is not saved: %s", self._step, problem)
         return False
@@ -699,7 +726,8 @@ class Guard:
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
         self._loops.leave()
-        if self._step and not self._known and self._finished_step and self._loaders.settle():
+        if self._loops.step and not self._known and self._finished_step:
+            self._loaders.settle()
             self._copy_boundary()
         self._saver.drain()
         if self.stopper.at_end():

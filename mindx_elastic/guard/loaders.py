@@ -6,40 +6,48 @@ of the batches that steps have used (`data.look_ahead`), not of those that the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader
 
 from mindx_elastic.core.events import logger
-from mindx_elastic.data import ReplayLoader, ResumableLoader
+from mindx_elastic.data import FunctionLoader, ReplayLoader, ResumableLoader
 from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.look_ahead import LookAhead
 from mindx_elastic.data.position import epoch_reader, num_batches
+from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "Loaders"]
 
+_Ours: TypeAlias = ResumableLoader | ReplayLoader | FunctionLoader
 _AHEAD, _PER_STEP = "ahead", "per_step"  # in the state of a loader, beside its position
 
 
 class FollowedLoader:
     """A loader of ours, as a checkpoint sees it: its state is that of the batches that were used."""
 
-    def __init__(self, name: str, loader: ResumableLoader | ReplayLoader, adoption: Adoption | None) -> None:
+    def __init__(self, name: str, loader: _Ours, adoption: Adoption | None) -> None:
         self.name, self.loader, self.adoption = name, loader, adoption
         self.engine: Engine = loader._engine
         self.track: Track | None = None
         self.look_ahead = LookAhead()
+        self.native: Any = None if adoption is None else adoption.loader
+        self.is_native = self.is_resumed = False
+        """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
         self._iteration, self._num_batches = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
+        if self.is_native:
+            return self.native.state_dict()  # type: ignore[no-any-return]
         state, ahead = self._position(), self.look_ahead.ahead
         if ahead is not None:
             state[_AHEAD], state[_PER_STEP] = ahead, self.look_ahead.per_step
@@ -52,31 +60,44 @@ class FollowedLoader:
         seen = track.fetches
         # Which of the last batches of an epoch are used, only the boundary itself tells.
         used = look_ahead.used if seen.exhausted else look_ahead.used_by(seen)
-        return self.loader.state_dict() if used == seen.handed else self.loader.state_at(track.mark_after(used))
+        if used == seen.handed:
+            return self.loader.state_dict()
+        at, *later = track.marks_from(used)
+        return self.loader.state_at(at, [*later, self.engine.cursor.mark()])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.adoption is not None:
+            if self.adoption.is_native(state):
+                self.is_native = True
+                self.adoption.end()
+                self.native.load_state_dict(state)
+                return
             self.adoption.take_seed(state)
         self.loader.load_state_dict(state)
+        self.is_resumed = True
         ahead, per_step = state.get(_AHEAD), state.get(_PER_STEP, 1)
         if isinstance(ahead, int) and ahead >= 0 and isinstance(per_step, int) and per_step > 0:
             self.look_ahead = LookAhead(ahead, per_step)
 
     def begin(self) -> None:
-        self.look_ahead = LookAhead()
+        self.look_ahead, self.is_resumed = LookAhead(), False
         if self.adoption is not None:
             self.adoption.begin()
 
     def follow(self) -> None:
-        self.track = self.engine.cursor.track = Track(self.engine.cursor.mark())
+        cursor = self.engine.cursor
+        self.track = cursor.track = Track(cursor.mark())
+        cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
 
     def leave(self) -> None:
-        self.track = self.engine.cursor.track = None
+        self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
         if self.adoption is not None:
             self.adoption.end()
 
     def epoch(self) -> int:
-        """Of the newest batch that was used."""
+        """Of the newest batch that was used; 0 where there are no epochs."""
+        if isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None:
+            return 0
         if self.track is None or not self.look_ahead.ahead:
             return self.engine.cursor.epoch
         return self.track.mark_after(self.look_ahead.used).epoch
@@ -88,22 +109,61 @@ class FollowedLoader:
             self._iteration, self._num_batches = iteration, num_batches(self.loader)
         return self._num_batches
 
+    def begin_epoch(self) -> None:
+        """The loop begins an epoch: what it has fetched before it does not use."""
+        if self.track is not None and self.look_ahead.ahead is None:
+            self.look_ahead.pass_over(self.track.fetches)
+            self.track.forget_before(self.look_ahead.used)
+
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
         track, look_ahead = self.track, self.look_ahead
         assert track is not None
+        self.engine.cursor.loaded = None
         if look_ahead.ahead == 0:  # as in most loops: every batch that was fetched was used
             look_ahead.used = track.forget_all()
             return True
         was_known = look_ahead.ahead is not None
-        if not look_ahead.at_boundary(track.fetches):
+        seen, before = track.fetches, look_ahead.used
+        if not look_ahead.at_boundary(seen):
             return False
         track.forget_before(look_ahead.used)
+        if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
+            # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
+            # reads ahead takes its first one for granted: the job stops at the next epoch's first step.
+            return False
         if look_ahead.ahead and not was_known:
             logger.info(
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
             )
         return True
+
+    def tell(self, unmanaged: Unmanaged) -> None:
+        """What the fetches since the last boundary show."""
+        track = self.track
+        assert track is not None
+        if track.other_thread is not None:
+            name, track.other_thread = track.other_thread, None
+            unmanaged.certain(
+                f"batches of {self.name} are fetched in another thread ({name}), so which of them a step has used is "
+                "not known",
+                "Iterate `mindx_elastic.data.prefetch(loader)`, which fetches in a thread and knows it",
+            )
+        if track.peeked:
+            track.peeked = False
+            if not self.is_resumed:
+                unmanaged.risk(
+                    f"a batch of {self.name} is fetched before the first step and its epoch is left, as "
+                    "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
+                    "Do it before `with guard:`, or in `with guard.outside_step():`",
+                )
+        if track.left_early:
+            track.left_early = False
+            unmanaged.risk(
+                f"the loop leaves an epoch of {self.name} right after a step, with batches left: a run that stops at "
+                "that very step goes on with this epoch, and a resumed one counts its batches from the resumed one",
+                "Leave it before the step: `for i, batch in guard.enumerate(loader): if i == n: break`",
+            )
 
 
 class Loaders:
@@ -141,10 +201,17 @@ class Loaders:
 
     def _target(self, name: str, loader: Any) -> Any:
         adoption = None
-        if isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader) and not _keeps_state(loader):
+        if is_stream(loader):
+            raise UsageError(
+                f"{name} is a stream of Hugging Face's datasets, whose own state leaves out the shuffle buffer: its "
+                "samples would be lost. Write before the guard: loader = mindx_elastic.data.from_loader(loader), or a "
+                "DataLoader over it; and iterate that"
+            )
+        adoptable = isinstance(loader, DataLoader) and not isinstance(loader, ResumableLoader)
+        if adoptable and (not _keeps_state(loader) or is_torchdata(type(loader))):
             adoption = Adoption(loader)
             loader = adoption.resumable
-        if isinstance(loader, (ResumableLoader, ReplayLoader)):
+        if isinstance(loader, (ResumableLoader, ReplayLoader, FunctionLoader)):
             followed = FollowedLoader(name, loader, adoption)
             self._followed.append(followed)
             self.named.append(loader)
@@ -162,11 +229,25 @@ class Loaders:
             stack.callback(followed.leave)
             followed.begin()
 
-    def enter(self, unmanaged: Unmanaged, worker_grace_s: float) -> None:
+    def enter(self, stack: ExitStack, unmanaged: Unmanaged, worker_grace_s: float) -> None:
         """The state is back: follow the loaders from here."""
         for loader in self.named:
             if hasattr(loader, "worker_grace_s"):
                 loader.worker_grace_s = worker_grace_s
+        adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
+        self._unmanaged = unmanaged
+        self._watch = LoaderWatch(unmanaged, adopted, self._now)
+        self._watch.has_named = bool(self.named)
+        self._watch.enter(stack)
+        self._has_fetched = self._told_idle = False
+        self._idle_after_end = 0
+        for followed in [f for f in self._followed if f.is_native]:
+            self._followed.remove(followed)
+            unmanaged.risk(
+                f"{followed.name} goes on from a position that torchdata has written, so it is not known which "
+                "batches a loop fetches ahead, and with workers augmentation differs",
+                "A run that is begun anew keeps them",
+            )
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
@@ -182,6 +263,22 @@ class Loaders:
             if followed.adoption is not None:
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
 
+    def _now(self) -> tuple[int, int] | None:
+        """Batches handed out by the first loader, and the number of its iteration, while there is one."""
+        followed = self._followed[0] if self._followed else None
+        if followed is None or followed.track is None or not followed.engine.cursor.live:
+            return None
+        return None if followed.look_ahead.ahead else followed.track.newest
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """In here batches are for an evaluation."""
+        was, self._watch.is_outside = self._watch.is_outside, True
+        try:
+            yield
+        finally:
+            self._watch.is_outside = was
+
     def shutdown(self) -> None:
         """End the workers: a stuck one would delay the exit."""
         for loader in self.named:
@@ -190,21 +287,73 @@ class Loaders:
 
     # --- steps ---
 
-    def at_boundary(self) -> bool:
-        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders."""
-        known = True
+    def at_next_ask(self, look: Callable[[], None] | None) -> None:
+        """Have `look` called when the loop asks for the next batch of its epoch, where it fetches none ahead."""
         for followed in self._followed:
+            if followed.track is not None:
+                followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
+
+    def begin_epoch(self) -> None:
+        """The loop over epochs begins one."""
+        for followed in self._followed:
+            followed.begin_epoch()
+
+    def at_boundary(self, rng: Any) -> bool:
+        """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders.
+
+        `rng`: torch's stream at the last boundary. Raises UnmanagedStateError for batches that no position covers.
+        """
+        known, fetched, idle = True, 0, bool(self._followed)
+        for followed in self._followed:
+            track = followed.track
+            assert track is not None
+            before = followed.look_ahead.used
             known = followed.at_boundary() and known
+            fetched += track.at_boundary()
+            idle = idle and followed.look_ahead.used == before
+            if track.other_thread is not None or track.left_early or track.peeked:
+                followed.tell(self._unmanaged)
+        self._watch.at_boundary(rng)
+        if fetched:
+            self._has_fetched = True
+        elif idle and known and self._has_fetched and not self._told_idle:
+            self._tell_idle()
         return known
 
-    def settle(self) -> bool:
-        """The training ends: take what was fetched as used where that is not known. Returns whether it was not."""
-        unknown = False
+    def _tell_idle(self) -> None:
+        """A step without a batch, after steps with one."""
+        followed = self._followed[0]
+        assert followed.track is not None
+        if not followed.engine.cursor.live:
+            self._idle_after_end += 1
+            if self._idle_after_end == 2 and find_cycle(followed.track.batches_of_epoch):
+                self._told_idle = True
+                self._unmanaged.certain(
+                    f"itertools.cycle({followed.name}) keeps the batches of its first epoch, and steps use them again: "
+                    "no file has them",
+                    "Begin each epoch anew: `while True: yield from loader`, or `for epoch in guard.epochs(n): "
+                    "for batch in loader:`",
+                )
+            if self._idle_after_end == 2 and followed.track.kept_batches > 1:
+                self._told_idle = True
+                self._unmanaged.risk(
+                    f"steps go on after the end of an epoch of {followed.name}, and the program keeps its batches: a "
+                    "resumed run has only those that came after the stop",
+                    "Iterate the loader anew in each epoch, instead of a list of its batches",
+                )
+            return
+        self._told_idle = True
+        self._unmanaged.risk(
+            f"a step has ended without a batch of {followed.name}, in the middle of an epoch: if it uses an earlier "
+            "batch again, a run that stops before it goes on with the next batch",
+            "Call step_end() once a batch, after all that is done with it",
+        )
+
+    def settle(self) -> None:
+        """The training ends at a step that is no boundary yet: take what was fetched as used."""
         for followed in self._followed:
-            if followed.track is not None and followed.look_ahead.ahead is None:
-                unknown = unknown or followed.look_ahead.used != followed.track.fetches.handed
+            if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)
-        return unknown
 
 
 def _keeps_state(loader: Any) -> bool:

@@ -28,15 +28,30 @@ from torch.optim.lr_scheduler import LRScheduler
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
+from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.evaluations import WeightSample
 from mindx_elastic.guard.loaders import FollowedLoader, Loaders
-from mindx_elastic.guard.own_counters import Entry, entry_of, find_own_counter, has_source, innermost_range
+from mindx_elastic.guard.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
+from mindx_elastic.guard.resumed_state import (
+    equal_trees,
+    moved_since,
+    named_streams,
+    put_back_small_state,
+    put_back_streams,
+)
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Loops"]
+__all__ = ["Loops", "without_streams"]
 
 _IDLE_ITERATIONS = 1000
+_TAILS = (1, 2, 3, 8)  # after which boundaries of the process
+_WEIGHTS_CHANGED = (
+    "weights are changed inside the guard's block, outside of its steps, and a resumed run does that again",
+    "Do it before `with guard:`, or let guard.step decide whether to do it",
+)
 _STREAMS, _ONE_STEP = "epoch_streams", "one_step_epochs"  # the keys of `Collector.loop`
 
 
@@ -49,6 +64,9 @@ class Loops:
         self._loaders, self.loaders = loaders, loaders.named
         self.asked = False
         """The program has asked where it is: an own counter of its can follow the resumed position."""
+        self.is_layered = False
+        """A layer above keeps the loop, and its callbacks may change what they like before it; or this guard does not
+        train. Then the loop is not looked at."""
         self._has_looped = False  # over `epochs` or `steps`
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
@@ -81,9 +99,17 @@ class Loops:
         late_boundary: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
+        is_clean: Callable[[], bool],
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
-        `leave_step`, `enter_step`: around code that belongs to no step."""
+        `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
+        """
+        self._is_clean, self._weights = is_clean, WeightSample(collector.parameters)
+        self._left = self._boundaries = 0
+        self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
+        self._watches_tail = False
+        self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
+        self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._running: object = None  # the loop over epochs that has yielded last
@@ -104,7 +130,7 @@ class Loops:
     def count(self) -> None:
         """A step has ended."""
         current = self._loaders.epoch()
-        if self.epoch == 0 or current not in (0, self.epoch):
+        if self.epoch == 0 or current > self.epoch:  # lower: a loader that another phase has read
             if self._suspects_epochs and not (self.asked or self._has_looped):
                 self._refuse_unseen()
             self.epoch, self.step_in_epoch = max(1, current, self.epoch), 0
@@ -115,6 +141,9 @@ class Loops:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
             self._look_for_own_counter()
+        if self._watches_tail:
+            self._watches_tail = False
+            self._loaders.at_next_ask(None)
 
     def is_boundary(self) -> bool:
         """After `count`, where no accumulation window is open: whether a run can be resumed from here.
@@ -124,6 +153,7 @@ class Loops:
         itself, with the resumed one. The first step of all does not tell: it is a boundary once its epoch ends
         (`late_boundary`), and none if a second one follows.
         """
+        self._boundaries += 1
         if self.loaders or not self._in_epoch:
             return True
         self._cuts_in_epoch += 1
@@ -152,10 +182,15 @@ class Loops:
                 f"numbers go on from loop to loop; for {num_epochs} more epochs write "
                 f"guard.epochs({self._ended + num_epochs})"
             )
-        if self._between_loops:
-            self._between_loops = False
-            self._enter_step()
-        own = self._running = object()
+        self._begin_loop()
+        if self._left and self._left != num_epochs and not (self._asked_first or self.asked):
+            self._unmanaged.risk(
+                f"a loop over guard.epochs({self._left}) was left before its end, and another loop follows, so a run "
+                "that is resumed in the second loop begins with the first one again",
+                "Let guard.position.epoch decide whether to begin the first one",
+            )
+        own, self._left = object(), num_epochs
+        self._running = own
         try:
             for epoch in range(self._first_epoch(), num_epochs + 1):
                 self._begin_epoch(epoch)
@@ -170,9 +205,35 @@ class Loops:
             self._in_epoch = False
         if self._is_resuming and self.epoch == num_epochs:  # else the resumed place is in a later loop
             self._reach_resumed_step()
-        self._ended = max(self._ended, num_epochs)
+        self._ended, self._left = max(self._ended, num_epochs), 0
         self._between_loops = True
         self._leave_step()
+
+    def _begin_loop(self) -> None:
+        if self._between_loops:
+            self._between_loops = False
+            self._enter_step()
+        if self.is_layered or self._is_resuming or self._is_clean() or not self._weights.has_changed():
+            return
+        if self.step == 0 and not self.asked:
+            self._unmanaged.certain(*_WEIGHTS_CHANGED)
+        elif not (self._asked_first or self.asked):
+            self._unmanaged.risk(*_WEIGHTS_CHANGED)
+
+    def _keep_resumed_state(self) -> None:
+        """The loop has reached the resumed place: what the program's own begin has changed is put back."""
+        if self.is_layered:
+            return
+        if not self._is_clean() and self._weights.has_changed():
+            self._unmanaged.certain(*_WEIGHTS_CHANGED)
+        if changed := put_back_small_state(self._collector):
+            logger.warning(
+                "%s: put back as at step %d, for it was changed inside the guard's block before the loop reached the "
+                "resumed place, where a run that is never stopped has long been. To change it from here on, do it "
+                "inside the loop",
+                listed(changed, 4),
+                self.step,
+            )
 
     def _first_epoch(self) -> int:
         if self._done >= self.epoch or self._is_over():
@@ -197,7 +258,7 @@ class Loops:
         for component in self._collector.components.values():
             target = component.target if isinstance(component, PlainComponent) else None
             if target is loader or (isinstance(target, FollowedLoader) and target.loader is loader):
-                state = component.state()  # type: ignore[union-attr]
+                state = component.state()
                 return state if isinstance(state, Mapping) else {}
         return {}
 
@@ -211,22 +272,26 @@ class Loops:
         self._in_epoch, self._is_late, self._cuts_in_epoch = True, False, 0
         resuming, self._is_resuming = self._is_resuming, False
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
-        if resuming and self._restore is not None:
+        if resuming:
+            self._keep_resumed_state()
+            assert self._restore is not None
             self._restore()
         self._restores = resuming and again
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
-        for loader in self.loaders:
+        for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
+        self._loaders.begin_epoch()
         loop = self._collector.loop
         if self._restores:
             self._arm(restore=True)
             if streams := loop.get(_STREAMS):
-                restore_rng(streams)
+                restore_rng(streams["global"])
+                put_back_streams(self._collector, streams["named"])
         elif not again:
-            self._collector.loop = {key: value for key, value in loop.items() if key != _STREAMS}
-            self._begin = capture_rng()
+            self._collector.loop = without_streams(loop)
+            self._begin = {"global": capture_rng(), "named": named_streams(self._collector)}
             self._arm(restore=False)
 
     def leave(self) -> None:
@@ -238,14 +303,19 @@ class Loops:
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
+        if self._is_late:
+            self._watches_tail = False  # the boundary is here
         self.leave()
+        if self._is_over():
+            self._look_at_tail()
+        self._watches_tail = False
         self._in_epoch, self._done = False, self.epoch
 
     # --- loops that count by themselves ---
 
     def _look_for_own_counter(self) -> None:
         """At the second boundary of a process that uses none of our loops. Raises UnmanagedStateError."""
-        if self._counts_elsewhere:
+        if self._counts_elsewhere or self.is_layered:
             return
         follows = any(self._copied(loader).get("batch") for loader in self.loaders)
         frame = sys._getframe(1)
@@ -276,16 +346,43 @@ class Loops:
 
     def _look_for_inner_counter(self) -> None:
         """At the second boundary of an epoch, where no loader keeps the place in it. Raises UnmanagedStateError."""
-        if self._counts_elsewhere or self._looked_inside:
+        if self._counts_elsewhere or self.is_layered or self._looked_inside or self._counted_inside:
             return
         self._looked_inside = True
         has_asked = self._asked_first or self.asked
-        found = innermost_range(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
+        found = find_inner_counter(sys._getframe(1), self._entry, self._kept, has_asked=has_asked)
         if found is not None:
             self._unmanaged.certain(
                 f"the loop at {found} begins anew when its epoch is resumed in the middle, for it counts by itself",
-                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs()",
+                "Write for step in guard.steps(number, start=0): there, inside the loop over guard.epochs(), or call "
+                "guard.step_end() once an epoch",
             )
+
+    def at_boundary(self) -> None:
+        """The boundary has been copied."""
+        if self.step in self._tail_steps:
+            self.watch_tail()
+
+    def watch_tail(self) -> None:
+        """See whether the code between this boundary and the next batch moves what the boundary has. Also after an
+        evaluation, whose result such code may note."""
+        if not self.is_layered:
+            self._watches_tail = True
+            self._loaders.at_next_ask(self._look_at_tail)
+
+    def _look_at_tail(self) -> None:
+        if not self._watches_tail:
+            return
+        self._watches_tail = False
+        moved, others = moved_since(self._collector)
+        for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
+            if names:
+                tell(
+                    f"{listed(names, 3)} moves after guard.step_end() and before the next batch, and a run that is "
+                    "stopped at that step goes on without it",
+                    "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws "
+                    "random numbers belongs into `with guard.outside_step():`",
+                )
 
     # --- the streams at the resumed place ---
 
@@ -310,14 +407,20 @@ class Loops:
         if restores and self._restores:
             assert self._restore is not None
             self._restore()
+            for loader in self.loaders:  # what comes now belongs to the step: a later iterator must not undo it
+                ready = getattr(loader, "on_iterator_ready", None)
+                if isinstance(ready, _WhenReady):
+                    ready.restores = False
         elif self._begin is not None:
-            if not equal_rng(self._begin, capture_rng()):
+            named = named_streams(self._collector)
+            if not (equal_rng(self._begin["global"], capture_rng()) and equal_trees(self._begin["named"], named)):
                 self._note_streams()
             self._begin = None
 
     def _note_streams(self) -> None:
         if self._begin is not None:
-            self._collector.loop = {**self._collector.loop, _STREAMS: pack_rng(self._begin)}
+            streams = {**self._begin, "global": pack_rng(self._begin["global"])}
+            self._collector.loop = {**self._collector.loop, _STREAMS: streams}
             self._begin = None
 
     # --- steps, enumerate ---
@@ -334,13 +437,29 @@ class Loops:
         inside = self._in_epoch
         if inside and not self.loaders and self._collector.loop.get(_ONE_STEP) is None:
             self._collector.loop = {**self._collector.loop, _ONE_STEP: False}
-        elif not inside and self._between_loops:
-            self._between_loops = False
-            self._enter_step()
+        if not inside:
+            self._begin_loop()
+        ended = (self.epoch if inside else 0, num_steps)
+        if 0 < num_steps <= self._ended_steps.get(ended[0], 0):
+            raise UsageError(
+                f"guard.steps({num_steps}): a loop before it has gone through as many steps"
+                f"{' of this epoch' * inside}, and the numbers go on from loop to loop; for {num_steps} more write "
+                f"guard.steps({self._ended_steps[ended[0]] + num_steps})"
+            )
+        self._counted_inside = self._counted_inside or inside
         idle = 0
         while (before := self.step_in_epoch if inside else self.step) < num_steps:
             self._reach_resumed_step()
+            self._boundaries = 0
             yield before + start
+            if not self.loaders:
+                self._look_at_tail()
+            if self._boundaries > 1:
+                self._unmanaged.certain(
+                    f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "
+                    "that is resumed at one before its end begins the iteration anew",
+                    "Call guard.step_end() once in an iteration, at its end",
+                )
             idle = idle + 1 if (self.step_in_epoch if inside else self.step) == before else 0
             if idle >= _IDLE_ITERATIONS:
                 raise UsageError(
@@ -349,13 +468,16 @@ class Loops:
                 )
         if inside or (self._is_resuming and before == num_steps):  # else the resumed place is in a later loop
             self._reach_resumed_step()
+        self._ended_steps = {ended[0]: num_steps}
         if not inside:
             self._between_loops = True
             self._leave_step()
 
     def _reach_resumed_step(self) -> None:
         """The code that comes now has nothing in front of it that a resumed run does again."""
-        self._is_resuming = False
+        if self._is_resuming:
+            self._is_resuming = False
+            self._keep_resumed_state()
         if self._restores:
             assert self._restore is not None
             self._restore()
@@ -370,6 +492,11 @@ class Loops:
         for batch in batches:
             yield number, batch
             number += 1
+
+
+def without_streams(loop: Mapping[str, Any]) -> dict[str, Any]:
+    """`Collector.loop` without the streams that the epoch began with."""
+    return {key: value for key, value in loop.items() if key != _STREAMS}
 
 
 class _WhenReady:

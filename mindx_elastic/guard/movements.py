@@ -6,7 +6,6 @@ A look copies a little: version counters, a few elements of some tensors, a gene
 from __future__ import annotations
 
 import random
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ContainerLook", "GeneratorLook", "Movement", "NumbersLook", "TensorsLook", "is_sharded_in_part"]
+__all__ = ["GeneratorLook", "Movement", "NumbersLook", "TensorsLook", "is_sharded_in_part"]
 
 _SAMPLED_TENSORS = 24
 _SAMPLED_ELEMENTS = 8
@@ -181,24 +180,3 @@ class NumbersLook:
     def moved(self, now: NumbersLook) -> list[str]:
         """The names of those that are others now."""
         return [name for name, value in now.numbers.items() if repr(value) != repr(self.numbers.get(name))]
-
-
-@dataclass(frozen=True)
-class ContainerLook:
-    """A list, dict or deque that holds tensors or arrays."""
-
-    length: int
-    last: int
-
-    @classmethod
-    def at(cls, container: Any) -> ContainerLook:
-        last = 0
-        if isinstance(container, (list, deque)) and len(container):
-            last = id(container[-1]) if type(container) in (list, deque) else 0
-        return cls(len(container), last)
-
-    def grew(self, now: ContainerLook, container: Any) -> bool:
-        """Whether something was added; a full deque stays as long as it is and gets another end."""
-        if now.length > self.length:
-            return True
-        return type(container) is deque and now.length == container.maxlen and now.last != self.last

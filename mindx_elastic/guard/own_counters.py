@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from mindx_elastic.guard.surroundings import program_frames
 
-__all__ = ["Entry", "OwnCounter", "entry_of", "find_own_counter", "has_source", "innermost_range"]
+__all__ = ["Entry", "OwnCounter", "entry_of", "find_inner_counter", "find_own_counter", "has_source"]
 
 _Loop: TypeAlias = "ast.For | ast.While"
 Entry: TypeAlias = "tuple[CodeType, int]"
@@ -96,18 +96,20 @@ def find_own_counter(
     )
 
 
-def innermost_range(
+def find_inner_counter(
     frame: FrameType | None, entry: Entry | None, kept: Collection[int], *, has_asked: bool
 ) -> str | None:
-    """The innermost loop around the call in `frame`, in words, where that is ``for ... in range(...)`` and begins anew
-    for certain. Arguments as for `find_own_counter`."""
+    """The innermost of several loops around the call in `frame`, in words, where it begins anew for certain: over
+    numbers or batches at hand, or with a count. Arguments as for `find_own_counter`."""
     loops = _loops_around(frame, entry)
-    if not loops:
+    if loops is None or len(loops) < 2:
         return None
     loop, place = loops[0]
-    if not isinstance(loop, ast.For) or not _counts(loop.iter) or _asks(loop, place, kept, strictly=has_asked):
+    if _asks(loop, place, kept, strictly=has_asked):
         return None
-    return None if has_asked and not _is_fixed(loop, place) else _where(loop, place)
+    if has_asked and not (isinstance(loop, ast.For) and _is_fixed(loop, place)):
+        return None
+    return _where(loop, place) if isinstance(loop, ast.For) or _own_count(loop) else None
 
 
 def _where(loop: _Loop, frame: FrameType) -> str:

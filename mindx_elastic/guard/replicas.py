@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.compiled_calls import named_modules_of
+from mindx_elastic.capture.components import unwrap_module
 from mindx_elastic.capture.ddp_order import GradientOrder
 from mindx_elastic.core.events import logger
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = [
     "GradientOrders",
@@ -24,46 +29,97 @@ __all__ = [
 
 
 def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataParallel]]:
-    """Every DDP module and its path, also below the top level (in a `ModuleDict`, under `torch.compile`)."""
-    return [
+    """Every DDP module and its path: those among the guard's objects, at any depth, and those that the guard was not
+    given but that wrap one of its modules (``ddp = DDP(model)``, ``Guard(model=model)``). All ranks find the same ones.
+    """
+    found = [
         (f"{name}.{place}" if place else name, module)
         for name, target in targets.items()
         if isinstance(target, nn.Module)
         for place, module in target.named_modules()
         if isinstance(module, DistributedDataParallel)
     ]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and _alone(targets, found):
+        found += _hidden(targets, {id(module) for _, module in found})
+    return found
+
+
+def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
+    """The parameters that are trained, by id, with their path."""
+    modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
+    return {
+        id(parameter): f"{name}.{place}"
+        for name, module in modules.items()
+        for place, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def _alone(targets: Mapping[str, Any], found: Sequence[tuple[str, DistributedDataParallel]]) -> bool:
+    """Whether some trained parameter is whole on this rank and in no DDP module of `found`."""
+    wrapped = {id(parameter) for _, module in found for parameter in module.parameters()}
+    return any(
+        parameter.requires_grad and id(parameter) not in wrapped and not isinstance(parameter, DTensor)
+        for target in targets.values()
+        if isinstance(target, nn.Module)
+        for parameter in target.parameters()
+    )
+
+
+def _hidden(targets: Mapping[str, Any], known: Collection[int]) -> list[tuple[str, DistributedDataParallel]]:
+    """DDP modules anywhere in the process around a module of `targets`. About 0.1 s in a large process."""
+    modules = named_modules_of(targets)
+    paths = {id(module): path for path, module in modules.items()}
+    living = [
+        each
+        for each in gc.get_objects()
+        # Not isinstance, which runs code of the program's proxies.
+        if issubclass(type(each), DistributedDataParallel) and id(each) not in known
+    ]
+    found: dict[str, DistributedDataParallel] = {}
+    for module in living:
+        path = paths.get(id(unwrap_module(module))) or next(
+            (paths[id(part)] for part in module.modules() if id(part) in paths and "." not in paths[id(part)]), None
+        )
+        if path is not None:
+            found[path] = module  # of two around one module the later one
+    return sorted(found.items())
 
 
 def outermost_replicas(targets: Mapping[str, Any]) -> list[nn.Module]:
     """The modules whose forward runs a replica: DDP, or the `torch.compile` wrapper around it. Both keep hooks."""
-    wrapped = {name.split(".")[0] for name, _ in ddp_modules(targets)}
-    compiled = [t for name, t in targets.items() if name in wrapped and hasattr(t, "_orig_mod")]
-    inside = {id(module) for target in compiled for module in target.modules()}
-    return [*compiled, *(module for _, module in ddp_modules(targets) if id(module) not in inside)]
+    modules = [module for _, module in ddp_modules(targets)]
+    wrappers = [t for t in targets.values() if isinstance(t, nn.Module) and hasattr(t, "_orig_mod")]
+    inside = {id(wrapper): {id(part) for part in wrapper.modules()} for wrapper in wrappers}
+    compiled = [wrapper for wrapper in wrappers if any(id(module) in inside[id(wrapper)] for module in modules)]
+    return [*compiled, *(m for m in modules if not any(id(m) in inside[id(wrapper)] for wrapper in compiled))]
 
 
 def replica_ranks(targets: Mapping[str, Any]) -> list[int]:
-    """The ranks that hold the same weights as this one, if every trained module is wrapped in DDP; empty: unknown."""
-    trained = {
-        name
-        for name, target in targets.items()
-        if isinstance(target, nn.Module) and any(p.requires_grad for p in target.parameters())
-    }
-    modules = ddp_modules(targets)
-    groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for _, module in modules}
-    if not trained or len(groups) != 1 or not trained <= {name.split(".")[0] for name, _ in modules}:
+    """The ranks that hold the same weights as this one, if DDP reduces every trained parameter; empty: unknown."""
+    modules = [module for _, module in ddp_modules(targets)]
+    groups = {tuple(sorted(dist.get_process_group_ranks(module.process_group))) for module in modules}
+    trained, reduced = _trained(targets), {id(parameter) for module in modules for parameter in module.parameters()}
+    if not trained or len(groups) != 1 or not trained.keys() <= reduced:
         return []
     return list(groups.pop())
 
 
 def ignored_parameters(targets: Mapping[str, Any]) -> frozenset[str]:
     """Paths of parameters that DDP ignores (experts of one rank, for example)."""
-    found = set()
-    for place, module in ddp_modules(targets):
-        component, _, inner = place.partition(".")
-        for name in module.parameters_to_ignore:
-            found.add(f"{component}.{inner}.{name}" if inner else f"{component}.{name}")
-    return frozenset(found)
+    ignored = {
+        id(parameter)
+        for _, module in ddp_modules(targets)
+        for name, parameter in module.module.named_parameters()
+        if name in module.parameters_to_ignore
+    }
+    modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
+    return frozenset(
+        f"{name}.{place}"
+        for name, module in modules.items()
+        for place, parameter in module.named_parameters()
+        if id(parameter) in ignored
+    )
 
 
 def is_replicated(targets: Mapping[str, Any], collector: Collector, world_size: int) -> bool:
@@ -76,10 +132,16 @@ class GradientOrders:
     """Records the gradient order of every DDP module that does not have one yet, during the first backward."""
 
     def __init__(
-        self, targets: Mapping[str, Any], collector: Collector, *, world_size: int, by_hand: bool = False
+        self,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        unmanaged: Unmanaged,
+        *,
+        world_size: int,
+        by_hand: bool = False,
     ) -> None:
         """by_hand: the user has given layouts, or the guard does not train; then there is no warning without DDP."""
-        self._collector = collector
+        self._collector, self._unmanaged = collector, unmanaged
         if world_size > 1 and not by_hand and not ddp_modules(targets) and not collector.is_sharded:
             logger.warning(
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
@@ -87,14 +149,25 @@ class GradientOrders:
             )
         self._recording: dict[str, GradientOrder] = {}
         for name, module in ddp_modules(targets):
-            if not collector.gradient_order.get(name):
-                self._recording[name] = GradientOrder(module)
-                self._recording[name].record()
+            order = GradientOrder(module, collector.gradient_order.get(name))
+            if not order.is_complete:
+                self._recording[name] = order
+                order.record()
 
     def at_boundary(self) -> None:
         """Training thread, at each boundary: keep the orders that are complete."""
         if not self._recording:
             return
         for name, order in list(self._recording.items()):
-            if order.finish():
-                self._collector.gradient_order[name] = self._recording.pop(name).order
+            is_complete = order.finish()
+            self._collector.gradient_order[name] = order.order
+            if not is_complete:
+                continue
+            del self._recording[name]
+            if not order.is_even:
+                self._collector.gradient_order[name] = []
+                self._unmanaged.risk(
+                    f"{name} is DDP with static_graph=True, and some gradients arrive several times in one backward: a "
+                    "resumed process cannot repeat its first step, and may differ in the last bits from 3 ranks on",
+                    "Write DDP(..., static_graph=False), and torch.utils.checkpoint with use_reentrant=False",
+                )

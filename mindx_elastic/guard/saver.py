@@ -22,6 +22,7 @@ from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import SaveError, UnsupportedStateError
+from mindx_elastic.guard.hash_seed import COORDINATE, own_hash_seed
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.inventory.inventory import Judged, newest_complete
@@ -69,6 +70,8 @@ class Saver:
         self.gone: Callable[[], Collection[int]] = frozenset
         """Returns the ranks known to be dead."""
         self.coordinates = {"replicas": ranks.world_size} if replicated else {}
+        if (seed := own_hash_seed()) is not None:
+            self.coordinates[COORDINATE] = seed
         """Numbers for every file's header."""
         self.newest_step = 0
         """The newest step that this process knows to be on disk: resumed from, or written by it; 0 for none."""

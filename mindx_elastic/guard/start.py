@@ -32,6 +32,7 @@ import xxhash
 from mindx_elastic.agreement.gather import Answer, Merged, Part, meet
 from mindx_elastic.alarm.peers import PeerWatch, own_identity, space_of
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.loop_head import LoopHead
 from mindx_elastic.capture.rng import restore_rng, seed_rng
 from mindx_elastic.config import FaultPaths, RankInfo
 from mindx_elastic.core.events import logger
@@ -152,7 +153,7 @@ def start_job(
         events.emit("start", step=0, outcome="fresh")
     else:
         flags.own = found.checkpoint.info.flags
-        kept, restore = _load(found, collector, targets, ranks, with_flags=not around.is_guest)
+        kept, restore = _load(found, collector, targets, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
@@ -208,36 +209,76 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
 
 
 def _load(
-    found: Resumed, collector: Collector, targets: Mapping[str, Any], ranks: RankInfo, *, with_flags: bool
+    found: Resumed,
+    collector: Collector,
+    targets: Mapping[str, Any],
+    ranks: RankInfo,
+    unmanaged: Unmanaged,
+    *,
+    with_flags: bool,
 ) -> tuple[bytes, Callable[[], None]]:
-    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts the random
-    generators back.
+    """Returns the calls that torch.compile had compiled (empty where they do not count), and what puts everything back
+    as it was at the boundary, before the first batch (see `capture.loop_head`).
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
     state = found.checkpoint.state
     for name, module in ddp_modules(targets):
         problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
-        if problem is not None:
-            logger.warning("the resumed run may differ in the last bits from an uninterrupted one: %s", problem)
+        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
+            unmanaged.risk(
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
+                f"in the last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
+            )
     own = None if found.own is None else found.own.unpack()
     if own is not None:
         state = collector.compose(state, own)
+        others = [name for name in collector.heavy_names(state) if name not in own.get("plain", {name: None})]
+        if others:
+            logger.warning(
+                "%s: this rank's own state took too long to copy at every boundary and was lost with it; that of rank "
+                "%s is used, so the run is not bit for bit the uninterrupted one",
+                listed(others, 3),
+                found.donor,
+            )
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore_rng_ = _how_to_restore_rng(found, state["rng"], ranks)
+    restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
     if with_flags:
         _say_flags(collector.load_flags(state))
+    head, saved = LoopHead(collector.components), [state]
 
-    def restore() -> None:
-        restore_rng_()
-        collector.load_streams(state)
-        if with_flags:  # `model.train()` at the loop's head runs before the first batch
-            collector.load_flags(state)
+    def put_back() -> None:
+        for each in saved:  # until the first boundary of the process
+            _put_back(each, head, collector, found.checkpoint.info.step, with_flags=with_flags)
+        restore_streams()
 
-    restore_rng_()
+    def end() -> None:
+        head.end()
+        saved.clear()  # the memory of a whole checkpoint
+
+    restore_streams()
+    collector.at_first_boundary = end
     collector.copy(collector.position)
-    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), restore
+    return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
+
+
+def _put_back(state: Mapping[str, Any], head: LoopHead, collector: Collector, step: int, *, with_flags: bool) -> None:
+    """Objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
+    if touched := head.touched():
+        collector.load_again(state, touched)
+        head.begin()
+        logger.info(
+            "put back as at step %d: %s; code has changed it before the first batch (the head of the loop runs again "
+            "in a resumed epoch)",
+            step,
+            listed(touched, 5),
+        )
+    collector.load_streams(state)
+    if with_flags:  # `model.train()` at the loop's head
+        collector.load_flags(state)
 
 
 def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:

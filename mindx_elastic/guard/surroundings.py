@@ -108,6 +108,8 @@ class Seen:
     generators: dict[int, Found] = field(default_factory=dict)
     containers: dict[int, Found] = field(default_factory=dict)
     """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
+    instances: dict[int, Found] = field(default_factory=dict)
+    """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -260,10 +262,18 @@ class _Walk:
         elif kind in ("dict", "sequence"):
             if _holds_arrays(found.value):
                 seen.containers[key] = found
-        elif kind == "instance" and "optimizer" in (attributes := attributes_of(found.value)):
+        elif kind == "instance":
+            self._note_instance(found)
+
+    def _note_instance(self, found: Found) -> None:
+        attributes = attributes_of(found.value)
+        kinds = list(map(type, attributes.values()))
+        if int in kinds and any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
+            self.seen.instances[id(found.value)] = found
+        if "optimizer" in attributes:
             has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
             if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
-                seen.scheduler_likes[key] = found
+                self.seen.scheduler_likes[id(found.value)] = found
 
     def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
         if kind == "dict":
@@ -421,6 +431,8 @@ def _place_of(frame: FrameType) -> str:
 _STANDARD = tuple({sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib")})
 _INSTALLED = ("site-packages", "dist-packages")
 _verdicts: dict[str, bool] = {}
+_listed = (0, "")  # how many modules there were when `_own_names` was made, and the name of the last one
+_own_names: list[str] = []
 
 
 def _root(module: str) -> str:
@@ -449,10 +461,15 @@ def _judge(module: str) -> bool:
 
 
 def _program_modules() -> list[types.ModuleType]:
+    global _listed
+    newest = len(sys.modules), next(reversed(sys.modules))
+    if newest != _listed:  # one was imported since; most of the two thousand are torch's
+        _own_names[:] = [name for name in list(sys.modules) if not _is_library(name)]
+        _listed = newest
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
-    for name, module in list(sys.modules.items()):
-        is_own = type(module) is types.ModuleType and module is not main and not _is_library(name)
+    for module in map(sys.modules.get, _own_names):
+        is_own = type(module) is types.ModuleType and module is not main
         if is_own and getattr(module, "__file__", None) is not None:
             found.append(module)
     return found

@@ -85,7 +85,7 @@ class CompiledReplay:
 
         callback_handler.register_start_callback(self._note)
         try:
-            with kept_rng(), _kept_state(self._roots), _quiet_ddp(self._roots):
+            with kept_rng(), _kept_state(self._roots):
                 problems = [self._run(call, repeats) for call, repeats in self._with_repeats(runs)]
         finally:
             callback_handler.remove_start_callback(self._note)
@@ -176,7 +176,7 @@ def _forward_and_backward(called: Any, arguments: tuple[Any, ...], named: dict[s
         return
     inputs = [leaf for leaf in tree_leaves((arguments, named)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     inputs += [parameter for parameter in module.parameters() if parameter.requires_grad]
-    # Not backward(): gradients, their hooks and DDP's reductions are not touched.
+    # Not backward(): gradients, their hooks and the reductions of a DDP around it are not touched.
     torch.autograd.grad(outputs, inputs, [torch.ones_like(output) for output in outputs], allow_unused=True)
 
 
@@ -220,22 +220,6 @@ def _set_gradients(parameters: Sequence[nn.Parameter], flags: Sequence[bool]) ->
     for parameter, flag in zip(parameters, flags, strict=True):
         if parameter.requires_grad != flag:
             parameter.requires_grad_(flag)
-
-
-@contextmanager
-def _quiet_ddp(roots: Sequence[nn.Module]) -> Iterator[None]:
-    """No DDP module exchanges buffers or gradients."""
-    modules = [each for root in roots for each in root.modules() if isinstance(each, DistributedDataParallel)]
-    names = ("broadcast_buffers", "require_backward_grad_sync", "require_forward_param_sync")
-    before = [[getattr(module, name) for name in names] for module in modules]
-    try:
-        for module in modules:
-            module.broadcast_buffers = module.require_backward_grad_sync = False
-        yield
-    finally:
-        for module, values in zip(modules, before, strict=True):
-            for name, value in zip(names, values, strict=True):
-                setattr(module, name, value)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.ddp_order import GradientOrder
+from mindx_elastic.capture.ddp_order import GradientOrder, split_backwards
 
 __all__ = ["replay_gradient_order"]
 
@@ -23,21 +23,24 @@ def replay_gradient_order(module: DistributedDataParallel, order: list[int]) -> 
     Returns None when the layout is restored, else the reason why it is not. Does not change parameters, buffers,
     gradients or random generators.
     """
-    if module.static_graph or module.find_unused_parameters:
-        # static_graph counts gradient hooks in its first iteration, and a replay would change the counts; with
-        # find_unused_parameters DDP never rebuilds, so there is nothing to restore.
-        return None if module.find_unused_parameters else "static_graph=True: its first step cannot be replayed"
+    if module.find_unused_parameters and not module.static_graph:
+        return None  # DDP never rebuilds, so there is nothing to restore
     parameters = GradientOrder(module).parameters
-    if sorted(order) != list(range(len(parameters))):
+    backwards = split_backwards(order)
+    sizes = {frozenset(backward) for backward in backwards}
+    # With a static graph DDP knows which parameters never get a gradient; the record has both of its first backwards.
+    fits = len(sizes) == 1 and all(size <= set(range(len(parameters))) for size in sizes)
+    if not fits or (not module.static_graph and sorted(order) != list(range(len(parameters)))):
         return f"the checkpoint recorded {len(order)} gradients, the model has {len(parameters)} that need one"
     gradients = [p.grad for p in parameters]
 
     inner = module.module
     broadcast, module.broadcast_buffers = module.broadcast_buffers, False
-    module._modules["module"] = _Replay(parameters, order)  # not inner.forward: the user's own hooks must not run
     try:
-        with torch.enable_grad():
-            module(torch.zeros(1, device=parameters[0].device)).backward()
+        for backward in backwards:
+            module._modules["module"] = _Replay(parameters, backward)  # not inner.forward: no hook of the user's runs
+            with torch.enable_grad():
+                module(torch.zeros(1, device=parameters[0].device)).backward()
     finally:
         module._modules["module"] = inner
         module.broadcast_buffers = broadcast

@@ -10,7 +10,15 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 
-__all__ = ["Callback", "CallbackList", "CallbackParams", "Callbacks", "RunContext", "as_callback_list"]
+__all__ = [
+    "Callback",
+    "CallbackList",
+    "CallbackParams",
+    "Callbacks",
+    "RunContext",
+    "as_callback_list",
+    "keeps_state",
+]
 
 
 class CallbackParams(dict[str, Any]):
@@ -172,6 +180,11 @@ class CallbackList(Callback):
             keyed.append((f"{name}.{seen[name]}", callback))
             seen[name] += 1
         return keyed
+
+
+def keeps_state(callback: Callback) -> bool:
+    """Whether the callback says by itself what of it must survive a restart."""
+    return type(callback).state_dict is not Callback.state_dict
 
 
 def as_callback_list(callbacks: Callbacks) -> list[Callback]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.train.callbacks import CallbackList, Callbacks, as_callback_list
+from mindx_elastic.train.callbacks import Callback, CallbackList, Callbacks, as_callback_list, keeps_state
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
@@ -123,6 +123,7 @@ class Model(ModelParts):
                 )
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
+                    guard.look_into(self._surroundings(given), kept=[c for c in given if keeps_state(c)])
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
@@ -150,6 +151,11 @@ class Model(ModelParts):
         finally:
             self._last_position = guard.position
             self._guard = self._training_loader = None
+
+    def _surroundings(self, callbacks: Sequence[Callback]) -> dict[str, object]:
+        """What the program has given to this object, by the names of the arguments."""
+        found: dict[str, object] = {"loss_fn": self.loss_fn, "train_step": self.step}
+        return found | {f"callbacks[{number}]": callback for number, callback in enumerate(callbacks)}
 
     def _open_guard(
         self,

@@ -354,5 +354,5 @@ def test_each_object_gets_its_component(target: object, kind: type) -> None:
 
 
 def test_an_object_without_state_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match=r"meter is a list without state_dict\(\) and load_state_dict\(\)"):
-        component_for("meter", [])
+    with pytest.raises(UsageError, match=r"meter is a list_iterator without state_dict\(\) and load_state_dict\(\)"):
+        component_for("meter", iter([]))

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.capture.update_window import _changes, _differing, _leaves
@@ -28,11 +28,13 @@ def by_all_leaves(one: Any, other: Any) -> set[str]:
     return _differing(dict(_leaves(one, "")), dict(_leaves(other, "")))
 
 
+@settings(deadline=None)
 @given(TREES, TREES)
 def test_the_changes_are_those_of_all_leaves(one: Any, other: Any) -> None:
     assert set(_changes(one, other)) == by_all_leaves(one, other)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abc"), TREES, min_size=1), st.data())
 def test_one_change_in_a_tree(tree: dict[str, Any], data: st.DataObject) -> None:
     changed = {**tree, data.draw(st.sampled_from(sorted(tree))): data.draw(TREES)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindx_elastic.core import mersenne
@@ -72,6 +72,7 @@ def test_the_fast_ways_are_used_here() -> None:
     assert isinstance(numpy_state(), NumpyState)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(PYTHON)), max_size=12), st.lists(st.sampled_from(sorted(PYTHON)), max_size=3))
 def test_python_after_any_mixture(before: list[str], after: list[str]) -> None:
     for name in before:
@@ -89,6 +90,7 @@ def test_python_after_any_mixture(before: list[str], after: list[str]) -> None:
     assert python_state() != state
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(sorted(NUMPY)), max_size=12), st.lists(st.sampled_from(sorted(NUMPY)), max_size=3))
 def test_numpy_after_any_mixture(before: list[str], after: list[str]) -> None:
     for name in before:
@@ -238,6 +240,7 @@ print(mersenne._python_is_as_expected(), type(mersenne.python_state()).__name__)
     assert done.stdout.split() == ["False", "tuple"]
 
 
+@settings(deadline=None)
 @given(st.sampled_from(sorted(PYTHON)), st.sampled_from(sorted(NUMPY)))
 def test_an_earlier_state_is_taken_over_only_where_it_is_equal(python_move: str, numpy_move: str) -> None:
     python, numpy = python_state(), numpy_state()

@@ -87,7 +87,8 @@ def test_the_global_streams_are_not_among_them() -> None:
         streams = None
 
         def __init__(self) -> None:
-            self.mine = [random._inst, np.random.mtrand._rand, torch.default_generator, random.SystemRandom()]  # type: ignore[attr-defined]
+            numpy: Any = np.random.mtrand._rand
+            self.mine = [random._inst, numpy, torch.default_generator, random.SystemRandom()]
 
     assert find_generators(Holder()) == {}
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import collections
 import itertools
 import random
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,17 @@ from torch.utils.data import DataLoader, Dataset
 from mindx_elastic import Guard
 from tests.harness import wait_until
 
-__all__ = ["BATCHES", "EPOCHS", "FORMS", "Pictures", "Run", "run_loop"]
+__all__ = [
+    "BATCHES",
+    "EPOCHS",
+    "FORMS",
+    "TAKES_A_BATCH_FOR_GRANTED",
+    "Pictures",
+    "Run",
+    "at_their_own_pace",
+    "in_two_phases",
+    "run_loop",
+]
 
 EPOCHS, BATCHES = 3, 5
 
@@ -45,6 +54,8 @@ class Run:
         self.guard, self.model, self.optimizer, self.stop_at = guard, model, optimizer, stop_at
         self.steps: list[tuple[int, list[list[int]]]] = []
         self._seen: list[list[int]] = []
+        self.before: Any = None
+        """An iterator made before the guard was entered."""
 
     def forward(self, batch: Any) -> torch.Tensor:
         x, index = batch[0], batch[1]
@@ -118,23 +129,22 @@ class Prefetcher:
 def nvidia(run: Run, loader: Any) -> None:
     for _ in run.guard.epochs(EPOCHS):
         prefetcher = Prefetcher(loader)
-        batch = prefetcher.next() if prefetcher.following is not None else None
+        batch = prefetcher.next()
         while batch is not None:
             run.train(batch)
             batch = prefetcher.next()
 
 
 def one_ahead(loader: Any) -> Iterator[Any]:
-    """timm's: a generator that is one batch ahead of what it yields."""
+    """timm's: a generator that is one batch ahead of what it yields, and that takes the first one for granted."""
     first = True
-    held = None
+    held: Any
     for following in loader:
         if not first:
-            yield held
+            yield held  # noqa: F821
         first = False
         held = following
-    if not first:
-        yield held
+    yield held
 
 
 def timm(run: Run, loader: Any) -> None:
@@ -233,6 +243,38 @@ def accumulated_nano(run: Run, loader: Any) -> None:
         run.update()
 
 
+def at_their_own_pace(run: Run, loaders: Any) -> None:
+    """Labelled data by epochs; unlabelled data one batch ahead, begun anew wherever it ends."""
+    labelled, unlabelled = loaders
+    others = iter(unlabelled)
+
+    def fetch() -> Any:
+        nonlocal others
+        try:
+            return next(others)
+        except StopIteration:
+            others = iter(unlabelled)
+            return next(others)
+
+    other = fetch()
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in labelled:
+            loss = run.forward(batch) + run.forward(other)
+            other = fetch()
+            loss.backward()
+            run.update()
+
+
+def in_two_phases(run: Run, loaders: Any) -> None:
+    first, second = loaders
+    for _ in run.guard.epochs(2):
+        for batch in first:
+            run.train(batch)
+    for _ in run.guard.epochs(4):
+        for batch in one_ahead(second):
+            run.train(batch)
+
+
 FORMS: dict[str, Callable[[Run, Any], None]] = {
     form.__name__: form
     for form in (
@@ -251,6 +293,10 @@ FORMS: dict[str, Callable[[Run, Any], None]] = {
 }
 
 
+TAKES_A_BATCH_FOR_GRANTED = ("accumulated_ahead", "timm")
+"""An epoch without batches, as the last one is for a finished run, is an error in it."""
+
+
 def run_loop(
     form: Callable[[Run, Any], None],
     directory: Path,
@@ -258,6 +304,8 @@ def run_loop(
     stop_at: int | None = None,
     workers: int = 0,
     make: Callable[[], Any] | None = None,
+    unnamed: bool = False,
+    iterate_before: bool = False,
     **options: Any,
 ) -> tuple[Run, dict[str, torch.Tensor]]:
     """One process of the job. Raises GracefulExit where it is stopped; `Run` is in its `args` then."""
@@ -267,13 +315,15 @@ def run_loop(
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     loader = make() if make else DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
-    guard = Guard(model=model, optimizer=optimizer, loader=loader, directory=directory, final_save=False, **options)
+    before = iter(loader) if iterate_before else None
+    named = None if unnamed else loader
+    guard = Guard(model=model, optimizer=optimizer, loader=named, directory=directory, final_save=False, **options)
     run = Run(guard, model, optimizer, stop_at)
+    run.before = before
     try:
         with guard:
             form(run, loader)
     except BaseException as error:
         error.run = run  # type: ignore[attr-defined]
         raise
-    assert threading.active_count() >= 1
     return run, {name: value.clone() for name, value in model.state_dict().items()}

@@ -269,6 +269,19 @@ EXACT = {
             update(net(x).square().mean(), opt)
             best, best_net = copy.deepcopy(net.state_dict()), copy.deepcopy(net)
         """,
+    "batches and statistics in containers": """
+        class Meter:
+            def __init__(self): self.sums, self.count, self.weights = torch.zeros(3), 0, torch.ones(3)
+            def update(self, out): self.sums = self.sums + out.detach().sum(0); self.count += 1
+        meter, static, stats = Meter(), {"x": torch.zeros(5, 3)}, {}
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            global batch, grads, before
+            batch = {"x": x, "y": torch.ones(5)}; static["x"].copy_(x)
+            before = {n: p.detach().clone() for n, p in net.named_parameters()}
+            out = net(static["x"]); update(out.square().mean(), opt); meter.update(out)
+            grads = [p.grad.clone() for p in net.parameters()]; stats["grads"] = grads
+        """,
     "a temperature that is named": """
         log_alpha = torch.zeros(1, requires_grad=True); alpha_opt = torch.optim.Adam([log_alpha], lr=0.1)
         PARTS = dict(model=net, optimizer=[opt, alpha_opt], stateful={"alpha": torch.nn.ParameterList([log_alpha])})
@@ -547,6 +560,46 @@ NOTED = {
             memory.items.append((np.ones(3), 1, 0.5)); update(net(x).square().mean(), opt)
         """,
         '"memory.items" (list, train.py) grows from step to step, holds tensors or arrays, and is not kept',
+    ),
+    "a replay buffer of arrays": (
+        """
+        class Memory:
+            def __init__(self): self.states, self.rewards, self.at, self.size = np.zeros((50, 3)), np.zeros(50), 0, 50
+            def add(self, state, reward):
+                self.states[self.at], self.rewards[self.at] = state, reward
+                self.at = (self.at + 1) % self.size
+        memory = Memory()
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            memory.add(np.random.rand(3), 0.5); update(net(x).square().mean(), opt)
+        """,
+        '"memory" (Memory, train.py) writes into states, rewards from step to step and is not kept',
+    ),
+    "an average in a dict": (
+        """
+        class Average:
+            def __init__(self): self.shadow = {n: p.detach().clone() for n, p in net.named_parameters()}
+            def update(self):
+                for n, p in net.named_parameters(): self.shadow[n] = 0.9 * self.shadow[n] + 0.1 * p.detach()
+        average = Average()
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt); average.update()
+        """,
+        (
+            '"average.shadow" (dict, train.py) looks like an average of the weights, changes in the training, and is '
+            "not kept"
+        ),
+    ),
+    "an average in a list": (
+        """
+        shadow = [p.detach().clone() for p in net.parameters()]
+        PARTS = dict(model=net, optimizer=opt)
+        def step():
+            update(net(x).square().mean(), opt)
+            with torch.no_grad():
+                for s, p in zip(shadow, net.parameters()): s.lerp_(p, 0.1)
+        """,
+        '"shadow" (list, train.py) looks like an average of the weights, changes in the training, and is not kept',
     ),
     "a teacher in training mode": (
         """

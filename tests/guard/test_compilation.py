@@ -129,7 +129,7 @@ class Job:
 
     @property
     def words_on_compilation(self) -> list[str]:
-        return [line for line in self.warnings if "torch.compile" in line]
+        return [line for line in self.warnings if line.startswith(("torch.compile", "what torch.compile"))]
 
 
 def of_module(**options: Any) -> Job:

@@ -42,7 +42,7 @@ def test_an_update_without_a_boundary_is_not_saved_at_the_end(tmp_path: Path) ->
     """`break` between `optimizer.step()` and `step_end()`, the alarm pending: the program finishes."""
     job = Job(tmp_path)
     with job.guard:
-        for _ in range(2):
+        for _ in job.guard.steps(2):
             update(job)
             job.guard.step_end()
         update(job)
@@ -76,7 +76,7 @@ def test_a_handler_of_the_programs_that_exits_inside_an_update_saves_nothing_tor
 
     def run() -> None:
         with guard:
-            for step in range(1, 10):
+            for step in guard.steps(9):
                 network(torch.ones(3, 2)).sum().backward()
                 if step == 3:
                     optimizer.middle = lambda: signal.raise_signal(signal.SIGTERM)

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from mindx_elastic.errors import GracefulExit
-from tests.guard.loader_loops import FORMS, run_loop
+from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.guard.loaders import Loaders
+from mindx_elastic.guard.unmanaged import Unmanaged
+from tests.guard.loader_loops import (
+    BATCHES,
+    FORMS,
+    TAKES_A_BATCH_FOR_GRANTED,
+    Pictures,
+    Run,
+    at_their_own_pace,
+    in_two_phases,
+    run_loop,
+)
 from tests.guarded import no_traces, plain_environment
 
 
@@ -20,10 +36,11 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def check(form: str, directory: Path, stops: list[int] | None = None, **options: object) -> None:
+def check(form: str, directory: Path, stops: list[int] | None = None, **options: Any) -> None:
     loop = FORMS[form]
     whole, weights = run_loop(loop, directory / "whole", **options)
-    for stop in stops or range(1, len(whole.steps) + 1):
+    last = len(whole.steps) - (form in TAKES_A_BATCH_FOR_GRANTED)
+    for stop in stops or range(1, last + 1):
         at = directory / str(stop)
         with pytest.raises(GracefulExit) as caught:
             run_loop(loop, at, stop_at=stop, **options)
@@ -36,3 +53,244 @@ def check(form: str, directory: Path, stops: list[int] | None = None, **options:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_boundary(form: str, tmp_path: Path) -> None:
     check(form, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["nano", "nvidia", "timm", "three_ahead", "accumulated_ahead"])
+def test_with_workers(form: str, tmp_path: Path) -> None:
+    """At the first boundary, in the middle, at an epoch's end and at the next one's begin."""
+    last = 3 if form == "accumulated_ahead" else BATCHES
+    check(form, tmp_path, [1, 2, last, last + 1], workers=2)
+
+
+@pytest.mark.parametrize("form", ["nano", "endless", "timm", "three_ahead"])
+@pytest.mark.parametrize("kind", ["sampler", "stream", "running"])
+def test_a_replayed_loader(form: str, kind: str, tmp_path: Path) -> None:
+    """Its sampler or data set draws from the global streams in mid-epoch, some batches before they are used."""
+    loaders: dict[str, Callable[[], Any]] = {
+        "sampler": lambda: DataLoader(Pictures(), batch_size=2, sampler=Drawing()),
+        "stream": lambda: DataLoader(DrawingStream(), batch_size=2),
+        "running": Drawn,
+    }
+    check(form, tmp_path, [1, 3, BATCHES, BATCHES + 1, 2 * BATCHES - 1], make=loaders[kind])
+
+
+class Drawing(Sampler[int]):
+    def __len__(self) -> int:
+        return 2 * BATCHES
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(len(self)):
+            yield random.randrange(2 * BATCHES) + int(torch.randint(1, ()))
+
+
+class DrawingStream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        pictures = Pictures()
+        for _ in range(2 * BATCHES):
+            yield pictures[int(torch.randint(len(pictures), ()))]
+
+
+class Drawn(DataLoader[Any]):
+    """A subclass that decides by itself what a batch is."""
+
+    def __init__(self) -> None:
+        super().__init__(Pictures(), batch_size=2, shuffle=True)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        for x, index in super().__iter__():
+            assert len(self) == BATCHES
+            yield x + torch.rand(()), index
+
+
+@pytest.mark.parametrize("form", [at_their_own_pace, in_two_phases])
+def test_two_loaders(form: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make() -> Any:
+        return [DataLoader(Pictures(), 2, shuffle=True), DataLoader(Pictures(6), 2, shuffle=True)]
+
+    monkeypatch.setitem(FORMS, "two", form)
+    check("two", tmp_path, [2, 4, BATCHES, 8, 12], make=make)
+
+
+# --- adoption ---
+
+
+def test_a_stock_loader_is_adopted_and_given_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="mindx_elastic")
+    loader = DataLoader(Pictures(), batch_size=2, shuffle=True)
+    seen: list[Any] = []
+
+    def look(run: Run, loader: Any) -> None:
+        seen.extend([type(loader) is DataLoader, isinstance(loader, DataLoader), repr(type(loader)), len(loader)])
+        copied = pickle.loads(pickle.dumps(loader))
+        seen.extend([type(copied) is DataLoader, run.guard.loader.state_dict()["batch"]])
+        FORMS["plain"](run, loader)
+
+    run_loop(look, tmp_path, make=lambda: loader)
+    assert seen == [False, True, repr(DataLoader), BATCHES, True, 0]
+    assert type(loader) is DataLoader
+    assert not [name for name in vars(loader) if name.startswith("_mindx")]
+    said = [record.getMessage() for record in caplog.records if "is shuffled anew each epoch" in record.getMessage()]
+    assert len(said) == 1, "one line says how the order arises"
+
+
+def test_the_order_follows_from_torchs_seed(tmp_path: Path) -> None:
+    def seeded(seed: int) -> Any:
+        def make() -> Any:
+            torch.manual_seed(seed)
+            return DataLoader(Pictures(), batch_size=2, shuffle=True)
+
+        return make
+
+    runs = [run_loop(FORMS["plain"], tmp_path / str(n), make=seeded(seed))[0] for n, seed in enumerate((1, 1, 2))]
+    assert runs[0].steps == runs[1].steps
+    assert runs[0].steps != runs[2].steps
+
+
+def test_a_seed_that_differs_after_a_stop_does_not_change_the_epoch(tmp_path: Path) -> None:
+    seeds = iter([7, 8])
+
+    def make() -> Any:
+        torch.manual_seed(next(seeds))
+        return DataLoader(Pictures(), batch_size=2, shuffle=True)
+
+    with pytest.raises(GracefulExit) as caught:
+        run_loop(FORMS["plain"], tmp_path, stop_at=3, make=make)
+    second, _ = run_loop(FORMS["plain"], tmp_path, make=make)
+    steps = caught.value.run.steps + second.steps  # type: ignore[attr-defined]
+    first_epoch = [index for _, batches in steps[:BATCHES] for batch in batches for index in batch]
+    assert sorted(first_epoch) == list(range(2 * BATCHES))
+
+
+def test_a_persistent_loader_and_what_is_set_on_it_later(tmp_path: Path) -> None:
+    def make() -> Any:
+        loader = DataLoader(Pictures(), batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+        loader.collate_fn = shifted
+        return loader
+
+    check("plain", tmp_path, [2, BATCHES], make=make)
+    with_it, _ = run_loop(FORMS["plain"], tmp_path / "shifted", make=make)
+    assert min(min(batch) for _, batches in with_it.steps for batch in batches) == 100
+
+
+def shifted(samples: list[Any]) -> Any:
+    x, index = torch.utils.data.default_collate(samples)
+    return x, index + 100
+
+
+# --- torchdata and Hugging Face's datasets, and stand-ins with their protocols ---
+
+
+def stateful_loader(**options: Any) -> Any:
+    module = pytest.importorskip("torchdata.stateful_dataloader")
+    return module.StatefulDataLoader(Pictures(), batch_size=2, shuffle=True, **options)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchdatas_loader(workers: int, tmp_path: Path) -> None:
+    check("nano", tmp_path, [1, 3, BATCHES], make=lambda: stateful_loader(num_workers=workers))
+
+
+class _Stateful(DataLoader[Any]):
+    """As torchdata's: an ``__iter__`` of its own, which keeps the iterator, and a state that holds what was fetched."""
+
+    def __iter__(self) -> Any:
+        self._own = self._get_iterator()
+        return self._own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"_num_yielded": self._own._num_yielded if hasattr(self, "_own") else 0}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.loaded = dict(state)
+
+
+_Stateful.__name__, _Stateful.__module__ = "StatefulDataLoader", "torchdata.stateful_dataloader.stateful_dataloader"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_with_torchdatas_protocol(workers: int, tmp_path: Path) -> None:
+    def make() -> Any:
+        return _Stateful(Pictures(), batch_size=2, shuffle=True, num_workers=workers)
+
+    check("nano", tmp_path, [2, BATCHES], make=make)
+
+
+def test_a_position_that_torchdata_wrote_is_gone_on_from() -> None:
+    loader = _Stateful(Pictures(), batch_size=2)
+    loaders = Loaders(loader, None)
+    with ExitStack() as stack:
+        loaders.begin(stack)
+        loaders.argument.load_state_dict({"_num_yielded": 3})
+        unmanaged = Unmanaged("error")
+        loaders.enter(stack, unmanaged, 1.0)
+        assert loader.loaded == {"_num_yielded": 3}
+        assert type(loader) is _Stateful
+        assert "torchdata" in unmanaged.notes[0]
+        assert loaders.argument.state_dict() == {"_num_yielded": 0}
+        assert loaders.at_boundary(None)
+
+
+class _Stream(IterableDataset[Any]):
+    """As Hugging Face's: the order follows from seed and epoch; the state is the place behind the shuffle buffer."""
+
+    def __init__(self) -> None:
+        self._epoch = self._place = 0
+        self._starting: dict[str, Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self._place, "epoch": self._epoch}
+
+    def load_state_dict(self, state: Any) -> None:
+        self._starting = dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        starting, draw, held = self._starting, random.Random(100 + self._epoch), []
+        self._place = starting["place"] if starting is not None and starting["epoch"] == self._epoch else 0
+        pictures = Pictures()
+        for index in range(self._place, len(pictures)):
+            self._place = index + 1
+            held.append(index)
+            if len(held) == 6:
+                yield pictures[held.pop(draw.randrange(6))]
+        draw.shuffle(held)
+        yield from (pictures[index] for index in held)
+
+
+_Stream.__name__, _Stream.__module__ = "IterableDataset", "datasets.iterable_dataset"
+
+
+@pytest.mark.parametrize("form", ["plain", "nano"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_with_a_shuffle_buffer(form: str, workers: int, tmp_path: Path) -> None:
+    stops = [3, BATCHES, BATCHES + 2]
+    check(form, tmp_path, stops, make=lambda: DataLoader(_Stream(), batch_size=2, num_workers=workers))
+
+
+def test_hugging_faces_stream(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+
+    def rows() -> Iterator[dict[str, int]]:
+        yield from ({"index": index} for index in range(2 * BATCHES))
+
+    def make() -> Any:
+        stream = datasets.IterableDataset.from_generator(rows).shuffle(seed=1, buffer_size=6)
+        return DataLoader(stream, batch_size=2, collate_fn=of_rows)
+
+    check("nano", tmp_path, [3, BATCHES], make=make)
+
+
+def of_rows(rows: list[dict[str, int]]) -> Any:
+    index = torch.tensor([row["index"] for row in rows])
+    return torch.arange(4.0) * index[:, None] / 10, index
+
+
+def test_a_stream_by_itself_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"shuffle buffer.*from_loader"):
+        run_loop(FORMS["plain"], tmp_path, make=_Stream)

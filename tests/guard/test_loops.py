@@ -14,7 +14,7 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.data import ReplayLoader, ResumableLoader
-from mindx_elastic.errors import GracefulExit, UsageError
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from tests.capture.round_trip import assert_same
 from tests.guarded import Points, no_traces, plain_environment, stop_and_wait
 
@@ -99,7 +99,10 @@ def check_every_boundary(
             loop(first)
         second, result = run(loop, place, seed=99, **make_options())
         assert second.guard.resumed_from_step == stop
-        assert_same(result, expected)
+        try:
+            assert_same(result, expected)
+        except AssertionError as error:
+            raise AssertionError(f"stopped at {stop}: {error}") from None
         assert second.guard.step == steps
         assert log(first.log, second.log) == whole.log, f"stopped at {stop}"
     return whole
@@ -292,3 +295,114 @@ def test_nested_epochs_are_refused_in_words(tmp_path: Path) -> None:
         assert list(p.guard.epochs(2)) == [1, 2]
         with pytest.raises(UsageError, match="two loops over"):
             next(outer)
+
+
+def in_phases_with_code_between(p: Program) -> None:
+    for group in p.opt.param_groups:
+        group["weight_decay"] = 0.1
+    for _ in p.loader:  # an evaluation on the training's own loader
+        draw()
+    for epoch in p.guard.epochs(2):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.log.append(("first", epoch))
+            p.guard.step_end()
+        draw()
+    draw()
+    for group in p.opt.param_groups:
+        group["lr"], group["betas"] = 0.5, (0.5, 0.9)
+    norm = p.network[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    norm.reset_running_stats()
+    p.scheduler.base_lrs = [0.1]
+    for epoch in p.guard.epochs(3):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.log.append(("second", epoch))
+            p.guard.step_end()
+
+
+def test_code_between_two_phases_has_its_effect_once(tmp_path: Path) -> None:
+    check_every_boundary(in_phases_with_code_between, tmp_path)
+
+
+def test_what_is_put_back_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Program(tmp_path, stop_at=12)
+    with pytest.raises(GracefulExit), first.guard:
+        in_phases_with_code_between(first)
+    caplog.clear()
+    run(in_phases_with_code_between, tmp_path, seed=99)
+    (line,) = [r.getMessage() for r in caplog.records if "put back" in r.getMessage()]
+    assert "optimizer" in line and "step 12" in line and "model.1.running_" in line
+
+
+def test_weights_changed_before_the_resumed_place_are_refused(tmp_path: Path) -> None:
+    def again(p: Program) -> None:
+        if p.stop_at == 0:
+            nn.init.ones_(next(p.network.parameters()))
+        for _ in p.guard.epochs(3):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+
+    first = Program(tmp_path, stop_at=7)
+    with pytest.raises(GracefulExit), first.guard:
+        again(first)
+    second = Program(tmp_path)
+    with pytest.raises(UnmanagedStateError, match="a resumed run does that again"), second.guard:
+        again(second)
+
+
+def in_a_loop_that_is_left(p: Program) -> None:
+    for _ in p.guard.epochs(9):
+        for x, y in p.loader:
+            if p.guard.step >= 7:
+                break
+            p.step(x, y)
+            p.log.append("first")
+            p.guard.step_end()
+        if p.guard.step >= 7:
+            break
+    for _ in p.guard.epochs(3):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.log.append("second")
+            p.guard.step_end()
+
+
+def test_a_loop_that_is_left_goes_on_with_the_rest_of_its_epoch(tmp_path: Path) -> None:
+    whole = check_every_boundary(in_a_loop_that_is_left, tmp_path)
+    assert whole.log == ["first"] * 7 + ["second"] * 8
+
+
+def in_steps_twice(p: Program) -> None:
+    draw()
+    for _ in p.guard.steps(3):
+        p.step(*p.full_batch())
+        p.guard.step_end()
+    draw()
+    for _ in p.guard.steps(6):
+        p.step(*p.full_batch())
+        p.guard.step_end()
+
+
+def test_two_loops_over_steps(tmp_path: Path) -> None:
+    check_every_boundary(in_steps_twice, tmp_path, steps=6, make_options=no_loader)
+
+
+def with_a_generator(p: Program) -> None:
+    generator = p.guard._targets["generator"]
+    for _ in p.guard.epochs(3):
+        order = torch.randperm(8, generator=generator)
+        for number in p.guard.steps(4, start=0):
+            x = order[2 * number : 2 * number + 2].float()[:, None].expand(2, 4)
+            p.step(x, torch.tensor([0, 1]))
+            p.log.append(order.tolist())
+            p.guard.step_end()
+
+
+def test_a_named_generator_draws_the_epochs_begin_again(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"loader": None, "stateful": {"generator": torch.Generator().manual_seed(4)}}
+
+    check_every_boundary(with_a_generator, tmp_path, steps=12, make_options=make)

@@ -252,7 +252,7 @@ FINE = [
 
 @pytest.mark.parametrize("program", FINE)
 def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
-    stateful = {"stateful": {"counter": Counter()}} if program is counts_in_an_object else {}
+    stateful: dict[str, Any] = {"stateful": {"counter": Counter()}} if program is counts_in_an_object else {}
     full = (counts_from_the_guards_step, what_is_left, until_the_scheduler_ends, place_in_an_epoch, counts_in_an_object)
     loader: dict[str, Any] = {"loader": None} if program in full else {}
     p = Program(tmp_path, **stateful, **loader)
@@ -272,7 +272,8 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_program_without_source(tmp_path: Path, source: str) -> None:
     """From stdin, or made by `exec`: told when a second epoch begins, at the latest."""
-    p = Program(tmp_path, **({"loader": None} if "full_batch" in source else {}))
+    options: dict[str, Any] = {"loader": None} if "full_batch" in source else {}
+    p = Program(tmp_path, **options)
     refused = SOURCES[source]
     if not refused:
         with p.guard:
@@ -281,3 +282,129 @@ def test_a_program_without_source(tmp_path: Path, source: str) -> None:
     with pytest.raises(UnmanagedStateError, match="has not asked the guard where it stands"), p.guard:
         exec(source, {"p": p, "one": one, "__name__": "__main__"})  # noqa: S102
     assert p.guard._loops.step in (refused - 1, refused)
+
+
+def inner_list_without_loader(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            for batch in [p.full_batch() for _ in range(3)]:
+                one(p, batch)
+
+
+def inner_count_without_loader(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            number = 0
+            while number < 3:
+                one(p, p.full_batch())
+                number += 1
+
+
+def two_boundaries_an_iteration(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.steps(6):
+            one(p, p.full_batch())
+            one(p, p.full_batch())
+
+
+def weights_changed_before_the_loop(p: Program) -> None:
+    with p.guard:
+        p.network.load_state_dict({name: value * 2 for name, value in p.network.state_dict().items()})
+        for _ in p.guard.steps(3):
+            one(p, p.full_batch())
+
+
+MORE = [
+    (inner_list_without_loader, r"for batch in \[p\.full_batch\(\).* begins anew when its epoch"),
+    (inner_count_without_loader, r"while number < 3\) begins anew when its epoch"),
+    (two_boundaries_an_iteration, r"has passed 2 boundaries"),
+    (weights_changed_before_the_loop, r"weights are changed inside the guard's block"),
+]
+
+
+@pytest.mark.parametrize(("program", "words"), MORE)
+def test_refused_in_loops_of_ours(tmp_path: Path, program: Callable[[Program], None], words: str) -> None:
+    p = Program(tmp_path, loader=None)
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(p)
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+# --- what is done between step_end() and the next batch ---
+
+
+def scheduler_after_the_boundary(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                one(p, batch)
+                p.scheduler.step()
+
+
+def draws_after_the_boundary(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.steps(6):
+            one(p, p.full_batch())
+            p.log.append(p.full_batch())
+
+
+def scheduler_after_a_full_batch(p: Program) -> None:
+    with p.guard:
+        for _ in p.guard.epochs(6):
+            one(p, p.full_batch())
+            p.scheduler.step()
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "options"),
+    [
+        (scheduler_after_the_boundary, r"lr_scheduler moves after guard\.step_end\(\)", {}),
+        (draws_after_the_boundary, r"a random stream moves after", {"loader": None}),
+        (scheduler_after_a_full_batch, r"lr_scheduler moves after", {"loader": None}),
+    ],
+)
+def test_what_a_stop_would_lose_is_refused(
+    tmp_path: Path, program: Callable[[Program], None], words: str, options: dict[str, Any]
+) -> None:
+    p = Program(tmp_path, **options)
+    with pytest.raises(UnmanagedStateError, match=words):
+        program(p)
+
+
+def at_the_head_and_between(p: Program) -> None:
+    counter = p.guard._targets["counter"]
+    with p.guard:
+        for _ in p.guard.epochs(2):
+            for batch in p.loader:
+                if p.guard.step % 2 == 1:
+                    with p.guard.outside_step():
+                        p.full_batch()
+                    counter.number += 1
+                p.full_batch()
+                one(p, batch)
+                with p.guard.outside_step():
+                    p.full_batch()
+            p.scheduler.step()
+            with p.guard.outside_step():
+                p.full_batch()
+            counter.number += 1
+            p.full_batch()
+
+
+def test_the_right_places_are_left_alone(tmp_path: Path) -> None:
+    at_the_head_and_between(Program(tmp_path, stateful={"counter": Counter()}))
+
+
+def test_a_result_noted_after_the_boundary_is_a_risk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    counter = Counter()
+    p = Program(tmp_path, stateful={"counter": counter})
+    with p.guard:
+        for _ in p.guard.epochs(3):
+            for batch in p.loader:
+                one(p, batch)
+                if p.guard.step == 12:
+                    with p.guard.outside_step():
+                        p.full_batch()
+                    counter.number += 1
+    (line,) = [r.getMessage() for r in caplog.records if "moves after" in r.getMessage()]
+    assert line.startswith("counter moves after guard.step_end()") and "at the head of the loop" in line

@@ -1,12 +1,13 @@
-"""Trainings whose flags, parameter groups, masks or helper objects change in mid-run: ``changing.py directory scenario``.
+"""Trainings whose flags, groups, masks or helper objects change in mid-run: ``changing.py directory scenario``.
 
-Prints ``READY rank pid resumed_from`` and ``DONE rank sha256 step``; ``--stop-at STEP`` (several) sends a real SIGTERM to
-this process in the middle of that step. One rank, or several with DDP under torchrun.
+Prints ``READY rank pid resumed_from`` and ``DONE rank sha256 step``; ``--stop-at STEP`` (several) sends a real SIGTERM
+to this process in the middle of that step. One rank, or several with DDP under torchrun.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import hashlib
 import os
 import random
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, prune
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset
 
 import mindx_elastic as mx
@@ -36,13 +38,14 @@ class Net(nn.Module):
         self.head = nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.backbone(x))
+        return self.head(self.backbone(x))  # type: ignore[no-any-return]
 
 
 class Training:
     """A loop without surprises; the scenarios override what surprises."""
 
     ddp: ClassVar[dict[str, Any]] = {}
+    network: Any
 
     def __init__(self, directory: Path, rank: int, world_size: int) -> None:
         torch.manual_seed(0)
@@ -50,18 +53,19 @@ class Training:
         np.random.seed(0)
         self.rank = rank
         self.build()
-        self.model: nn.Module = self.network
-        if world_size > 1:
-            self.model = DistributedDataParallel(self.network, **self.ddp)
+        self.model = self.wrap(world_size)
         self.optimizer = self.make_optimizer()
         self.wrapped()
-        data = TensorDataset(torch.randn(BATCHES * 4, 8), torch.randint(0, 4, (BATCHES * 4,)))
-        self.loader = mx.data.ResumableLoader(data, batch_size=4 // world_size, shuffle=True, seed=1)
+        data = TensorDataset(torch.randn(BATCHES * 12, 8), torch.randint(0, 4, (BATCHES * 12,)))
+        self.loader = mx.data.ResumableLoader(data, batch_size=12 // world_size, shuffle=True, seed=1)
         parts = {"model": self.model, "optimizer": self.optimizer, "loader": self.loader, **self.more()}
         self.guard = mx.Guard(directory=directory, prefix="changing", **parts)
 
     def build(self) -> None:
-        self.network: nn.Module = Net()
+        self.network = Net()
+
+    def wrap(self, world_size: int) -> nn.Module:
+        return DistributedDataParallel(self.network, **self.ddp) if world_size > 1 else self.network
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.network.parameters(), lr=1e-2)
@@ -76,11 +80,14 @@ class Training:
         """At the epoch's beginning."""
         self.model.train()
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x
 
     def before(self, step: int) -> None:
         """At the step's beginning."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
 
     def after(self, step: int) -> None:
         """After the update, before the boundary."""
@@ -96,7 +103,7 @@ class Training:
                 for x, y in self.loader:
                     step = guard.position.step + 1
                     self.before(step)
-                    self.optimizer.zero_grad()
+                    self.zero_grad()
                     loss = nn.functional.cross_entropy(self.model(self.batch(x)), y)
                     loss.backward()
                     if step in stop_at and self.rank == 0:
@@ -176,13 +183,20 @@ class Unfreezing(Training):
 
 
 class Freezing(Training):
-    """The backbone is frozen from step 8 on, and its gradients stay zeros: weight decay and momentum go on."""
+    """The backbone is frozen from step 8 on."""
 
     ddp: ClassVar[dict[str, Any]] = {"find_unused_parameters": True}
 
     def before(self, step: int) -> None:
         if step == BATCHES + 2:
             self.network.backbone.requires_grad_(False)
+
+
+class FreezingZeros(Freezing):
+    """Its gradients stay zeros: weight decay and momentum go on."""
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
 
 
 class Generators(Training):
@@ -227,8 +241,67 @@ class Generators(Training):
                 self.model.eval()
                 self.draw()
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x + self.draw()
+
+
+class TrainedUnknown(Training):
+    """DDP was built while the backbone was frozen; nothing averages its gradients later."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone.requires_grad_(False)
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+
+
+class Rewrapped(TrainedUnknown):
+    """And another DDP does."""
+
+    def before(self, step: int) -> None:
+        super().before(step)
+        if step == BATCHES + 2:
+            self.model = DistributedDataParallel(self.network)
+
+
+class Sharded(Training):
+    """FSDP2, with an average that is sharded as well; unfreezing in step 8."""
+
+    def build(self) -> None:
+        super().build()
+        self.network.backbone[1] = nn.LayerNorm(16)
+        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    def wrap(self, world_size: int) -> nn.Module:
+        from torch.distributed.fsdp import fully_shard
+
+        for part in (self.network.backbone, self.network, self.average.module):
+            fully_shard(part)
+        return self.network  # type: ignore[no-any-return]
+
+    def wrapped(self) -> None:
+        self.network.backbone.requires_grad_(False)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"average": self.average}}
+
+    def before(self, step: int) -> None:
+        if step == BATCHES + 2:
+            self.network.backbone.requires_grad_(True)
+            self.network.backbone[3].eval()
+
+    def after(self, step: int) -> None:
+        self.average.update_parameters(self.network)
+        with torch.no_grad():
+            self.network.head.bias.lerp_(self.average.module.head.bias, 0.1)
+
+    def digest(self) -> str:
+        digest = hashlib.sha256(str(self.average.n_averaged).encode())
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode() + tensor.full_tensor().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 # --- groups ---
@@ -244,7 +317,7 @@ class AddedGroup(Training):
 
     def wrapped(self) -> None:
         self.network.backbone.requires_grad_(False)
-        self.steps = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
+        self.steps: Any = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.7)
 
     def more(self) -> dict[str, Any]:
         return {"lr_scheduler": self.steps}
@@ -361,6 +434,29 @@ class LeftForExport(Training):
             nn.utils.remove_weight_norm(self.network.head)
 
 
+class HeadOfLoop(Training):
+    """What people write at the head of an epoch, and what runs again in a resumed one."""
+
+    def build(self) -> None:
+        super().build()
+        self.meter = {"sum": 0.0, "history": []}
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.network.head.parameters(), lr=1e-2)
+
+    def head(self, epoch: int) -> None:
+        super().head(epoch)
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+        if epoch == 2:
+            self.optimizer.add_param_group({"params": self.network.backbone.parameters(), "lr": 1e-3})
+        if epoch == 3:
+            with torch.no_grad():
+                self.network.head.bias.zero_()
+            self.optimizer.state.clear()
+        prune.random_unstructured(self.network.head, "weight", amount=2)
+
+
 # --- names ---
 
 
@@ -374,7 +470,7 @@ class Parametrized(Training):
         self.network.extra = nn.utils.spectral_norm(nn.Linear(4, 4))
         self.network.last = prune.l1_unstructured(nn.utils.weight_norm(nn.Linear(4, 4)), "bias", amount=2)
 
-    def batch(self, x: torch.Tensor) -> torch.Tensor:
+    def batch(self, x: torch.Tensor) -> Any:
         return x + self.network.last(self.network.extra(x[:, :4])).sum() * 0.1
 
 
@@ -400,6 +496,11 @@ class Pruning(Training):
 
 class Buffered(Net):
     """Buffers that no state_dict has, that are made late, and that begin with None."""
+
+    noise: torch.Tensor
+    running: torch.Tensor
+    center: torch.Tensor | None
+    late: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,16 +528,109 @@ class Buffers(Training):
         self.network = Buffered()
 
 
+# --- objects that hide state ---
+
+
+class PowerSgd(Training):
+    """Gradients are compressed from step 3 on, with error feedback."""
+
+    named = True
+
+    def wrapped(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+
+        self.state = power.PowerSGDState(
+            None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        )
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(self.state, power.powerSGD_hook)
+
+    def more(self) -> dict[str, Any]:
+        return {"stateful": {"powersgd": self.state}} if self.named else {}
+
+
+class UnnamedPowerSgd(PowerSgd):
+    named = False
+
+
+class OwnHookState:
+    def __init__(self) -> None:
+        self.scale, self.calls = 1.0, 0
+
+
+class UnnamedOwnHook(Training):
+    def wrapped(self) -> None:
+        def hook(state: OwnHookState, bucket: dist.GradBucket) -> Any:
+            state.calls += 1
+            return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
+
+        if isinstance(self.model, DistributedDataParallel):
+            self.model.register_comm_hook(OwnHookState(), hook)
+
+
+class Ema:
+    """Without state_dict, as in many recipes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.count = model, 0
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def update(self) -> None:
+        self.count += 1
+        for name, p in self.model.named_parameters():
+            self.shadow[name].lerp_(p.detach(), 1 / (1 + self.count))
+
+
+class Objects(Training):
+    """A replay buffer, a history, a counter, an EMA, an average and a temperature of one's own steer the training."""
+
+    def wrapped(self) -> None:
+        self.replay: collections.deque[Any] = collections.deque(maxlen=5)
+        self.history: list[float] = []
+        self.counts: collections.Counter[int] = collections.Counter()
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alpha_optimizer = torch.optim.Adam([self.log_alpha], lr=0.1)
+        self.ema = Ema(self.network)
+        self.average: Any = AveragedModel(self.network, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        self.scaler = torch.amp.GradScaler("cpu", enabled=False)
+
+    def more(self) -> dict[str, Any]:
+        kept = {name: getattr(self, name) for name in ("replay", "history", "counts", "log_alpha", "ema", "average")}
+        return {"optimizer": [self.optimizer, self.alpha_optimizer], "stateful": kept, "scaler": self.scaler}
+
+    def batch(self, x: torch.Tensor) -> Any:
+        self.replay.append((x, len(self.history)))
+        old, number = self.replay[random.randrange(len(self.replay))]
+        return x + 0.1 * old + 0.01 * number + 0.01 * self.ema.shadow["head.bias"].sum()
+
+    def after(self, step: int) -> None:
+        self.history.append(self.network.head.bias.sum().item())
+        self.counts[step % 3] += 1
+        self.ema.update()
+        self.average.update_parameters(self.network)
+        self.alpha_optimizer.zero_grad()
+        (self.log_alpha * (self.history[-1] + self.counts[0])).sum().backward()
+        self.alpha_optimizer.step()
+        with torch.no_grad():
+            self.network.head.bias.add_(0.01 * self.log_alpha + 0.01 * self.average.module.head.bias)
+
+
 SCENARIOS: dict[str, type[Training]] = {
+    "plain": Training,
     "frozen_norm": FrozenNorm,
     "frozen_norm_in_epoch": FrozenNormInEpoch,
     "left_in_eval": LeftInEval,
     "unfreezing": Unfreezing,
     "freezing": Freezing,
+    "freezing_zeros": FreezingZeros,
     "generators": Generators,
+    "trained_unknown": TrainedUnknown,
+    "rewrapped": Rewrapped,
+    "sharded": Sharded,
     "added_group": AddedGroup,
     "moved_group": MovedGroup,
     "added_lambda": AddedLambda,
+    "head_of_loop": HeadOfLoop,
     "replaced_head": ReplacedHead,
     "forgotten_head": ForgottenHead,
     "wider_head": WiderHead,
@@ -448,6 +642,10 @@ SCENARIOS: dict[str, type[Training]] = {
     "parametrized": Parametrized,
     "pruning": Pruning,
     "buffers": Buffers,
+    "powersgd": PowerSgd,
+    "unnamed_powersgd": UnnamedPowerSgd,
+    "unnamed_own_hook": UnnamedOwnHook,
+    "objects": Objects,
 }
 
 

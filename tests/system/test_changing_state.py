@@ -42,15 +42,20 @@ def stops(directory: Path, scenario: str, *steps: int) -> Job:
         ("unfreezing", (7, 8, 9)),
         ("unfreezing", (12, 14)),
         ("freezing", (7, 8, 9)),
+        ("freezing_zeros", (8, 9)),
         ("generators", (1, 2, 3)),
         ("generators", (6, 7)),
         ("added_group", (7, 8, 9)),
         ("added_group", (13,)),
         ("moved_group", (7, 8, 9, 10, 11)),
         ("moved_group", (14,)),
+        ("head_of_loop", (3, 8)),
+        ("head_of_loop", (12, 15)),
         ("replaced_head", (7, 8, 9)),
         ("replaced_head", (13,)),
         ("parametrized", (3, 8)),
+        ("objects", (1, 2, 3)),
+        ("objects", (9,)),
         ("pruning", (4, 5, 6, 7)),
         ("pruning", (8, 12, 14)),
         ("pruning", (15, 16)),
@@ -101,3 +106,50 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
     run_job("changing.py", tmp_path / "ckpt", "buffers", "--stop-at", 8, env={"NOISE": "0.75"}, code=143)
     resumed = run_job("changing.py", tmp_path / "ckpt", "buffers")
     assert resumed.hashes() == whole.hashes(), resumed.report()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "ranks", "step"),
+    [
+        ("powersgd", 2, 2),
+        ("powersgd", 2, 8),
+        ("powersgd", 3, 8),
+        ("sharded", 2, 5),
+        ("sharded", 2, 8),
+        ("unfreezing", 2, 7),
+        ("unfreezing", 2, 9),
+        ("freezing", 2, 10),
+        ("added_group", 2, 9),
+        ("pruning", 2, 9),
+    ],
+)
+def test_several_ranks(
+    tmp_path: Path, reference: dict[tuple[str, int], Job], scenario: str, ranks: int, step: int
+) -> None:
+    whole = uninterrupted(reference, scenario, tmp_path, ranks)
+    run_job("changing.py", tmp_path / "ckpt", scenario, "--stop-at", step, ranks=ranks, code=1)
+    resumed = run_job("changing.py", tmp_path / "ckpt", scenario, ranks=ranks)
+    assert len(resumed.matches(r"INFO resumed from")) == ranks
+    assert resumed.hashes() == whole.hashes(), f"{whole.report()}\n\n{resumed.report()}"
+
+
+def test_an_unfrozen_parameter_that_ddp_does_not_know(tmp_path: Path) -> None:
+    alone = run_job("changing.py", tmp_path / "alone", "trained_unknown", ranks=2)
+    said = alone.matches(
+        r"WARNING model: backbone\.0\.weight, .* 1 more is trained now, but its DDP was built without it: .*averaged"
+    )
+    assert len(said) == 2, alone.report()
+    other = run_job("changing.py", tmp_path / "other", "rewrapped", ranks=2, code=1)
+    assert other.matches(r"UnmanagedStateError: model: backbone.*, and another DDP was made for it"), other.report()
+
+
+@pytest.mark.parametrize(
+    ("scenario", "words"),
+    [
+        ("unnamed_powersgd", r"model: its DDP has a communication hook with state \(PowerSGDState\) that is not named"),
+        ("unnamed_own_hook", r"model: its DDP has a communication hook with state \(OwnHookState\) that is not named"),
+    ],
+)
+def test_a_communication_hook_with_state_is_named_or_refused(tmp_path: Path, scenario: str, words: str) -> None:
+    job = run_job("changing.py", tmp_path, scenario, ranks=2, code=1)
+    assert job.matches(rf"UnmanagedStateError: .*{words}"), job.report()

@@ -206,7 +206,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         wrapped = OptTFTWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
         policies = register(tmp_path).exit_policies()
         with mx.Guard(model=model, optimizer=wrapped, directory=tmp_path, policies=policies) as guard:
-            for _ in range(3):
+            for _ in guard.steps(3):
                 model(torch.ones(1, 4)).sum().backward()
                 wrapped.step()
                 wrapped.zero_grad()

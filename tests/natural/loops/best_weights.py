@@ -24,7 +24,7 @@ with guard:
             loss = F.cross_entropy(model(x), y)
             if loss.item() < best_loss:
                 best, best_loss = copy.deepcopy(model.state_dict()), loss.item()
-            elif loss.item() > best_loss + 0.2:
+            elif loss.item() > best_loss + 0.02:
                 model.load_state_dict(best)
             opt.zero_grad()
             F.cross_entropy(model(x), y).backward()

@@ -1,0 +1,178 @@
+"""Plain Python state that programs keep in a loop: lists, dicts, deques, counters, tensors, and objects of them.
+
+`snapshot` copies such a value into what a checkpoint can hold; `put_back` makes the live value equal to it again, in
+place as far as that goes, because the program has other references to it. What a checkpoint has no word for (a named
+tuple, a dataclass, an enumeration, a tensor's device) is a dict with the key `_MARK`. Classes are looked up among the
+modules that are imported, and nothing is imported or run for them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from mindx_elastic.errors import MismatchError, UnsupportedStateError
+
+__all__ = ["put_back", "snapshot"]
+
+_MARK = "__mindx_class__"
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device, torch.Size})
+_DEEPEST = 60
+
+
+def snapshot(value: Any, place: str, depth: int = 0) -> Any:
+    """A copy of `value` that a checkpoint can hold and that shares nothing mutable with it.
+
+    Raises UnsupportedStateError, which names the `place`, for what could not be put back.
+    """
+    kind = type(value)
+    if kind in _ATOMS:
+        return value
+    if depth > _DEEPEST:
+        raise UnsupportedStateError(place, f"nested deeper than {_DEEPEST} levels, or it contains itself")
+    if kind in (list, tuple, deque, set, frozenset):
+        if _ATOMS.issuperset(map(type, value)):  # numbers, in a tenth of the time
+            return value if kind in (tuple, frozenset) else value.copy()
+        items = [snapshot(item, f"{place}.{number}", depth + 1) for number, item in enumerate(value)]
+        return deque(items, value.maxlen) if kind is deque else items if kind is list else kind(items)
+    if kind in (dict, OrderedDict, defaultdict, Counter):
+        if _MARK in value:
+            raise UnsupportedStateError(place, f"the key {_MARK!r} is taken")
+        pairs = ((key, snapshot(item, f"{place}.{key}", depth + 1)) for key, item in value.items())
+        return Counter(dict(pairs)) if kind is Counter else OrderedDict(pairs) if kind is OrderedDict else dict(pairs)
+    if isinstance(value, torch.Tensor):
+        return _tensor(value)
+    if hasattr(value, "dtype") and kind.__module__ == "numpy":
+        return value.copy()  # arrays and scalars
+    if isinstance(value, Enum):
+        return {_MARK: _path(kind), "name": value.name}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return {_MARK: _path(kind), "values": snapshot(tuple(value), place, depth + 1)}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {_MARK: _path(kind), "fields": snapshot(_fields(value), place, depth + 1)}
+    raise UnsupportedStateError(
+        place,
+        f"a {kind.__module__}.{kind.__qualname__} cannot be kept here; use numbers, strings, tensors, arrays, lists, "
+        "tuples, dicts, sets, deques, named tuples and dataclasses, or name the object itself in stateful=",
+    )
+
+
+def put_back(live: Any, saved: Any, place: str) -> Any:
+    """`saved` as the live value: `live` itself, changed in place, where it is of the same type; else a new value."""
+    if isinstance(saved, dict) and _MARK in saved:
+        return _unmarked(live, saved, place)
+    kind = type(saved)
+    if kind is list and type(live) is list:
+        live[:] = _items(live, saved, place)
+        return live
+    if kind is deque:
+        items = _items(live, saved, place)
+        if type(live) is deque and live.maxlen == saved.maxlen:
+            live.clear()
+            live.extend(items)
+            return live
+        return deque(items, saved.maxlen)
+    if kind in (dict, OrderedDict, Counter):
+        pairs = {key: put_back(_get(live, key), item, f"{place}.{key}") for key, item in saved.items()}
+        if isinstance(live, dict):
+            live.clear()
+            live.update(pairs)  # in the saved order
+            return live
+        return kind(pairs)
+    if kind is set and type(live) is set:
+        live.clear()
+        live.update(_items(None, saved, place))
+        return live
+    if kind in (list, tuple, set, frozenset):
+        return kind(_items(live if kind is tuple else None, saved, place))
+    if isinstance(saved, torch.Tensor):
+        return _filled(live, saved, saved.device)
+    if hasattr(saved, "dtype") and kind.__module__ == "numpy":
+        alike = type(live) is kind and live.ndim > 0 and (live.shape, live.dtype) == (saved.shape, saved.dtype)
+        if alike and live.flags.writeable:
+            live[...] = saved
+            return live
+        return saved.copy()
+    return saved
+
+
+def _items(live: Any, saved: Any, place: str) -> list[Any]:
+    """In place where both have the same number of items (a list of tensors)."""
+    alike = isinstance(live, (list, tuple, deque)) and len(live) == len(saved)
+    now = list(live) if alike else [None] * len(saved)
+    return [put_back(old, new, f"{place}.{number}") for number, (old, new) in enumerate(zip(now, saved, strict=True))]
+
+
+def _get(live: Any, key: Any) -> Any:
+    return live[key] if isinstance(live, dict) and key in live else None
+
+
+def _tensor(value: torch.Tensor) -> Any:
+    copy = value.detach().clone()
+    if value.device.type == "cpu" and not value.requires_grad:
+        return copy
+    mark = {_MARK: "torch.Tensor", "value": copy, "device": str(value.device), "grad": value.requires_grad}
+    return {**mark, "parameter": isinstance(value, torch.nn.Parameter)}
+
+
+@torch.no_grad()
+def _filled(live: Any, saved: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if isinstance(live, torch.Tensor) and live.shape == saved.shape and live.dtype == saved.dtype:
+        live.copy_(saved)
+        return live
+    return saved.to(live.device if isinstance(live, torch.Tensor) else device, copy=True)
+
+
+def _unmarked(live: Any, saved: Mapping[str, Any], place: str) -> Any:
+    if saved[_MARK] == "torch.Tensor":
+        filled = _filled(live, saved["value"], torch.device(saved["device"]))
+        if filled is live:
+            return live
+        if saved["parameter"]:
+            return torch.nn.Parameter(filled, requires_grad=saved["grad"])
+        return filled.requires_grad_(saved["grad"])
+    kind = _class(saved[_MARK], place)
+    if issubclass(kind, Enum) and "name" in saved:
+        return kind[saved["name"]]
+    if issubclass(kind, tuple) and "values" in saved:
+        return tuple.__new__(kind, put_back(live if type(live) is kind else None, saved["values"], place))
+    if dataclasses.is_dataclass(kind) and "fields" in saved:
+        made = live if type(live) is kind else object.__new__(kind)
+        now = _fields(made)
+        for name, value in saved["fields"].items():
+            object.__setattr__(made, name, put_back(now.get(name), value, f"{place}.{name}"))
+        return made
+    raise MismatchError(f"{place}: {saved[_MARK]} is another kind of class than in the run that wrote the checkpoint")
+
+
+def _fields(value: Any) -> dict[str, Any]:
+    """All attributes of a dataclass, declared or not."""
+    declared = [field.name for field in dataclasses.fields(value)]
+    return {
+        name: getattr(value, name)
+        for name in dict.fromkeys([*declared, *getattr(value, "__dict__", ())])
+        if hasattr(value, name)
+    }
+
+
+def _path(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def _class(path: str, place: str) -> type:
+    module, _, name = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type):
+        raise MismatchError(
+            f"{place}: the checkpoint holds a {path.replace(':', '.')}, and this program has no such class yet; import "
+            "or define it, at the top level of a module, before the guard is entered"
+        )
+    return found

@@ -1,0 +1,94 @@
+"""Undoes what the head of the loop does a second time.
+
+A run that is resumed in mid-epoch enters the loop at that epoch, so the code at its head runs once more: ``if epoch ==
+30: group["lr"] *= 0.1``, ``prune(...)``, ``add_param_group(...)``, ``meter.reset()``. The boundary has all of that
+already. When the first batch is fetched, whatever has been touched since the state was loaded is loaded once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.components import Component, ModuleComponent, OptimizerComponent, PlainComponent
+from mindx_elastic.capture.copying import same_tree
+
+__all__ = ["LoopHead"]
+
+_Marks = list[tuple[torch.Tensor, int]]
+
+
+class LoopHead:
+    """Make it when the state has been loaded. Training thread."""
+
+    def __init__(self, components: Mapping[str, Component]) -> None:
+        self._components = {name: c for name, c in components.items() if not _is_loader(c)}
+        self.begin()
+        self._adding = [_AddedGroups(c) for c in components.values() if isinstance(c, OptimizerComponent)]
+
+    def begin(self) -> None:
+        """Everything is as it was loaded."""
+        self._marks = {name: _marks_of(component) for name, component in self._components.items()}
+
+    def touched(self) -> list[str]:
+        """The objects that are not as they were loaded."""
+        return [name for name, component in self._components.items() if self._is_touched(name, component)]
+
+    def end(self) -> None:
+        """The first boundary is near: from here on nothing is undone."""
+        for adding in self._adding:
+            adding.end()
+
+    def _is_touched(self, name: str, component: Component) -> bool:
+        now, then = _marks_of(component), self._marks[name]
+        if len(now) != len(then) or any(a is not b or v != w for (a, v), (b, w) in zip(now, then, strict=True)):
+            return True
+        if isinstance(component, ModuleComponent):
+            return component.structure.has_changed() or not same_tree(component.look(), component.extras)
+        if isinstance(component, OptimizerComponent):
+            return component.has_changed() or not same_tree(component.look(), component.groups)
+        return isinstance(component, PlainComponent) and not same_tree(component.look(), component.seen)
+
+
+class _AddedGroups:
+    """Passes over an `add_param_group` for a group that a start has made again from the checkpoint."""
+
+    def __init__(self, component: OptimizerComponent) -> None:
+        self._optimizer = component.optimizer if component.added else None
+        self._added = [frozenset(map(id, parameters)) for parameters in component.added]
+        if self._optimizer is not None:
+            self._original: Callable[[dict[str, Any]], None] = self._optimizer.add_param_group
+            vars(self._optimizer)["add_param_group"] = self._add
+
+    def _add(self, group: dict[str, Any]) -> None:
+        parameters = group["params"]
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        plain = [p[1] if isinstance(p, tuple) else p for p in listed]  # or with their names
+        if frozenset(map(id, plain)) not in self._added:
+            self._original({**group, "params": listed})
+
+    def end(self) -> None:
+        if self._optimizer is not None:
+            vars(self._optimizer).pop("add_param_group", None)
+            self._optimizer = None
+
+
+def _is_loader(component: Component) -> bool:
+    """Loaders keep a position of their own, and are what asks for all this."""
+    target = getattr(component, "target", None)
+    return any(hasattr(each, "on_iterator_ready") for each in (target, getattr(target, "loader", None)))
+
+
+def _marks_of(component: Component) -> _Marks:
+    if isinstance(component, ModuleComponent):
+        return _versions([*component.module.parameters(), *component.module.buffers()])
+    if isinstance(component, OptimizerComponent):
+        states = (state for state in component.local.state.values() if isinstance(state, dict))
+        return _versions(t for state in states for t in state.values() if isinstance(t, torch.Tensor))
+    return []
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> _Marks:
+    return [(t, -1 if t.is_inference() else t._version) for t in tensors]

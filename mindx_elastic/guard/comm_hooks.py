@@ -1,0 +1,66 @@
+"""State of DDP's communication hooks (PowerSGD's error feedback, counters of local SGD): in no module, and never saved
+unless it is named in `stateful`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+from mindx_elastic.capture.adapters import adapted
+from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.errors import MindxError
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["CommHooks"]
+
+_KNOWN = ("PowerSGDState", "PostLocalSGDState")
+"""torch's own; by name, importing them takes long."""
+
+
+class CommHooks:
+    """Those of all DDP modules among the guard's objects. Training thread."""
+
+    def __init__(self, targets: Mapping[str, Any], unmanaged: Unmanaged) -> None:
+        """Raises UnmanagedStateError for a hook of torch's with state that is not named."""
+        self._unmanaged = unmanaged
+        self._watched: list[tuple[str, Any, Any]] = []
+        """Place, state of a kind that may be none, and what it was."""
+        named = {id(target) for target in targets.values()}
+        for place, module in ddp_modules(targets):
+            for _, state in module._comm_hooks:
+                if state is None or isinstance(state, ProcessGroup) or id(state) in named:
+                    continue
+                if any(kind.__name__ in _KNOWN for kind in type(state).__mro__):
+                    self._refuse(place, state)
+                elif (seen := _look(state)) is not None:
+                    self._watched.append((place, state, seen))
+
+    def look(self) -> None:
+        """Whether the state of a hook of the program's own changes. A few times, early in the run."""
+        for place, state, seen in list(self._watched):
+            now = _look(state)
+            if now is None or not same_tree(now, seen):
+                self._watched.remove((place, state, seen))
+                self._refuse(place, state)
+
+    def _refuse(self, place: str, state: object) -> None:
+        kind = type(state).__name__
+        self._unmanaged.certain(
+            f"{place}: its DDP has a communication hook with state ({kind}) that is not named",
+            f'Name that object: Guard(stateful={{"comm_hook": state}}, ...), with the {kind} that was given to '
+            "register_comm_hook",
+        )
+
+
+def _look(state: object) -> Any:
+    """A copy of what a state holds; None where it cannot be told."""
+    if hasattr(state, "state_dict"):
+        return None
+    try:
+        adapter = adapted("comm_hook", state)
+        return None if adapter is None else adapter.state_dict()
+    except MindxError:
+        return None

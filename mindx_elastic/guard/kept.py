@@ -1,0 +1,60 @@
+"""Says what the named objects of a guard keep: which of the program's objects and tensors are in a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.guard.strangers import storage_of
+from mindx_elastic.guard.surroundings import inner_schedulers, kind_of, reachable
+
+__all__ = ["Kept"]
+
+
+class Kept:
+    """What the named objects keep, as far as it can be told without running the program's code."""
+
+    def __init__(
+        self, targets: Mapping[str, Any], loaders: Iterable[Any], collector: Collector, others: Iterable[Any] = ()
+    ) -> None:
+        self.objects: set[int] = set()
+        self._held: list[torch.Tensor | None] = []
+        self._storages: set[int | None] | None = None
+        for name, target in targets.items():
+            self._add_target(target, collector.components.get(name))
+        for loader in loaders:
+            self.objects |= reachable(loader, models=False).keys()
+        for other in others:
+            self._add_target(other, None)
+        self.tensors = set(map(id, self._held))
+
+    def _add_target(self, target: Any, component: object) -> None:
+        self.objects.add(id(target))
+        if isinstance(target, nn.Module):
+            for module in target.modules():
+                self.objects.add(id(module))
+                self._held += [t for table in (module._parameters, module._buffers) for t in table.values()]
+            if isinstance(component, ModuleComponent) and component.is_sharded:
+                self._held += component.named.values()
+        elif isinstance(target, torch.optim.Optimizer):
+            if isinstance(component, OptimizerComponent):
+                self.objects |= {id(component.optimizer), id(component.local)}
+        elif (kind := kind_of(type(target))) in ("scheduler", "scaler"):
+            self.objects |= inner_schedulers(target).keys()  # it has an optimizer, and does not keep its state
+        else:
+            found = reachable(target, models=kind != "loader")
+            self.objects |= found.keys()
+            self._held += [value for value in found.values() if isinstance(value, torch.Tensor)]
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a named object has it, or its memory."""
+        if id(tensor) in self.tensors:
+            return True
+        if self._storages is None:
+            self._storages = {storage_of(held) for held in self._held if held is not None} - {None}
+        return storage_of(tensor) in self._storages

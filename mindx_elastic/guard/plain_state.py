@@ -1,0 +1,208 @@
+"""Finds state in plain containers and arrays that a training changes: replay buffers, averages of weights in a dict.
+
+Whether the training reads it, nothing here can tell: what is found is a risk. Lists and dicts cannot be referred to
+weakly, so one is known again by its id and its name from one look to the next.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.movements import Movement, TensorsLook
+from mindx_elastic.guard.surroundings import Found, attributes_of
+
+__all__ = ["PlainState"]
+
+_MOVES = 2
+_MOST = 256
+_MOST_BYTES = 1 << 22
+_NEAR = 0.5
+
+_Weights = Sequence[Mapping[str, torch.Tensor]]
+
+
+@dataclass
+class _Growing:
+    length: int
+    last: int
+    moves: int = 0
+
+
+@dataclass
+class _Average:
+    look: TensorsLook
+    moves: int = 0
+
+
+@dataclass
+class _Ring:
+    numbers: Mapping[str, int]
+    arrays: Mapping[str, weakref.ref[Any]]
+    digests: Mapping[str, str]
+    moves: int = 0
+
+
+class PlainState:
+    """One per guard. Training thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, str], _Growing | _Average | _Ring] = {}
+
+    def forget(self) -> None:
+        """What has changed until the next look does not count."""
+        self._before = {}
+
+    def look(
+        self, found: Iterable[Found], weights: _Weights, is_kept: Callable[[torch.Tensor], bool]
+    ) -> Iterator[tuple[str, str]]:
+        """What is known against each of `found`, and what to write. `weights`: those of the named modules."""
+        before, self._before = self._before, {}
+        for one in found:
+            if len(self._before) >= _MOST:
+                return
+            key = id(one.value), one.name
+            state, told = self._look_at(one, before.get(key), weights, is_kept)
+            if state is not None:
+                self._before[key] = state
+            if told is not None:
+                yield told
+
+    def _look_at(
+        self, found: Found, before: object, weights: _Weights, is_kept: Callable[[torch.Tensor], bool]
+    ) -> tuple[_Growing | _Average | _Ring | None, tuple[str, str] | None]:
+        value = found.value
+        if type(value) not in (list, dict, deque):
+            return _look_at_ring(found, before)
+        if average := _average_of(value, weights, is_kept):
+            return _look_at_average(found, before, average)
+        now = _Growing(len(value), id(value[-1]) if type(value) in (list, deque) and value else 0)
+        if isinstance(before, _Growing) and _has_grown(before, now, value):
+            now.moves = before.moves + 1
+        if now.moves < _MOVES:
+            return now, None
+        return now, (
+            f"{found} grows from step to step, holds tensors or arrays, and is not kept",
+            (
+                "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict that "
+                "has it in Guard(stateful={...})"
+            ),
+        )
+
+
+def _has_grown(before: _Growing, now: _Growing, value: Any) -> bool:
+    """Whether something was added; a full deque stays as long as it is and gets another end."""
+    if now.length > before.length:
+        return True
+    return type(value) is deque and now.length == value.maxlen and now.last != before.last
+
+
+# --- averages ---
+
+
+def _average_of(value: Any, weights: _Weights, is_kept: Callable[[torch.Tensor], bool]) -> list[torch.Tensor]:
+    """The tensors of a container that has the names or shapes of a named module's weights and is close to them."""
+    tensors = list(value.values()) if type(value) is dict else list(value)
+    if not tensors or len(tensors) > 10_000 or not all(isinstance(t, torch.Tensor) and t.ndim for t in tensors):
+        return []
+    for named in weights:
+        own = [named.get(key) for key in value] if type(value) is dict else _matching(tensors, list(named.values()))
+        if own and all(one is not None and one.shape == t.shape for one, t in zip(own, tensors, strict=True)):
+            if any(is_kept(tensor) for tensor in tensors):
+                return []
+            return tensors if _are_near(tensors, [one for one in own if one is not None]) else []
+    return []
+
+
+def _matching(tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    for some in (weights, [w for w in weights if w.requires_grad]):
+        if len(some) == len(tensors):
+            return some
+    return []
+
+
+def _are_near(tensors: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> bool:
+    def values(some: Sequence[torch.Tensor]) -> np.ndarray[Any, Any]:
+        sample = TensorsLook.at(some).sample
+        return np.array([value for row in sample for value in row], dtype=np.complex128)
+
+    one, other = values(tensors), values(weights)
+    if one.shape != other.shape or not one.size:
+        return False
+    return bool(np.abs(one - other).sum() < _NEAR * np.abs(other).sum())
+
+
+def _look_at_average(
+    found: Found, before: object, tensors: list[torch.Tensor]
+) -> tuple[_Average, tuple[str, str] | None]:
+    now = _Average(TensorsLook.at(tensors))
+    if isinstance(before, _Average) and before.look.movement(now.look) is Movement.MOVED:
+        now.moves = before.moves + 1
+    if now.moves < _MOVES:
+        return now, None
+    return now, (
+        f"{found} looks like an average of the weights, changes in the training, and is not kept",
+        (
+            "Name an object with state_dict and load_state_dict that has it in Guard(stateful={...}), or use "
+            "torch.optim.swa_utils.AveragedModel"
+        ),
+    )
+
+
+# --- ring buffers ---
+
+
+def _look_at_ring(found: Found, before: object) -> tuple[_Ring | None, tuple[str, str] | None]:
+    """An object that writes into arrays of its own, at places that it counts."""
+    attributes = attributes_of(found.value)
+    arrays = {
+        n: v for n, v in attributes.items() if isinstance(v, (np.ndarray, torch.Tensor)) and v.ndim and len(v) > 1
+    }
+    most = max((len(array) for array in arrays.values()), default=0)
+    numbers = {n: v for n, v in attributes.items() if type(v) is int and 0 <= v <= most}
+    if not arrays or not numbers:
+        return None, None
+    digests = {name: _digest(array, numbers.values()) for name, array in arrays.items()}
+    now = _Ring(numbers, {name: weakref.ref(array) for name, array in arrays.items()}, digests)
+    if not isinstance(before, _Ring):
+        return now, None
+    written = [
+        name
+        for name, array in arrays.items()
+        if name in before.arrays and before.arrays[name]() is array and before.digests[name] != digests[name]
+    ]
+    counted = [name for name, value in numbers.items() if before.numbers.get(name, value) != value]
+    now.moves = before.moves + 1 if written and counted else before.moves
+    if now.moves < _MOVES:
+        return now, None
+    return now, (
+        f"{found} writes into {listed(written or sorted(arrays), 2)} from step to step and is not kept",
+        (
+            f"If the training reads it (a replay buffer), give it state_dict and load_state_dict and write "
+            f'Guard(stateful={{"{found.name.rpartition(".")[2]}": {found.name}}}, ...)'
+        ),
+    )
+
+
+def _digest(array: Any, places: Iterable[int]) -> str:
+    """Of the whole, or of the rows around `places` where that would take long."""
+    rows = array
+    nbytes = array.nbytes if isinstance(array, np.ndarray) else array.numel() * array.element_size()
+    if nbytes > _MOST_BYTES:
+        wanted = sorted({(place + offset) % len(array) for place in places for offset in (-1, 0)})[:8]
+        rows = array[wanted]
+    if isinstance(rows, torch.Tensor):
+        if rows.is_meta or rows.layout is not torch.strided:
+            return ""
+        rows = rows.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    if rows.dtype == object:
+        return ""
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(rows).tobytes())

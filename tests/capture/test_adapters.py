@@ -1,0 +1,268 @@
+"""Objects without `state_dict` that can be named in `stateful` as they are."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import PlainComponent, component_for
+from mindx_elastic.core.position import Position
+from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
+from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.persist.unflatten import unflatten
+
+
+class Transition(NamedTuple):
+    state: torch.Tensor
+    reward: float
+
+
+class Phase(Enum):
+    WARM = 1
+    MAIN = 2
+
+
+@dataclass
+class Stats:
+    best: float = 0.0
+    phase: Phase = Phase.WARM
+    seen: list[int] = field(default_factory=list)
+
+
+def stored(state: Any) -> Any:
+    """As it comes back from a file."""
+    tree, tensors = flatten(state)
+    return unflatten(tree, {name: t.clone() for name, t in tensors.items()})
+
+
+def moved(target: Any, fresh: Any, go_on: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What `target` gives after its boundary, and what `fresh` gives when it was loaded from there."""
+    component = component_for("thing", target)
+    component.copy()
+    saved = stored(component.state())
+    expected = go_on(target)
+    other = component_for("thing", fresh)
+    other.load(saved)
+    return expected, go_on(fresh)
+
+
+@pytest.mark.parametrize(
+    ("make", "draw"),
+    [
+        (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.rand(3, generator=g).tolist()),
+        (random.Random, lambda g: [g.gauss(0, 1) for _ in range(3)]),
+        (np.random.default_rng, lambda g: [*g.normal(size=3), *(c.normal() for c in g.spawn(2))]),
+        (lambda seed: np.random.Generator(np.random.MT19937(seed)), lambda g: g.normal(size=3).tolist()),
+        (np.random.Philox, lambda g: np.random.Generator(g).normal(size=3).tolist()),
+        (np.random.RandomState, lambda g: [g.normal() for _ in range(3)]),
+    ],
+)
+def test_generators_go_on_where_they_were(make: Any, draw: Any) -> None:
+    one = make(1)
+    draw(one)
+    expected, found = moved(one, make(2), draw)
+    assert found == expected
+
+
+def test_a_generator_that_was_not_seeded_keeps_what_it_spawns_from() -> None:
+    one, other = np.random.default_rng(), np.random.default_rng()
+    one.spawn(3)
+    expected, found = moved(one, other, lambda g: [c.normal() for c in g.spawn(2)])
+    assert found == expected
+
+
+def test_another_kind_of_generator_is_named() -> None:
+    saved = component_for("noise", np.random.default_rng(0)).state()
+    with pytest.raises(MismatchError, match=r"noise: the checkpoint holds a PCG64, .* bits come from MT19937"):
+        component_for("noise", np.random.Generator(np.random.MT19937(0))).load(saved)
+    with pytest.raises(MismatchError, match=r"noise: this is a torch\.Generator, and the checkpoint holds .* numpy"):
+        component_for("noise", torch.Generator()).load(saved)
+    with pytest.raises(UsageError, match=r"noise is a SystemRandom, which draws from the operating system"):
+        component_for("noise", random.SystemRandom())
+
+
+def test_a_tensor_and_a_parameter_are_changed_in_place() -> None:
+    for one in (torch.arange(3.0), nn.Parameter(torch.arange(3.0))):
+        fresh = one.detach().clone().requires_grad_(one.requires_grad)
+        with torch.no_grad():
+            one.add_(5)
+        address = fresh.data_ptr()
+        saved = component_for("alpha", one).state()
+        with torch.no_grad():
+            one.add_(1)
+        component_for("alpha", fresh).load(stored(saved))
+        assert fresh.tolist() == [5.0, 6.0, 7.0] and fresh.data_ptr() == address
+    with pytest.raises(
+        MismatchError, match=r"alpha: the checkpoint holds a tensor \[3\] of torch.float32, this one is"
+    ):
+        component_for("alpha", torch.zeros(4)).load(saved)
+
+
+def test_a_tensor_that_did_not_change_is_not_copied_again() -> None:
+    tensor = torch.zeros(4)
+    component = component_for("table", tensor)
+    first = component.state()["value"]
+    component.copy()
+    assert component.state()["value"] is first
+    tensor.add_(1)
+    component.copy()
+    assert component.state()["value"].tolist() == [1.0] * 4 and first.tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("value", "fresh", "change"),
+    [
+        ([1, 2.5, "x", None], [], lambda v: v.append(7)),
+        ({"b": 1, "a": [1, {"c": 2}]}, {"a": 0, "z": 1}, lambda v: v["a"][1].update(c=9)),
+        (deque([1, (2, 3)], 4), deque(maxlen=4), lambda v: v.append(5)),
+        (Counter("aab"), Counter(), lambda v: v.update("c")),
+        (OrderedDict(b=1, a=2), OrderedDict(a=1), lambda v: v.move_to_end("b")),
+        ({3, 4}, set(), lambda v: v.add(5)),
+        (np.arange(4), np.zeros(4, int), lambda v: v.__setitem__(0, 9)),
+        ({(0, 1): Phase.MAIN}, {}, lambda v: v.clear()),
+        (deque([Transition(torch.ones(2), 0.5)]), deque(), lambda v: v[0].state.add_(1)),
+        ([Stats(1.5, Phase.MAIN, [4])], [], lambda v: v[0].seen.append(1)),
+        ([np.float32(2), np.ones(2)], [], lambda v: v[1].fill(7)),
+    ],
+)
+def test_containers_come_back_in_place_as_they_were_at_the_boundary(value: Any, fresh: Any, change: Any) -> None:
+    component = component_for("thing", value)
+    expected = repr(value)
+    change(value)
+    assert repr(value) != expected
+    component_for("thing", fresh).load(stored(component.state()))
+    assert repr(fresh) == expected
+
+
+def test_tensors_in_containers_stay_the_same_objects() -> None:
+    shadow = {"w": torch.zeros(2), "b": nn.Parameter(torch.ones(1))}
+    weight, bias = shadow["w"], shadow["b"]
+    component = component_for("shadow", shadow)
+    weight.add_(3)
+    component_for("shadow", shadow).load(stored(component.state()))
+    assert shadow["w"] is weight and shadow["b"] is bias and weight.tolist() == [0.0, 0.0]
+    fresh: dict[str, Any] = {}
+    component_for("shadow", fresh).load(stored(component.state()))
+    assert isinstance(fresh["b"], nn.Parameter) and fresh["b"].requires_grad
+
+
+def test_a_default_dict_keeps_its_factory() -> None:
+    table: dict[int, list[int]] = defaultdict(list)
+    table[3].append(1)
+    fresh: dict[int, list[int]] = defaultdict(list)
+    component_for("table", fresh).load(stored(component_for("table", table).state()))
+    assert fresh[3] == [1] and fresh[4] == []
+
+
+class Ema:
+    """As many write it: attributes only, and a reference to the model."""
+
+    def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
+        self.model, self.decay, self.count = model, decay, 0
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.noise = torch.Generator().manual_seed(0)
+        self.lock, self.where = threading.Lock(), Path("x")
+
+    def update(self) -> None:
+        self.count += 1
+        for name, p in self.model.named_parameters():
+            self.shadow[name].lerp_(p.detach() + torch.rand(1, generator=self.noise), 1 - self.decay)
+
+
+def test_an_object_is_kept_by_its_attributes_and_what_it_refers_to_is_not_kept_twice() -> None:
+    model, fresh = nn.Linear(2, 2), nn.Linear(2, 2)
+    ema, other = Ema(model), Ema(fresh)
+    ema.update()
+    collector = Collector({"model": model, "ema": ema})
+    collector.copy(Position(step=1, epoch=1, step_in_epoch=1))
+    saved = stored(collector.state())
+    assert set(saved["ema"]["plain"]) == {"decay", "count", "shadow"} and set(saved["ema"]["nested"]) == {"noise"}
+    Collector({"model": fresh, "ema": other}).load(saved)
+    ema.update()
+    other.update()
+    assert other.count == 2 and all(torch.equal(ema.shadow[name], other.shadow[name]) for name in ema.shadow)
+
+
+def test_slots_and_dataclasses() -> None:
+    stats = Stats(1.0, Phase.MAIN, [1])
+    fresh = Stats()
+    component_for("stats", fresh).load(stored(component_for("stats", stats).state()))
+    assert fresh == stats
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (0.9, r"thing is a float, which cannot be changed in place .*stateful=\{\"state\": state\}"),
+        ((1, 2), r"thing is a tuple, which cannot be changed in place"),
+        (np.float64(1), r"thing is a float64, which cannot"),
+        (iter([1]), r"thing is a list_iterator without state_dict"),
+        (lambda: 0, r"thing is a function without state_dict"),
+        (Ema(nn.Linear(1, 1)), r"holds a Linear of its own in model: name that in stateful= too"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused_with_the_line_to_write(target: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        component_for("thing", target)
+
+
+class Holder:
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+
+def test_an_attribute_that_cannot_be_kept_is_named() -> None:
+    with pytest.raises(UsageError, match=r"its attribute what cannot be kept for it \(thing\.what: a .*object"):
+        component_for("thing", Holder(object()))
+    with pytest.raises(UnsupportedStateError, match=r"thing\.1: a builtins\.object cannot be kept here"):
+        component_for("thing", [1, object()])
+    loop: list[Any] = []
+    loop.append(loop)
+    with pytest.raises(UnsupportedStateError, match="contains itself"):
+        component_for("thing", loop)
+
+
+def test_a_class_that_the_program_does_not_have_yet_is_named() -> None:
+    saved = component_for("replay", [Transition(torch.ones(1), 1.0)]).state()
+    saved["value"][0]["__mindx_class__"] = "no_such_module:Transition"
+    with pytest.raises(MismatchError, match=r"replay\.0: the checkpoint holds a no_such_module\.Transition"):
+        component_for("replay", []).load(saved)
+    saved["value"][0]["__mindx_class__"] = "os:system"
+    with pytest.raises(MismatchError):
+        component_for("replay", []).load(saved)
+
+
+def test_a_buffer_that_is_slow_to_copy_is_read_at_boundaries_only(caplog: pytest.LogCaptureFixture) -> None:
+    replay: deque[Any] = deque(Transition(torch.ones(1), float(i)) for i in range(3000))
+    collector = Collector({"replay": replay})
+    component = collector.components["replay"]
+    assert isinstance(component, PlainComponent)
+    for step in range(1, 8):
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=10))
+        collector.leave_boundary()
+    assert component.is_heavy and "replay takes" in caplog.text and "% of a step" in caplog.text
+    began = time.perf_counter()
+    collector.copy(Position(step=8, epoch=1, step_in_epoch=8, batch_num=10))
+    assert time.perf_counter() - began < 0.1
+    replay.append(Transition(torch.ones(1), -1.0))  # at the boundary itself it is read as it is
+    assert len(collector.state()["replay"]["value"]) == 3001 and "replay" not in collector.volatile()["plain"]
+    collector.copy(Position(step=9, epoch=1, step_in_epoch=9, batch_num=10))
+    collector.leave_boundary()
+    with pytest.raises(UnsupportedStateError, match=r"replay.*the program has gone on since"):
+        collector.state()
+    collector.copy(Position(step=10, epoch=1, step_in_epoch=10, batch_num=10))
+    collector.leave_boundary()
+    assert len(collector.state()["replay"]["value"]) == 3001  # the last boundary of an epoch is always copied

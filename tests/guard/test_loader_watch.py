@@ -1,0 +1,268 @@
+"""What no position covers is told: loaders that are not named, older iterators, threads, batches that are kept."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from mindx_elastic import data as mx_data
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from tests.guard.loader_loops import BATCHES, EPOCHS, Pictures, Run, run_loop
+from tests.guarded import no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    before = dict(vars(_BaseDataLoaderIter))
+    with no_traces():
+        yield
+    assert dict(vars(_BaseDataLoaderIter)) == before, "torch's DataLoader is as it was"
+
+
+def points(size: int = 8) -> TensorDataset:
+    return TensorDataset(torch.arange(4.0 * size).reshape(size, 4), torch.arange(size))
+
+
+def stop_and_resume(form: Callable[[Run, Any], None], directory: Path, stop: int, **options: Any) -> None:
+    whole, weights = run_loop(form, directory / "whole", **options)
+    with pytest.raises(GracefulExit) as caught:
+        run_loop(form, directory / str(stop), stop_at=stop, **options)
+    second, resumed = run_loop(form, directory / str(stop), **options)
+    assert caught.value.run.steps + second.steps == whole.steps  # type: ignore[attr-defined]
+    assert all(torch.equal(weights[name], resumed[name]) for name in weights)
+
+
+# --- refused ---
+
+
+def another(run: Run, loader: Any) -> None:
+    train = DataLoader(Pictures(), batch_size=2, shuffle=True)
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in train:
+            run.train(batch)
+
+
+def from_before(run: Run, loader: Any) -> None:
+    for batch in run.before:
+        run.train(batch)
+
+
+def after_the_step(run: Run, loader: Any) -> None:
+    held_out = DataLoader(points(), batch_size=4, shuffle=True)
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in loader:
+            run.train(batch)
+            if run.guard.position.step % 3 == 0:
+                list(held_out)
+
+
+def thread(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        ready: queue.Queue[Any] = queue.Queue(2)
+
+        def fill(ready: queue.Queue[Any] = ready) -> None:
+            for batch in loader:
+                ready.put(batch)
+            ready.put(None)
+
+        filling = threading.Thread(target=fill, daemon=True)
+        filling.start()
+        while (batch := ready.get()) is not None:
+            run.train(batch)
+
+
+def cycled(run: Run, loader: Any) -> None:
+    for batch in itertools.islice(itertools.cycle(loader), EPOCHS * BATCHES):
+        run.train(batch)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the loader ends under the thread
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=train"),
+        (after_the_step, r"a DataLoader over TensorDataset is read between step_end\(\) and the next batch"),
+        (thread, r"batches of loader are fetched in another thread.*prefetch"),
+        (cycled, r"itertools.cycle\(loader\) keeps the batches"),
+    ],
+)
+def test_what_is_certain_is_refused(form: Callable[[Run, Any], None], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match=words):
+        run_loop(form, tmp_path)
+
+
+def test_no_loader_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match=r"no loader is named.*Guard\(loader=train"):
+        run_loop(another, tmp_path, unnamed=True)
+
+
+@pytest.mark.parametrize("make", [None, lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True)])
+def test_an_iterator_made_before_the_guard(tmp_path: Path, make: Any) -> None:
+    with pytest.raises(UnmanagedStateError, match="made before the guard was entered"):
+        run_loop(from_before, tmp_path, make=make, iterate_before=True)
+
+
+def test_with_warn_it_is_said_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run, _ = run_loop(another, tmp_path, unmanaged="warn")
+    assert len(run.steps) == EPOCHS * BATCHES
+    assert any("beside the named ones" in note for note in run.guard._unmanaged.notes)
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        ([(torch.zeros(2, 4), torch.zeros(2))], "loader is a list.*from_loader"),
+        (iter([1]), "can be gone through only once"),
+    ],
+)
+def test_what_has_no_position_is_refused_with_the_line_to_write(tmp_path: Path, loader: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        run_loop(another, tmp_path, make=lambda: loader)
+
+
+# --- risks ---
+
+
+def several_steps_a_batch(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(1):
+        for batch in loader:
+            run.train(batch)
+            run.train(batch)
+
+
+def left_early(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in itertools.islice(loader, 3):
+            run.train(batch)
+
+
+def kept_list(run: Run, loader: Any) -> None:
+    batches = list(loader)
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in batches:
+            run.train(batch)
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (several_steps_a_batch, "without a batch"),
+        (left_early, "right after a step, with batches left"),
+        (kept_list, "keeps its batches"),
+    ],
+)
+def test_what_may_differ_is_one_warning(form: Callable[[Run, Any], None], words: str, tmp_path: Path) -> None:
+    run, _ = run_loop(form, tmp_path)
+    assert sum(words in note for note in run.guard._unmanaged.notes) == 1, run.guard._unmanaged.notes
+
+
+# --- exact, and without a word ---
+
+
+def evaluates(run: Run, loader: Any) -> None:
+    """With loaders of its own and with the training's, in all the free places."""
+    held_out = DataLoader(points(), batch_size=4, shuffle=True)
+    list(held_out)
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in loader:
+            if run.guard.position.step % 4 == 2:
+                with run.guard.outside_step():
+                    assert len(list(held_out)) == 2
+                    assert len(list(loader)) == BATCHES
+            list(held_out)  # in every step: part of it
+            run.train(batch)
+        list(held_out)
+
+
+class Nested(Dataset[Any]):
+    """A data set with a DataLoader inside, whose iterator goes on from sample to sample."""
+
+    def __init__(self) -> None:
+        self.inner = Pictures()
+        self.memory = iter(DataLoader(points(200), batch_size=1))
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        next(self.memory)
+        return self.inner[index]
+
+
+def plain(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in loader:
+            run.train(batch)
+
+
+def skips(run: Run, loader: Any) -> None:
+    """Leaves out bad batches, and leaves an epoch before the step."""
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in loader:
+            if batch[1].sum() % 4 == 1 and run.guard.position.step > 1:
+                continue
+            if run.guard.position.step_in_epoch >= 3:
+                break
+            run.train(batch)
+
+
+def peeks(run: Run, loader: Any) -> None:
+    next(iter(loader))
+    plain(run, loader)
+
+
+def prefetched(run: Run, loader: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in mx_data.prefetch(loader, 3):
+            run.train(batch)
+
+
+def functional(run: Run, loader: Any) -> None:
+    batches = iter(loader)
+    batch = next(batches)
+    while run.guard.position.step < 9:
+        loss = run.forward(batch)
+        batch = next(batches)
+        loss.backward()
+        run.update()
+
+
+def silent(run: Run) -> bool:
+    return run.guard._unmanaged.notes == ()
+
+
+@pytest.mark.parametrize("form", [evaluates, skips, peeks, prefetched])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_no_false_alarm(form: Callable[[Run, Any], None], workers: int, tmp_path: Path) -> None:
+    run, _ = run_loop(form, tmp_path / "silent", workers=workers)
+    assert silent(run), run.guard._unmanaged.notes
+    stop_and_resume(form, tmp_path, 3, workers=workers)
+    if form is not skips:
+        stop_and_resume(form, tmp_path / "later", 7, workers=workers)
+
+
+def test_a_data_set_may_use_data_loaders(tmp_path: Path) -> None:
+    run, _ = run_loop(plain, tmp_path, make=lambda: DataLoader(Nested(), batch_size=2, shuffle=True))
+    assert silent(run)
+
+
+def drawn() -> tuple[torch.Tensor, torch.Tensor]:
+    index = torch.randint(100, (3,))
+    return torch.randn(3, 4) + index[:, None], index
+
+
+@pytest.mark.parametrize("form", [functional, plain])
+@pytest.mark.parametrize("stop", [1, 4, 5, 8])
+def test_a_loader_for_a_function(form: Callable[[Run, Any], None], stop: int, tmp_path: Path) -> None:
+    per_epoch = BATCHES if form is plain else None
+    stop_and_resume(form, tmp_path, stop, make=lambda: mx_data.from_function(drawn, per_epoch))

@@ -1,0 +1,95 @@
+"""Which DDP modules belong to a job, where they are, and whether they make its ranks replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.guard.replicas import ddp_modules, ignored_parameters, outermost_replicas, replica_ranks
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A group of one rank that says it had two: DDP needs a real one, and looks for hidden DDP modules only matter with
+    several ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)
+    yield
+    monkeypatch.undo()
+    dist.destroy_process_group()
+
+
+class Pair(nn.Module):
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.net, self.head = wrap(nn.Linear(2, 2)), nn.Linear(2, 2)
+
+
+class Trainer:
+    """No module, so that only the process knows that it has one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.wrapped = DistributedDataParallel(model)
+
+
+def paths(targets: dict[str, Any]) -> list[str]:
+    return [path for path, _ in ddp_modules(targets)]
+
+
+def test_ddp_around_a_component_in_one_and_under_compile() -> None:
+    whole = DistributedDataParallel(nn.Linear(2, 2))
+    assert paths({"model": whole}) == ["model"] and replica_ranks({"model": whole}) == [0]
+    compiled: Any = torch.compile(DistributedDataParallel(nn.Linear(2, 2)))
+    assert paths({"model": compiled}) == ["model._orig_mod"] and replica_ranks({"model": compiled}) == [0]
+    assert outermost_replicas({"model": compiled}) == [compiled]
+
+
+def test_a_part_outside_of_ddp_makes_no_replica() -> None:
+    targets = {"model": Pair(DistributedDataParallel)}
+    assert paths(targets) == ["model.net"]
+    assert replica_ranks(targets) == [], "each rank trains a head of its own"
+    targets["model"].head.requires_grad_(False)
+    assert replica_ranks(targets) == [0]
+
+
+def test_ddp_that_the_guard_was_not_given() -> None:
+    model = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel(model)
+    targets = {"model": model}
+    assert ddp_modules(targets) == [("model", wrapped)] and replica_ranks(targets) == [0]
+    assert outermost_replicas(targets) == [wrapped]
+
+
+def test_ddp_in_an_object_that_is_no_module_or_around_parts_or_more() -> None:
+    model = nn.Linear(2, 2)
+    trainer = Trainer(model)
+    assert ddp_modules({"model": model}) == [("model", trainer.wrapped)]
+    pair = Pair(lambda module: module)
+    parts = [DistributedDataParallel(pair.net), DistributedDataParallel(pair.head)]
+    assert ddp_modules({"model": pair}) == [("model.head", parts[1]), ("model.net", parts[0])]
+    assert replica_ranks({"model": pair}) == [0]
+    inner = nn.Linear(2, 2)
+    around = DistributedDataParallel(nn.Sequential(inner, nn.ReLU()))
+    assert ddp_modules({"model": inner}) == [("model", around)]
+
+
+def test_ddp_around_something_else_is_not_the_jobs() -> None:
+    other = DistributedDataParallel(nn.Linear(2, 2))
+    assert paths({"model": nn.Linear(2, 2)}) == [] and other is not None
+
+
+def test_parameters_that_ddp_ignores_have_the_paths_of_the_checkpoint() -> None:
+    inner = nn.ModuleDict({"shared": nn.Linear(2, 2), "own": nn.Linear(2, 2)})
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["own.weight", "own.bias"])
+    whole = DistributedDataParallel(inner)
+    assert ignored_parameters({"model": whole}) == {"model.own.weight", "model.own.bias"}
+    assert ignored_parameters({"model": nn.ModuleDict({"a": whole})}) == {
+        "model.a.module.own.weight",
+        "model.a.module.own.bias",
+    }

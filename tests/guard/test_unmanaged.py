@@ -1,0 +1,289 @@
+"""Refusals and notes over the life of a guard: caught ones, evaluations, saves, resumes, `Model` and its callbacks."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindx_elastic import Guard
+from mindx_elastic.errors import UnmanagedStateError, UsageError
+from mindx_elastic.guard import checks
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.persist.format import read_header
+from mindx_elastic.train import Callback, ExceptionCheckpoint
+from tests.guarded import Job, no_traces, plain_environment, stop_and_wait
+from tests.train.small_job import make_loader, make_model
+
+
+@pytest.fixture(autouse=True)
+def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain_environment(monkeypatch)
+
+
+def files(directory: Path) -> list[Path]:
+    return sorted(directory.rglob("*.safetensors"))
+
+
+class Target:
+    """A network that follows another in steps of `every`, as in Q-learning."""
+
+    def __init__(self, job: Job, every: int) -> None:
+        self.network, self.every = copy.deepcopy(job.network), every
+
+    def after(self, job: Job, step: int) -> None:
+        if step % self.every == 0:
+            self.network.load_state_dict(job.network.state_dict())
+
+
+# --- what is caught ---
+
+
+def test_a_refusal_that_the_program_catches_comes_again_and_nothing_is_saved(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    rng, raised = np.random.default_rng(0), 0
+    with no_traces(), pytest.raises(UnmanagedStateError, match="generator"), job.guard as guard:  # noqa: PT012
+        while guard.position.step < 12:
+            job.network(torch.randn(5, 4) + float(rng.normal())).square().mean().backward()
+            job.optimizer.step()
+            job.scheduler.step()
+            job.optimizer.zero_grad()
+            try:
+                guard.step_end()
+            except UnmanagedStateError:
+                raised += 1
+    assert raised == 10  # from the third boundary on
+    assert files(tmp_path) == []
+
+
+def test_another_exception_made_of_it_saves_nothing_either(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    rng = np.random.default_rng(0)
+
+    def middle(job: Job, step: int) -> None:
+        rng.normal()
+
+    with no_traces(), pytest.raises(RuntimeError, match="wrapped"), job.guard as guard:  # noqa: PT012
+        for number in range(5):
+            job.network(torch.randn(5, 4)).square().mean().backward()
+            job.optimizer.step()
+            middle(job, number)
+            try:
+                guard.step_end()
+            except UnmanagedStateError as error:
+                raise RuntimeError("wrapped") from error
+    assert files(tmp_path) == []
+
+
+# --- when ---
+
+
+def test_what_moves_now_and_then_is_in_the_file_of_a_stop(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The looks are at the boundaries 1, 2, 3, 4, 8, ...; a stop in between looks once more and saves what there is."""
+    job = Job(tmp_path)
+    target = Target(job, 5)
+
+    def middle(job: Job, step: int) -> None:
+        target.after(job, step)
+        if step == 5:
+            stop_and_wait(job)
+
+    with no_traces(), pytest.raises(SystemExit):
+        job.run(middle=middle)
+    (file,) = files(tmp_path)
+    (note,) = read_header(file).info.unmanaged
+    assert note == 'module "target.network" (Sequential, ' + note.partition("(Sequential, ")[2]
+    assert "changes in the training and is not named" in note
+    assert note in caplog.text
+
+
+def test_what_an_evaluation_does_counts_nowhere(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    target, rng = Target(job, 1), np.random.default_rng(0)
+
+    def after(job: Job, step: int) -> None:
+        with job.guard.outside_step():
+            target.after(job, step)
+            rng.normal()
+
+    with no_traces():
+        job.run(after=after)
+    (file,) = files(tmp_path)
+    assert read_header(file).info.unmanaged == ()
+
+
+def test_what_changes_before_an_evaluation_counts(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    target = Target(job, 2)
+
+    def after(job: Job, step: int) -> None:
+        with job.guard.outside_step():
+            pass
+
+    def middle(job: Job, step: int) -> None:
+        target.after(job, step)
+
+    with no_traces(), pytest.raises(UnmanagedStateError, match=r'module "target.network"'):
+        job.run(middle=middle, after=after)
+
+
+# --- notes ---
+
+
+def test_a_resumed_run_says_what_its_file_says_and_keeps_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = Job(tmp_path, unmanaged="warn")
+    target = Target(first, 1)
+
+    def middle(job: Job, step: int) -> None:
+        target.after(job, step)
+        if step == 7:
+            stop_and_wait(job)
+
+    with no_traces(), pytest.raises(SystemExit):
+        first.run(middle=middle)
+    (note,) = read_header(files(tmp_path)[0]).info.unmanaged
+    caplog.clear()
+    second = Job(tmp_path)
+    with no_traces():
+        second.run()
+    assert second.guard.resumed_from_step == 7
+    told = [r for r in caplog.records if "according to its files" in r.getMessage()]
+    assert len(told) == 1 and note in told[0].getMessage() and told[0].levelno == logging.WARNING
+    final = next(path for path in files(tmp_path) if "final" in path.name)
+    assert read_header(final).info.unmanaged == (note,)
+
+
+def test_notes_are_bounded_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    unmanaged = Unmanaged("warn")
+    for number in range(100):
+        unmanaged.certain(f"thing {number} {'x' * 1000}", "Name it")
+        unmanaged.certain(f"thing {number} {'x' * 1000}", "Name it")
+    assert len(caplog.records) == 100
+    assert len(unmanaged.notes) == 32 and max(map(len, unmanaged.notes)) == 400
+    before = unmanaged.notes
+    unmanaged.inherit(before)
+    assert unmanaged.notes == before
+
+
+def test_other_words_for_the_mode_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match='give "error", "warn" or None'):
+        Guard(directory=tmp_path, unmanaged="ignore")
+    monkeypatch.setenv("MINDX_UNMANAGED", "ignore")
+    with pytest.raises(UsageError, match="MINDX_UNMANAGED"):
+        Job(tmp_path).run()
+
+
+# --- optimizers are loaded in place ---
+
+
+def test_what_a_program_keeps_of_an_optimizer_is_still_its_own_after_a_resume(tmp_path: Path) -> None:
+    with no_traces(), pytest.raises(SystemExit):
+        Job(tmp_path).run(middle=lambda job, step: stop_and_wait(job) if step == 3 else None)
+    job = Job(tmp_path)
+    group, groups, state = job.optimizer.param_groups[0], job.optimizer.param_groups, job.optimizer.state
+    with no_traces():
+        job.run()
+    assert job.guard.resumed_from_step == 3
+    assert job.optimizer.param_groups is groups and groups[0] is group and job.optimizer.state is state
+    assert group["lr"] == job.scheduler.get_last_lr()[0]
+
+
+# --- Model ---
+
+
+class Average(Callback):
+    """An average of the weights in a callback."""
+
+    def __init__(self, network: nn.Module) -> None:
+        self.network, self.ema = network, copy.deepcopy(network)
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        with torch.no_grad():
+            for one, other in zip(self.ema.parameters(), self.network.parameters(), strict=True):
+                one.lerp_(other, 0.1)
+
+
+class KeptAverage(Average):
+    def state_dict(self) -> dict[str, Any]:
+        return {name: value.clone() for name, value in self.ema.state_dict().items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ema.load_state_dict(state)
+
+
+def test_a_callback_of_a_model_with_state_that_it_does_not_give_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    with no_traces(), pytest.raises(UnmanagedStateError, match=r'module "callbacks\[1\].ema"'):
+        model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Average(model.network)])
+    assert files(tmp_path) == []
+
+
+def test_a_callback_of_a_model_that_gives_its_state_is_not(tmp_path: Path) -> None:
+    model = make_model()
+    with no_traces():
+        model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), KeptAverage(model.network)])
+    (file,) = files(tmp_path)
+    assert read_header(file).info.unmanaged == ()
+
+
+def test_a_scheduler_that_a_model_was_not_given_is_refused(tmp_path: Path) -> None:
+    model = make_model()
+    hidden = torch.optim.lr_scheduler.ExponentialLR(model.optimizers[0], 0.9)
+
+    class Steps(Callback):
+        def on_train_step_end(self, run_context: Any) -> None:
+            hidden.step()
+
+    with no_traces(), pytest.raises(UnmanagedStateError, match=r'scheduler "hidden" .* steps and is not named'):
+        model.train(3, make_loader(), callbacks=[ExceptionCheckpoint(directory=tmp_path), Steps()])
+
+
+# --- DDP ---
+
+
+@pytest.fixture
+def one_rank_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone, for which the order of gradients counts as if it had three ranks."""
+    monkeypatch.setattr(checks, "_ORDER_COUNTS", 1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank_group")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("static", "model is DDP with static_graph=True, whose first step cannot be replayed"),
+        (
+            "hidden",
+            'module "wrapped" (DistributedDataParallel, ddp_training() in test_unmanaged.py) wraps the guard\'s',
+        ),
+        ("named", ""),
+    ],
+)
+def test_what_keeps_ddps_order_from_being_restored_is_a_note(tmp_path: Path, kind: str, words: str) -> None:
+    def ddp_training() -> tuple[str, ...]:
+        network = nn.Linear(3, 3)
+        wrapped = nn.parallel.DistributedDataParallel(network, static_graph=kind == "static")
+        optimizer = torch.optim.Adam(wrapped.parameters())
+        model = network if kind == "hidden" else wrapped
+        with Guard(directory=tmp_path / "ckpt", model=model, optimizer=optimizer) as guard:
+            for _ in guard.steps(3):
+                optimizer.zero_grad()
+                wrapped(torch.randn(4, 3)).square().mean().backward()
+                optimizer.step()
+                guard.step_end()
+            return guard._unmanaged.notes
+
+    with no_traces():
+        notes = ddp_training()
+    assert len(notes) == bool(words) and all(words in note for note in notes)

@@ -1,0 +1,47 @@
+"""A training of several ranks that draws from a generator of its own: ``unmanaged.py DIRECTORY WHO STEPS``.
+
+WHO: ``all`` ranks draw from it, only rank ``1``, or ``none``. ``entry``: rank 1 alone has a parameter in its optimizer
+that no module has.
+Prints ``READY rank pid resumed_from`` and ``DONE rank steps``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mindx_elastic import Guard
+
+
+def main() -> None:
+    directory, who, steps = sys.argv[1], sys.argv[2], int(sys.argv[3])
+    rank = int(os.environ.get("RANK", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net: nn.Module = nn.Linear(3, 3)
+    if dist.is_initialized():
+        net = nn.parallel.DistributedDataParallel(net)
+    parameters = list(net.parameters())
+    if who == "entry" and rank == 1:
+        parameters.append(nn.Parameter(torch.zeros(1)))
+    opt = torch.optim.Adam(parameters)
+    rng = np.random.default_rng(rank)
+    with Guard(directory=directory, model=net, optimizer=opt) as guard:
+        print(f"READY {rank} {os.getpid()} {guard.resumed_from_step}", flush=True)
+        for _ in range(guard.position.step, steps):
+            noise = float(rng.normal()) if who == "all" or who == str(rank) else 0.0
+            opt.zero_grad()
+            (net(torch.randn(4, 3)) + noise).square().mean().backward()
+            opt.step()
+            guard.step_end()
+    print(f"DONE {rank} {steps}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
