@@ -42,6 +42,8 @@ class FollowedLoader:
         self.native: Any = None if adoption is None else adoption.loader
         self.is_native = self.is_resumed = False
         """The checkpoint is of an earlier version, which kept torchdata's own state: go on with that."""
+        self.draws_ahead = False
+        """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
         self._iteration, self._num_batches = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -136,6 +138,7 @@ class FollowedLoader:
             logger.info(
                 "the loop fetches %d batches of %s ahead; a resumed run gets them again", look_ahead.ahead, self.name
             )
+            self.draws_ahead = _draws_from_the_running_streams(self.loader)
         return True
 
     def tell(self, unmanaged: Unmanaged) -> None:
@@ -157,6 +160,13 @@ class FollowedLoader:
                     "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
                     "Do it before `with guard:`, or in `with guard.outside_step():`",
                 )
+        if self.draws_ahead:
+            self.draws_ahead = False
+            unmanaged.risk(
+                f"{self.name} has per_sample_seed=False, and the loop fetches ahead: what its data set draws is from "
+                "the training's random streams, before the boundary; a resumed run draws it anew",
+                "Leave per_sample_seed=True, or fetch each batch in its own step",
+            )
         if track.left_early:
             track.left_early = False
             unmanaged.risk(
@@ -311,7 +321,7 @@ class Loaders:
             known = followed.at_boundary() and known
             fetched += track.at_boundary()
             idle = idle and followed.look_ahead.used == before
-            if track.other_thread is not None or track.left_early or track.peeked:
+            if track.other_thread is not None or track.left_early or track.peeked or followed.draws_ahead:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:
@@ -354,6 +364,14 @@ class Loaders:
         for followed in self._followed:
             if followed.track is not None:
                 followed.look_ahead.settle(followed.track.fetches)
+
+
+def _draws_from_the_running_streams(loader: Any) -> bool:
+    """Whether its data set draws in this process, and is not seeded for it."""
+    if isinstance(loader, ResumableLoader):
+        return not loader.per_sample_seed and loader.num_workers == 0
+    skipper = loader._skipper if isinstance(loader, ReplayLoader) else None
+    return skipper is not None and not skipper.seeded and loader.num_workers == 0
 
 
 def _keeps_state(loader: Any) -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mindx_elastic import data as mx_data
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
-from tests.guard.loader_loops import BATCHES, EPOCHS, Pictures, Run, run_loop
+from tests.guard.loader_loops import BATCHES, EPOCHS, FORMS, Pictures, Run, run_loop
 from tests.guarded import no_traces, plain_environment
 
 
@@ -91,7 +91,7 @@ def cycled(run: Run, loader: Any) -> None:
     ("form", "words"),
     [
         (another, r"steps use batches of a DataLoader over Pictures, beside the named ones.*loader=train"),
-        (after_the_step, r"a DataLoader over TensorDataset is read between step_end\(\) and the next batch"),
+        (after_the_step, r"(is read between step_end\(\)|moves after guard.step_end\(\)).*outside_step"),
         (thread, r"batches of loader are fetched in another thread.*prefetch"),
         (cycled, r"itertools.cycle\(loader\) keeps the batches"),
     ],
@@ -164,6 +164,16 @@ def kept_list(run: Run, loader: Any) -> None:
 def test_what_may_differ_is_one_warning(form: Callable[[Run, Any], None], words: str, tmp_path: Path) -> None:
     run, _ = run_loop(form, tmp_path)
     assert sum(words in note for note in run.guard._unmanaged.notes) == 1, run.guard._unmanaged.notes
+
+
+def test_unseeded_samples_that_are_fetched_ahead(tmp_path: Path) -> None:
+    def make() -> Any:
+        return mx_data.ResumableLoader(Pictures(), 2, shuffle=True, per_sample_seed=False)
+
+    run, _ = run_loop(FORMS["nano"], tmp_path / "ahead", make=make)
+    assert sum("per_sample_seed=False" in note for note in run.guard._unmanaged.notes) == 1
+    run, _ = run_loop(plain, tmp_path / "plain", make=make)
+    assert silent(run)
 
 
 # --- exact, and without a word ---
