@@ -16,7 +16,7 @@ from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
-from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import StatusPage
 from mindx_elastic.guard.agent_link import AgentLink
 from mindx_elastic.guard.saver import Saver
@@ -149,7 +149,6 @@ class Connections:
         run_id: str,
         collector: Collector,
         update_gate: UpdateGate,
-        events: EventLog,
         saver: Saver,
         *,
         replicas: list[nn.Module],
@@ -161,7 +160,7 @@ class Connections:
                 collector,
                 update_gate,
                 self.exchange,
-                events,
+                saver.events,
                 replicas=replicas,
                 next_step=next_step,
                 describe=lambda: saver.describe("snapshot"),

@@ -1,7 +1,7 @@
 """`Guard`: joins the stages inside a worker. Everything a training loop needs to stop anywhere and resume bit for bit.
 
-The callbacks and integrations are thin layers on it. This file has the life of a guard: enter (resume, install
-handlers), steps, leave (restore them). `stopper` stops a job, `saver` writes files, `listeners` hears alarms.
+The callbacks and integrations are thin layers on it. This file has the public methods and the life of a guard: enter
+(`opening` until the state is back, then `boundaries` and `stages`), steps (`loops`, `boundaries`), leave (`ending`).
 """
 
 from __future__ import annotations
@@ -10,51 +10,36 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, all_or_none, meet
-from mindx_elastic.agreement.step_gate import StepGate
-from mindx_elastic.alarm.alarm import REFUSAL
-from mindx_elastic.alarm.peers import PeerWatch
-from mindx_elastic.alarm.watcher import Watcher
-from mindx_elastic.capture.collector import Collector, name_targets
-from mindx_elastic.capture.update_gate import GateState, UpdateGate
-from mindx_elastic.capture.update_window import UpdateWindow
+from mindx_elastic.capture.collector import name_targets
 from mindx_elastic.config import RankInfo, Settings
-from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
-from mindx_elastic.guard.changes import Changes
+from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks import Checks
-from mindx_elastic.guard.compilation import tell_of_compiled
-from mindx_elastic.guard.connections import Connections
-from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.ending import Ending
 from mindx_elastic.guard.evaluations import Evaluations
-from mindx_elastic.guard.final_save import check_guests_path, keep_last_boundary, say_that_a_guest_saves_nothing
-from mindx_elastic.guard.hash_seed import tell_of_hash_seed
-from mindx_elastic.guard.job_layouts import parallel_setup_of
-from mindx_elastic.guard.last_resort import LastResort
+from mindx_elastic.guard.final_save import check_guests_path
 from mindx_elastic.guard.listeners import Listeners
 from mindx_elastic.guard.loaders import Loaders
-from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.loops import Loops, without_streams
+from mindx_elastic.guard.loops import Loops
+from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
-from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy, job_names
-from mindx_elastic.guard.replicas import GradientOrders, ddp_modules, is_replicated, outermost_replicas
-from mindx_elastic.guard.saver import Saver
-from mindx_elastic.guard.start import Start, start_job
-from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.replicas import outermost_replicas
+from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
-from mindx_elastic.guard.witness import HEARD_S, Witness, open_witness
+from mindx_elastic.guard.witness import HEARD_S, Witness
 from mindx_elastic.platforms.launchers import current_ranks
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
@@ -158,7 +143,6 @@ class Guard:
             layouts=layouts,
             unmanaged=unmanaged,
         )
-        self._policies, self._periodic = self._options.exit_policies(), tuple(self._options.periodic)
         self._loaders = Loaders(loader, stateful)
         self.loader = self._loaders.first
         """The loader whose epochs and batches count; the resumable one in place of a stock DataLoader."""
@@ -177,8 +161,6 @@ class Guard:
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
-        self._has_stepped = False  # a boundary was passed since the start
-        self._warned_of_window = False
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
@@ -228,79 +210,29 @@ class Guard:
             self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
+        """`stack` closes everything, in the other order."""
         _check_that_one_may_enter()
-        options = self._options
-        settings = self._settings = options.settings()
-        ranks = self.ranks
+        settings = self._options.settings()
         self._unmanaged = Unmanaged(settings.unmanaged)
-        self._log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
-        if (console := attach_console(self._log_filter, settings.log_level)) is not None:
-            stack.callback(logger.removeHandler, console)
-        # Closed last: closing what comes below may take long, and the deadline must be kept meanwhile.
-        relay = LogRelay()
-        stack.callback(relay.close)
-        relay.open()
-        closing = stack.enter_context(ExitStack())
-        wanted = [options.folder, *(p.directory for p in self._policies), *(p.directory for p in self._periodic)]
-        places = wanted
-        if (witness := open_witness(ranks)) is not None:
-            places = witness.redirected(wanted)
-            self._policies = tuple(replace(policy, after_save=None) for policy in self._policies)
-        resolved, trust = prepare_directories(places, self.ranks, options.sharing())
-        self._resolved = {path: resolved[place] for path, place in zip(wanted, places, strict=True)}
-        directories = list(dict.fromkeys(self._resolved.values()))
-        evaluates = bool(self._policies) and all(policy.kind == "eval" for policy in self._policies)
-        evaluates = evaluates and not self._periodic
-        if not evaluates:
-            hold_directories(stack, trust, ranks, grace_s=settings.grace_s)  # given back when all else is closed
-        log = directories[0] / EVENTS_FILE
-        self._events = EventLog(log, attempt=ranks.attempt, rank=ranks.rank, owners=trust.of(directories[0]))
-        stack.callback(self._events.close)
-        self._events.write_aside()
-        self._loaders.begin(stack)
-        self._collector = Collector(self._targets)
-        check_state_and_space(self._collector, directories)
-        self._ddp = ddp_modules(self._targets)
-        self._collector.set_parallel_setup(parallel_setup_of(self._targets, ranks, options.layouts, self._ddp))
-        replicated = is_replicated(self._targets, self._collector, ranks.world_size, self._ddp)
-        self._saver = Saver(
-            self._collector,
-            self.ranks,
-            self._events,
-            resolved=self._resolved,
-            replicated=replicated,
-            trust=trust,
-            names=job_names(options.prefix, [*self._policies, *self._periodic]),
-            unmanaged=self._unmanaged,
-        )
-        self._around = Connections(
+        opening = Opening(
             stack,
-            directories,
-            self._saver,
-            options.snapshot_every,
-            options.redundancy,
+            self._options,
+            settings,
+            self._unmanaged,
+            self.ranks,
             self._exchange,
-            evaluates=evaluates,
+            self._targets,
+            self._loaders,
         )
-        start = start_job(
-            directories,
-            collector=self._collector,
-            targets=self._targets,
-            saver=self._saver,
-            resume=options.resume,
-            around=self._around,
-            unmanaged=self._unmanaged,
-            ddp=self._ddp,
-        )
-        if self._around.is_guest and not evaluates and start.resumed is not None:
-            self._around.keeps_nothing = True
-            self._policies = tuple(replace(policy, save=False) for policy in self._policies)
-            self._periodic = ()
-            say_that_a_guest_saves_nothing(options.folder, start.resumed, self._targets)
-        if self._around.is_guest:
-            self._loops.is_layered = True
-        self._take_over(stack, start, settings)
-        trains = not (evaluates or self._around.is_guest)
+        self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
+        self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
+        start, self._log_filter = opening.start, opening.log_filter
+        self.run_id = start.run_id
+        self._resumed_from_step = start.step
+        self.resumed_path = None if start.resumed is None else start.resumed.path
+        self._loops.is_layered = self._loops.is_layered or self._around.is_guest
+        self._loops.take_over(self._collector.position, start.restore_streams)
+        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
         self._checks = Checks(
             self._unmanaged,
             self._targets,
@@ -310,9 +242,10 @@ class Guard:
             kept=self._kept,
             epoch=lambda: self._loops.epoch,
         )
+        trains = not self._around.is_guest
         if trains:
             self._checks.at_entry()
-        self._start_stages(stack, settings, start.peers, relay, closing)
+        self._start_stages(stack, settings, opening)
         if trains:
             self._checks.watch(self._update_gate)
         self._around.enter(
@@ -320,16 +253,62 @@ class Guard:
             start.run_id,
             self._collector,
             self._update_gate,
-            self._events,
             self._saver,
-            replicas=outermost_replicas(self._targets, self._ddp) if replicated else [],
+            replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
         )
-        if witness is not None and not evaluates:
-            self._witness = witness
-            self._enter_witness(stack, witness)
+        if opening.witness is not None and not opening.evaluates:
+            self._enter_witness(stack, opening.witness)
+
+    def _start_stages(self, stack: ExitStack, settings: Settings, opening: Opening) -> None:
+        """From here on updates are seen and, in the end, alarms are heard."""
+        boundaries = self._boundaries = Boundaries(
+            stack,
+            self._targets,
+            self._collector,
+            self._unmanaged,
+            world_size=self.ranks.world_size,
+            by_hand=bool(self._options.layouts) or self._around.is_guest,
+            found=opening.ddp,
+        )
+        self._update_gate = boundaries.gate
+        self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
+        stages = Stages(
+            stack,
+            opening.closing,
+            step=self._step,
+            listeners=Listeners(settings, self._policies, self.ranks),
+            update_gate=self._update_gate,
+            saver=self._saver,
+            settings=settings,
+            policies=self._policies,
+            around=self._around,
+            peers=opening.start.peers,
+            relay=opening.relay,
+            already_durable=self._already_durable,
+        )
+        self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
+        stages.open_saver(stack, asynchronous=any(policy.asynchronous for policy in self._periodic))
+        self._ending = Ending(
+            stages,
+            self._around,
+            self._saver,
+            final=self._policies if settings.final_save else (),
+            periodic=self._periodic,
+            has_resumed=self._resumed_from_step is not None,
+        )
+        self._loops.enter(
+            self._collector,
+            self._unmanaged,
+            late_boundary=self._late_boundary,
+            leave_step=self._step_gate.leave_step,
+            enter_step=self._enter_step,
+            is_clean=self._update_gate.is_clean,
+        )
+        stages.listen(stack)
 
     def _enter_witness(self, stack: ExitStack, witness: Witness) -> None:
+        self._witness = witness
         witness.enter(
             stack,
             directory=self._options.folder,
@@ -340,96 +319,10 @@ class Guard:
             position=self._loops.position,
             resumed=self._resumed_from_step,
             resumed_path=self.resumed_path,
-            signals=[number for policy in self._policies for number in policy.signals],
-            outside=lambda: self._evaluations.is_inside,
-            end=self._end_unsaved,
-        )
-
-    def _end_unsaved(self, reason: str) -> None:
-        self.stopper.policies = tuple(replace(policy, save=False) for policy in self.stopper.policies)
-        self.request_stop(reason, 0)
-
-    def _take_over(self, stack: ExitStack, start: Start, settings: Settings) -> None:
-        """The state is back: go on from it."""
-        self.run_id, self._log_filter.attempt = start.run_id, start.attempt
-        self._loops.take_over(self._collector.position, start.restore_streams)
-        if start.resumed is not None and start.resumed.plan.resharded:
-            self._collector.loop = without_streams(self._collector.loop)  # they are another rank's
-        self._resumed_from_step = start.step
-        self._saver.newest_step = start.step or 0
-        self.resumed_path = None if start.resumed is None else start.resumed.path
-        if start.resumed is not None:
-            tell_of_hash_seed(start.resumed.checkpoint.info.coordinates, self._unmanaged)
-        self._unmanaged.inherit(start.notes)
-        if start.resumed is not None and start.is_new_on_disk(self._around.arenas):
-            # Put together from another rank's file and what lay in memory: on disk it is whole again.
-            self._saver.save_restored(self._policies, start.resumed.checkpoint.info)
-        if start.resumed is not None and start.resumed.checkpoint.info.kind == "final":
-            logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
-        self._loaders.enter(stack, self._unmanaged, settings.grace_s)
-
-    def _start_stages(
-        self, stack: ExitStack, settings: Settings, peers: PeerWatch, relay: LogRelay, closing: ExitStack
-    ) -> None:
-        self._update_gate = UpdateGate()
-        self._update_gate.watch(self._collector.parameters)
-        stack.callback(self._update_gate.unwatch)
-        self._collector.compiled.listen()
-        stack.callback(self._collector.compiled.stop)
-        self._collector.on_new_parameters = self._update_gate.follow
-        self._collector.watch()
-        stack.callback(self._collector.unwatch)
-        self._changes = Changes(self._targets, self._collector, self._unmanaged, world_size=self.ranks.world_size)
-        self._window = UpdateWindow(self._collector, self._update_gate)
-        self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)
-        self._orders = GradientOrders(
-            self._targets,
-            self._collector,
-            self._unmanaged,
-            world_size=self.ranks.world_size,
-            by_hand=bool(self._options.layouts) or self._around.is_guest,
-            found=self._ddp,
-        )
-        # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
-        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in self._targets.values())
-        self._step_gate = StepGate(self._step)
-        stack.callback(peers.close)
-        self._listeners = Listeners(settings, self._policies, self.ranks)
-        watcher = self._watcher = Watcher(self._listeners.hear_signal)
-        last_resort = LastResort(watcher)
-        closing.callback(last_resort.stop)
-        self.stopper = Stopper(
-            step_gate=self._step_gate,
-            update_gate=self._update_gate,
-            exchange=self._exchange,
-            watcher=watcher,
-            saver=self._saver,
-            ranks=self.ranks,
-            settings=settings,
             policies=self._policies,
-            events=self._events,
-            already_durable=lambda: None if self._saver.flags.waiting else self._already_durable(),
-            peers_gone=peers.look,
-            page=self._around.page,
-            last_resort=last_resort,
-            relay=relay,
+            stopper=self.stopper,
+            is_outside=lambda: self._evaluations.is_inside,
         )
-        watcher.start()
-        last_resort.start(self.stopper)
-        relay.threads |= {watcher.ident, last_resort.ident}
-        stack.callback(watcher.stop)
-        self._saver.prepare(asynchronous=any(policy.asynchronous for policy in self._periodic))
-        stack.callback(self._close_saver)  # the watcher still guards the deadline meanwhile
-        self._loops.enter(
-            self._collector,
-            self._unmanaged,
-            late_boundary=self._late_boundary,
-            leave_step=self._step_gate.leave_step,
-            enter_step=self._enter_step,
-            is_clean=self._update_gate.is_clean,
-        )
-        self._listeners.start(stack, self.stopper, self._exchange, peers, self._around.link)
-        last_resort.watch_signals(self._listeners.alarm_of)
 
     # --- steps ---
 
@@ -527,7 +420,7 @@ class Guard:
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
         self._finished_step = False
-        self._cut = self._known and not (self._accumulates and self._update_gate.window_open())
+        self._cut = self._known and not self._boundaries.is_inside_accumulation()
         self._cut = self._cut and loops.is_boundary()
         if self._cut:
             self._pass_boundary()
@@ -535,15 +428,10 @@ class Guard:
             self._update_gate.pass_unknown()
 
     def _pass_boundary(self) -> None:
-        self._orders.at_boundary()
-        self._copy_boundary()
-        if self._collector.compiled.problems:
-            tell_of_compiled(self._collector, self._unmanaged)
-        self._window.at_boundary(self._loops.step)
+        self._boundaries.cut(self._loops.position)
         self._loops.at_boundary()
         self._checks.at_boundary()
-        if not self._warned_of_window:
-            self._warn_of_window()
+        self._boundaries.warn_of_window(self._is_exposed)
 
     def finish_step(self, *, retake: bool = False) -> None:
         """Second half of `step_end`: snapshots, the stop, periodic saves.
@@ -552,7 +440,7 @@ class Guard:
         keep averages), so the boundary is copied again.
         """
         if retake and self._cut:
-            self._copy_boundary()
+            self._boundaries.copy(self._loops.position)
         self._finished_step = True
         step = self._log_filter.step = self._loops.step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
@@ -575,32 +463,10 @@ class Guard:
         self._pass_boundary()
         self.finish_step()
 
-    def _copy_boundary(self) -> None:
-        position = self._loops.position
-        self._has_stepped = True
-        if not self._update_gate.pass_boundary(lambda: self._collector.copy(position)):
-            logger.warning(
-                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
-                self._step,
-            )
-        self._changes.at_boundary()
-
-    def _warn_of_window(self) -> None:
-        """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
-        step, in a job with no other protection."""
-        if self._window.num_windows < 2:
-            return
-        self._warned_of_window = True
-        reasons = self._window.standing()
+    def _is_exposed(self) -> bool:
+        """Whether the job saves at exceptions, and nothing else protects its steps from them."""
         protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
-        answers = any("exception" in policy.alarms and policy.save for policy in self._policies)
-        if reasons and answers and not protected:
-            logger.warning(
-                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
-                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
-                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
-                "; ".join(reasons),
-            )
+        return not protected and any("exception" in policy.alarms and policy.save for policy in self._policies)
 
     # --- between two steps ---
 
@@ -688,7 +554,7 @@ class Guard:
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
         self._require_entered("request_stop()")
-        self._watcher.post(lambda: self.stopper.hear(self.stopper.alarms.of_request(reason, exit_code)))
+        self.stopper.request(reason, exit_code)
 
     def dismiss_stop(self) -> None:
         """A stop asked for with `request_stop` has been reached and is the normal end: go on after the loop."""
@@ -711,91 +577,31 @@ class Guard:
             self._finish()
             return
         if not isinstance(error, (GracefulExit, UnmanagedStateError)):
-            self._complete_step(error)
+            self.stopper.pending = self._boundaries.complete(error, self._end_cut_step)
         self._loaders.shutdown()  # a stuck worker would delay the exit
         if isinstance(error, GracefulExit):
-            self._leave()
+            self._ending.leave()
             return
-        self.stopper.on_exception(error)
-        self._drop_refused()
-        alarm = self.stopper.alarm
-        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
-        if alarm is not None and not own:
-            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
-            logger.warning("%s: %s while stopping", type(error).__name__, error)
-            raise self._leave() from error
-        self._events.emit("exit", step=self._step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+        self._ending.fail(self._step, error)
 
     def _finish(self) -> None:
         """The block has ended by itself. Raises GracefulExit where an alarm was heard before."""
         self._loops.leave()
         if self._loops.step and not self._known and self._finished_step:
             self._loaders.settle()
-            self._copy_boundary()
-        self._saver.drain()
-        if self.stopper.at_end():
-            raise self._leave()
-        with self._around.between_steps():
-            kept = self._keep_last_boundary()
-        self._around.finish(durable=kept)
-        self._exchange.leave()
-        for policy in self._periodic:
-            self._saver.prune(policy)
-        self._events.emit("end", step=self._step, outcome="finished")
+            self._boundaries.copy(self._loops.position)
+        self._ending.finish(self._step, self._already_durable())
 
-    def _leave(self) -> GracefulExit:
-        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
-        assert self.stopper.alarm is not None
-        self._listeners.handlers.linger(self.stopper.alarm.deadline.at)
-        self.stopper.after_save()
-        leaving = self.stopper.exit()
-        self._around.leave(self.stopper)
-        self._drop_refused()
-        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
-        return leaving
-
-    def _drop_refused(self) -> None:
-        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
-        alarm = self.stopper.alarm
-        if alarm is not None and alarm.kind == REFUSAL and self.resumed_from_step is None:
-            self._around.keep_memory = False
-
-    def _complete_step(self, error: BaseException) -> None:
-        """An exception leaves the block after an update: if nothing is pending, this is the coming boundary."""
-        if self._update_gate.state is GateState.CLEAN:
-            return
-        pending = self._window.pending(error)
-        if pending:
-            self.stopper.pending = "; ".join(pending)
-            return
-        try:
-            self.boundary()
-        except Exception as problem:  # a `state_dict` of the program's
-            self.stopper.pending = f"{type(problem).__name__}: {problem}"
-            return
+    def _end_cut_step(self) -> int:
+        """An exception came behind all that belongs to the step: it is one."""
+        self.boundary()
         self._log_filter.step = self._step
         self._step_gate.arrive(self._step)
-        logger.warning(
-            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps "
-            "show, nothing of the step is left to do, so it counts as done",
-            self._step,
-            self._window.num_windows,
-        )
-
-    def _keep_last_boundary(self) -> bool:
-        durable = self._already_durable()
-        if durable is None and self.stopper.saved_step == self._collector.position.step:
-            durable = self.stopper.path  # a stop that was the normal end after all
-        policies = self._policies if self._settings.final_save else ()
-        return keep_last_boundary(self._saver, self._update_gate, self._exchange, policies, durable)
+        return self._step
 
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
-        return None if self._has_stepped else self.resumed_path
-
-    def _close_saver(self) -> None:
-        bounded = self.stopper.alarm is not None and not self.stopper.finished
-        self._saver.close(max(0.0, self.stopper.time_left_s) if bounded else None)
+        return None if self._boundaries.has_passed else self.resumed_path
 
     def _require_entered(self, what: str) -> None:
         if self not in _entered:

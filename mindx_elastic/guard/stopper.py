@@ -295,6 +295,10 @@ class Stopper:
         self._save_at_boundary(self.alarm)
         return True
 
+    def request(self, reason: str, exit_code: int) -> None:
+        """Any thread: the program asks for a stop."""
+        self.watcher.post(lambda: self.hear(self.alarms.of_request(reason, exit_code)))
+
     def dismiss(self) -> None:
         """Any thread: the training has ended, and the alarm with it."""
         self.state.finished = True

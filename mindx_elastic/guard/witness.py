@@ -21,6 +21,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import PositionedLoader
 from mindx_elastic.guard.loaders import FollowedLoader
+from mindx_elastic.guard.policy import ExitPolicy
+from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.digests import digest, leaves, stream_bytes
 
@@ -101,17 +104,17 @@ class Witness:
         position: Position,
         resumed: int | None,
         resumed_path: Path | None,
-        signals: Sequence[int],
-        outside: Callable[[], bool],
-        end: Callable[[str], None],
+        policies: Sequence[ExitPolicy],
+        stopper: Stopper,
+        is_outside: Callable[[], bool],
     ) -> None:
-        """The state is back. `signals`: those that stop the job. `outside`: what happens now belongs to no step.
-        `end`: stops the job without a save."""
+        """The state is back, and alarms are heard. `is_outside`: what happens now belongs to no step."""
         key = os.path.abspath(directory), prefix
         if key not in _series:
             _series.append(key)
         self._series = _series.index(key)
-        self._targets, self._collector, self._outside, self._end = targets, collector, outside, end
+        self._targets, self._collector, self._outside, self._stopper = targets, collector, is_outside, stopper
+        signals = [number for policy in policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
         self._may_be_restored = resumed is not None
         self._open_file()
@@ -229,7 +232,8 @@ class Witness:
             return False
         if control.is_last(self._series, position.step, self._passed, position.batch_num):
             self._is_ended = True
-            self._end("the proof ends here")
+            self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
+            self._stopper.request("the proof ends here", 0)
             return True
         if alarm is None or (alarm.series, alarm.step) != (self._series, position.step):
             return False

@@ -1,0 +1,119 @@
+"""Joins what looks at the training's state: the gate that sees its updates, and what is done at each boundary.
+
+The state is copied there, and what has changed in the step is compared with what a start can make again. After an
+exception it says whether the updates since are a boundary too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
+from mindx_elastic.capture.update_window import UpdateWindow
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard.changes import Changes
+from mindx_elastic.guard.compilation import tell_of_compiled
+from mindx_elastic.guard.replicas import DdpModules, GradientOrders
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["Boundaries"]
+
+
+class Boundaries:
+    """One per entered guard. Training thread; `stack` removes the hooks in the end."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        unmanaged: Unmanaged,
+        *,
+        world_size: int,
+        by_hand: bool,
+        found: DdpModules,
+    ) -> None:
+        """`by_hand`: see `GradientOrders`. `found`: the DDP modules."""
+        self._collector, self._unmanaged = collector, unmanaged
+        self.has_passed = False
+        """A boundary was passed since the start."""
+        gate = self.gate = UpdateGate()
+        gate.watch(collector.parameters)
+        stack.callback(gate.unwatch)
+        collector.compiled.listen()
+        stack.callback(collector.compiled.stop)
+        collector.on_new_parameters = gate.follow
+        collector.watch()
+        stack.callback(collector.unwatch)
+        self._changes = Changes(targets, collector, unmanaged, world_size=world_size)
+        self._window = UpdateWindow(collector, gate)
+        self._orders = GradientOrders(
+            targets, collector, unmanaged, world_size=world_size, by_hand=by_hand, found=found
+        )
+        # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
+        self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
+        self._warned_of_window = False
+
+    def is_inside_accumulation(self) -> bool:
+        """Whether there are gradients without an update: the step that has ended is no boundary."""
+        return self._accumulates and self.gate.window_open()
+
+    def cut(self, position: Position) -> None:
+        """A step has ended at `position` with a state to resume from. Raises UnmanagedStateError."""
+        self._orders.at_boundary()
+        self.copy(position)
+        if self._collector.compiled.problems:
+            tell_of_compiled(self._collector, self._unmanaged)
+        self._window.at_boundary(position.step)
+
+    def copy(self, position: Position) -> None:
+        """Copy the volatile state as it is now: at `cut`, and once more where code that belongs to the step has run."""
+        self.has_passed = True
+        if not self.gate.pass_boundary(lambda: self._collector.copy(position)):
+            logger.warning(
+                "step %d: an optimizer.step() failed and the program went on; the state includes its partial update",
+                position.step,
+            )
+        self._changes.at_boundary()
+
+    # --- an exception between the last update and step_end() ---
+
+    def warn_of_window(self, is_exposed: Callable[[], bool]) -> None:
+        """Once, after enough steps: code between the last update and step_end() that makes an exception there cost the
+        step. `is_exposed`: the job saves at exceptions and has no other protection."""
+        if self._warned_of_window or self._window.num_windows < 2:
+            return
+        self._warned_of_window = True
+        reasons = self._window.standing()
+        if reasons and is_exposed():
+            logger.warning(
+                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
+                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
+                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
+                "; ".join(reasons),
+            )
+
+    def complete(self, error: BaseException, end_step: Callable[[], int]) -> str:
+        """An exception leaves the block after an update: if nothing is pending, `end_step` makes this the coming
+        boundary and gives its number. Returns why it cannot be one; empty: it is, or nothing has been updated."""
+        if self.gate.state is GateState.CLEAN:
+            return ""
+        if pending := self._window.pending(error):
+            return "; ".join(pending)
+        try:
+            step = end_step()
+        except Exception as problem:  # a `state_dict` of the program's
+            return f"{type(problem).__name__}: {problem}"
+        logger.warning(
+            "the exception came after the updates of step %d and before its step_end(): as far as %d earlier steps "
+            "show, nothing of the step is left to do, so it counts as done",
+            step,
+            self._window.num_windows,
+        )
+        return ""

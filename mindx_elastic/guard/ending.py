@@ -1,0 +1,89 @@
+"""How the block of a guard ends: the training is done, the job stops as it was told to, or an exception leaves it.
+
+`Guard` decides which of them it is. Training thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from mindx_elastic.alarm.alarm import REFUSAL
+from mindx_elastic.core.events import logger
+from mindx_elastic.errors import GracefulExit, UnmanagedStateError
+from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.final_save import keep_last_boundary
+from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.stages import Stages
+
+__all__ = ["Ending"]
+
+
+class Ending:
+    """One per entered guard."""
+
+    def __init__(
+        self,
+        stages: Stages,
+        around: Connections,
+        saver: Saver,
+        *,
+        final: Sequence[ExitPolicy],
+        periodic: Sequence[PeriodicPolicy],
+        has_resumed: bool,
+    ) -> None:
+        """`final`: the policies that want the last boundary of a training that ends by itself."""
+        self._stopper, self._listeners = stages.stopper, stages.listeners
+        self._around, self._saver, self._events = around, saver, saver.events
+        self._final, self._periodic, self._has_resumed = final, periodic, has_resumed
+
+    def finish(self, step: int, durable: Path | None) -> None:
+        """The training is done, with `step`. Raises GracefulExit where an alarm was heard before. `durable`: the file
+        that this run was resumed from, if no boundary has been passed since."""
+        self._saver.drain()
+        if self._stopper.at_end():
+            raise self.leave()
+        with self._around.between_steps():
+            kept = self._keep_last_boundary(durable)
+        self._around.finish(durable=kept)
+        self._around.exchange.leave()
+        for policy in self._periodic:
+            self._saver.prune(policy)
+        self._events.emit("end", step=step, outcome="finished")
+
+    def _keep_last_boundary(self, durable: Path | None) -> bool:
+        stopper = self._stopper
+        if durable is None and stopper.saved_step == self._saver.collector.position.step:
+            durable = stopper.path  # a stop that was the normal end after all
+        return keep_last_boundary(self._saver, stopper.update_gate, self._around.exchange, self._final, durable)
+
+    def leave(self) -> GracefulExit:
+        """The process leaves as it was told to; the launcher's next SIGTERM must not change its exit code."""
+        assert self._stopper.alarm is not None
+        self._listeners.handlers.linger(self._stopper.alarm.deadline.at)
+        self._stopper.after_save()
+        leaving = self._stopper.exit()
+        self._around.leave(self._stopper)
+        self._drop_refused()
+        self._events.emit("exit", step=leaving.step, reason=leaving.reason, outcome=str(leaving.code))
+        return leaving
+
+    def fail(self, step: int, error: BaseException) -> None:
+        """An exception leaves the block, after `step`. Saves what is to be saved then; the caller raises it. Raises
+        GracefulExit in its place where the job was stopping anyway."""
+        self._stopper.on_exception(error)
+        self._drop_refused()
+        alarm = self._stopper.alarm
+        own = alarm is None or alarm.kind == "exception" or isinstance(error, UnmanagedStateError)
+        if alarm is not None and not own:
+            # The job was told to stop and something broke on the way (a peer left first, a loader worker was killed).
+            logger.warning("%s: %s while stopping", type(error).__name__, error)
+            raise self.leave() from error
+        self._events.emit("exit", step=step, reason=f"{type(error).__name__}: {error}", outcome="raised")
+
+    def _drop_refused(self) -> None:
+        """Of a training that was refused keep nothing in memory either: the corrected program would not fit it."""
+        alarm = self._stopper.alarm
+        if alarm is not None and alarm.kind == REFUSAL and not self._has_resumed:
+            self._around.keep_memory = False

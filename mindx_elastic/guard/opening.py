@@ -1,0 +1,157 @@
+"""Opens a guard, up to the state being back: log, directories, what there is to save, the other ranks, the restore.
+
+Each thing is opened before those that need it, and `stack` closes them the other way round. What comes after it, once
+the training goes on, is in `guard` (`Guard._start_stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
+from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
+from mindx_elastic.guard.final_save import say_that_a_guest_saves_nothing
+from mindx_elastic.guard.hash_seed import tell_of_hash_seed
+from mindx_elastic.guard.job_layouts import parallel_setup_of
+from mindx_elastic.guard.loaders import Loaders
+from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.loops import without_streams
+from mindx_elastic.guard.options import GuardOptions
+from mindx_elastic.guard.policy import job_names
+from mindx_elastic.guard.replicas import ddp_modules, is_replicated
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.guard.witness import open_witness
+
+__all__ = ["Opening"]
+
+
+class Opening:
+    """One each time a guard is entered. Main thread."""
+
+    def __init__(
+        self,
+        stack: ExitStack,
+        options: GuardOptions,
+        settings: Settings,
+        unmanaged: Unmanaged,
+        ranks: RankInfo,
+        exchange: Exchange,
+        targets: Mapping[str, Any],
+        loaders: Loaders,
+    ) -> None:
+        """All ranks together. Raises what `Guard` raises on entering."""
+        self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
+        self._targets = targets
+        self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
+        """What this guard really saves: not all that `options` say, under `prove` and as a guest of a training."""
+        self.evaluates = not self.periodic and bool(self.policies) and all(p.kind == "eval" for p in self.policies)
+        """The guard says itself that it does not train."""
+        self._open_log(stack)
+        self.witness = open_witness(ranks)
+        self._open_directories(stack)
+        loaders.begin(stack)
+        self._open_saver()
+        self.around = Connections(
+            stack,
+            self._directories,
+            self.saver,
+            options.snapshot_every,
+            options.redundancy,
+            exchange,
+            evaluates=self.evaluates,
+        )
+        self.start = self._restore()
+        """What the ranks have agreed on, and loaded."""
+
+    def _open_log(self, stack: ExitStack) -> None:
+        ranks = self._ranks
+        self.log_filter = RankFilter(rank=ranks.rank, world_size=ranks.world_size, attempt=ranks.attempt)
+        if (console := attach_console(self.log_filter, self._settings.log_level)) is not None:
+            stack.callback(logger.removeHandler, console)
+        self.relay = LogRelay()
+        stack.callback(self.relay.close)
+        self.relay.open()
+        self.closing = stack.enter_context(ExitStack())
+        """Closed last: closing what comes below may take long, and the deadline must be kept meanwhile."""
+
+    def _open_directories(self, stack: ExitStack) -> None:
+        """Make and lock the directories; `prove` has others in their place."""
+        ranks = self._ranks
+        wanted = [self._options.folder, *(p.directory for p in self.policies), *(p.directory for p in self.periodic)]
+        places = wanted
+        if self.witness is not None:
+            places = self.witness.redirected(wanted)
+            self.policies = tuple(replace(policy, after_save=None) for policy in self.policies)
+        resolved, self._trust = prepare_directories(places, ranks, self._options.sharing())
+        self.resolved: dict[Path, Path] = {p: resolved[place] for p, place in zip(wanted, places, strict=True)}
+        """By the directory that the program names, the true one."""
+        self._directories = list(dict.fromkeys(self.resolved.values()))
+        if not self.evaluates:
+            grace_s = self._settings.grace_s
+            hold_directories(stack, self._trust, ranks, grace_s=grace_s)  # given back when all else is closed
+        first = self._directories[0]
+        self._events = EventLog(
+            first / EVENTS_FILE, attempt=ranks.attempt, rank=ranks.rank, owners=self._trust.of(first)
+        )
+        stack.callback(self._events.close)
+        self._events.write_aside()
+
+    def _open_saver(self) -> None:
+        """Look at what is to be saved, and at how it is spread over the ranks."""
+        options, ranks, targets = self._options, self._ranks, self._targets
+        self.collector = Collector(targets)
+        check_state_and_space(self.collector, self._directories)
+        self.ddp = ddp_modules(targets)
+        self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
+        self.saver = Saver(
+            self.collector,
+            ranks,
+            self._events,
+            resolved=self.resolved,
+            replicated=is_replicated(targets, self.collector, ranks.world_size, self.ddp),
+            trust=self._trust,
+            names=job_names(options.prefix, [*self.policies, *self.periodic]),
+            unmanaged=self._unmanaged,
+        )
+
+    def _restore(self) -> Start:
+        """Meet the other ranks and load what they have planned together."""
+        start = start_job(
+            self._directories,
+            collector=self.collector,
+            targets=self._targets,
+            saver=self.saver,
+            resume=self._options.resume,
+            around=self.around,
+            unmanaged=self._unmanaged,
+            ddp=self.ddp,
+        )
+        self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
+        if (resumed := start.resumed) is None:
+            self._unmanaged.inherit(start.notes)
+            return start
+        if self.around.is_guest and not self.evaluates:
+            self.around.keeps_nothing = True
+            self.policies, self.periodic = tuple(replace(policy, save=False) for policy in self.policies), ()
+            say_that_a_guest_saves_nothing(self._options.folder, resumed, self._targets)
+        info = resumed.checkpoint.info
+        if resumed.plan.resharded:
+            self.collector.loop = without_streams(self.collector.loop)  # they are another rank's
+        tell_of_hash_seed(info.coordinates, self._unmanaged)
+        self._unmanaged.inherit(start.notes)
+        if start.is_new_on_disk(self.around.arenas):
+            # Put together from another rank's file and what lay in memory: on disk it is whole again.
+            self.saver.save_restored(self.policies, info)
+        if info.kind == "final":
+            logger.info("that training had ended: its last epoch comes once more without batches, for what follows it")
+        return start
