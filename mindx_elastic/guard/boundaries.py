@@ -17,7 +17,7 @@ from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.capture.update_window import UpdateWindow
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
-from mindx_elastic.guard.changes import Changes
+from mindx_elastic.guard.checks.changes import Changes
 from mindx_elastic.guard.compilation import tell_of_compiled
 from mindx_elastic.guard.replicas import DdpModules, GradientOrders
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -37,9 +37,9 @@ class Boundaries:
         *,
         world_size: int,
         by_hand: bool,
-        found: DdpModules,
+        ddp: DdpModules,
     ) -> None:
-        """`by_hand`: see `GradientOrders`. `found`: the DDP modules."""
+        """`by_hand`: see `GradientOrders`. `ddp`: the DDP modules and their paths."""
         self._collector, self._unmanaged = collector, unmanaged
         self.has_passed = False
         """A boundary was passed since the start."""
@@ -51,11 +51,9 @@ class Boundaries:
         collector.on_new_parameters = gate.follow
         collector.watch()
         stack.callback(collector.unwatch)
-        self._changes = Changes(targets, collector, unmanaged, world_size=world_size)
+        self._changes = Changes(targets, collector, unmanaged, ddp=ddp, world_size=world_size)
         self._window = UpdateWindow(collector, gate)
-        self._orders = GradientOrders(
-            targets, collector, unmanaged, world_size=world_size, by_hand=by_hand, found=found
-        )
+        self._orders = GradientOrders(targets, collector, unmanaged, world_size=world_size, by_hand=by_hand, found=ddp)
         # Without an optimizer gradients show no accumulation: the program updates by hand and may never clear them.
         self._accumulates = any(isinstance(t, torch.optim.Optimizer) for t in targets.values())
         self._warned_of_window = False

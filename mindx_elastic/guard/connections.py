@@ -13,7 +13,6 @@ from torch import nn
 from mindx_elastic.agreement.connect import store_host
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Answer, Merged, Part
-from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.config import AgentInfo, MemorySettings, RedundancySettings
 from mindx_elastic.core.events import logger
@@ -147,17 +146,16 @@ class Connections:
         self,
         resumed: Resumed | None,
         run_id: str,
-        collector: Collector,
         update_gate: UpdateGate,
-        saver: Saver,
         *,
         replicas: list[nn.Module],
         next_step: Callable[[], int],
     ) -> None:
         """Training begins with the restored state. `replicas`: the DDP modules of a replicated job, else none."""
+        saver = self._saver
         if self.memory is not None and not self.keeps_nothing:
             self.memory.start(
-                collector,
+                saver.collector,
                 update_gate,
                 self.exchange,
                 saver.events,

@@ -26,13 +26,13 @@ from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
 from mindx_elastic.guard.boundaries import Boundaries
-from mindx_elastic.guard.checks import Checks
+from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.ending import Ending
-from mindx_elastic.guard.evaluations import Evaluations
 from mindx_elastic.guard.final_save import check_guests_path
 from mindx_elastic.guard.listeners import Listeners
-from mindx_elastic.guard.loaders import Loaders
-from mindx_elastic.guard.loops import Loops
+from mindx_elastic.guard.loops.evaluations import Evaluations
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
@@ -210,19 +210,12 @@ class Guard:
             self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
-        """`stack` closes everything, in the other order."""
+        """All ranks together. `stack` closes everything, in the other order."""
         _check_that_one_may_enter()
         settings = self._options.settings()
         self._unmanaged = Unmanaged(settings.unmanaged)
         opening = Opening(
-            stack,
-            self._options,
-            settings,
-            self._unmanaged,
-            self.ranks,
-            self._exchange,
-            self._targets,
-            self._loaders,
+            stack, self._options, settings, self._unmanaged, self.ranks, self._exchange, self._targets, self._loaders
         )
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
@@ -238,6 +231,7 @@ class Guard:
             self._targets,
             self._collector,
             loaders=self._loaders.named,
+            ddp=opening.ddp,
             more=self._more,
             kept=self._kept,
             epoch=lambda: self._loops.epoch,
@@ -251,9 +245,7 @@ class Guard:
         self._around.enter(
             start.resumed,
             start.run_id,
-            self._collector,
             self._update_gate,
-            self._saver,
             replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
         )
@@ -269,7 +261,7 @@ class Guard:
             self._unmanaged,
             world_size=self.ranks.world_size,
             by_hand=bool(self._options.layouts) or self._around.is_guest,
-            found=opening.ddp,
+            ddp=opening.ddp,
         )
         self._update_gate = boundaries.gate
         self._evaluations = Evaluations(self._collector, self._update_gate, self._loaders, self._unmanaged)

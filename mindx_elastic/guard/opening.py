@@ -21,9 +21,9 @@ from mindx_elastic.guard.directories import check_state_and_space, hold_director
 from mindx_elastic.guard.final_save import say_that_a_guest_saves_nothing
 from mindx_elastic.guard.hash_seed import tell_of_hash_seed
 from mindx_elastic.guard.job_layouts import parallel_setup_of
-from mindx_elastic.guard.loaders import Loaders
 from mindx_elastic.guard.log_relay import LogRelay
-from mindx_elastic.guard.loops import without_streams
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated

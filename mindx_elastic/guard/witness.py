@@ -36,7 +36,7 @@ from mindx_elastic.capture.rng import capture_rng, pack_rng
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import PositionedLoader
-from mindx_elastic.guard.loaders import FollowedLoader
+from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.prove.control import Control, read_control

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from mindx_elastic.errors import GracefulExit, UsageError
-from mindx_elastic.guard.loaders import Loaders
+from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 from tests.guard.loader_loops import (
     BATCHES,

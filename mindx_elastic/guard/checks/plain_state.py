@@ -17,8 +17,8 @@ import torch
 import xxhash
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.movements import Movement, TensorsLook
-from mindx_elastic.guard.surroundings import Found, attributes_of
+from mindx_elastic.guard.checks.movements import Movement, TensorsLook
+from mindx_elastic.guard.checks.surroundings import Found, attributes_of
 
 __all__ = ["PlainState"]
 

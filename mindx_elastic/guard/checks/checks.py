@@ -43,18 +43,17 @@ from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.kept import Kept
-from mindx_elastic.guard.movements import (
+from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.movements import (
     GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
-from mindx_elastic.guard.plain_state import PlainState
-from mindx_elastic.guard.replicas import ddp_modules
-from mindx_elastic.guard.strangers import Strangers
-from mindx_elastic.guard.surroundings import (
+from mindx_elastic.guard.checks.plain_state import PlainState
+from mindx_elastic.guard.checks.strangers import Strangers
+from mindx_elastic.guard.checks.surroundings import (
     Found,
     Seen,
     attributes_of,
@@ -63,6 +62,7 @@ from mindx_elastic.guard.surroundings import (
     look,
     reachable,
 )
+from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Checks"]
@@ -104,14 +104,15 @@ class Checks:
         collector: Collector,
         *,
         loaders: Sequence[Any] = (),
+        ddp: DdpModules = (),
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         epoch: Callable[[], int],
     ) -> None:
-        """`loaders`: the named ones. `more`: objects to look into that no variable may have, `kept`: those whose state
-        is kept all the same. `epoch`: gives the epoch of the last boundary."""
+        """`loaders`: the named ones. `ddp`: the DDP modules that are known. `more`: objects to look into that no variable
+        may have, `kept`: those whose state is kept all the same. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
-        self._loaders, self._also_kept = tuple(loaders), tuple(kept)
+        self._loaders, self._ddp, self._also_kept = tuple(loaders), ddp, tuple(kept)
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on = False
@@ -330,8 +331,7 @@ class Checks:
 
     def _check_ddp(self, seen: Seen) -> None:
         """What keeps DDP's order of gradients from being restored. With two ranks no order counts: a + b is b + a."""
-        named = dict(ddp_modules(self._targets))
-        known, own = set(map(id, named.values())), {id(p) for p in self._collector.parameters}
+        known, own = {id(module) for _, module in self._ddp}, {id(p) for p in self._collector.parameters}
         for found in seen.modules.values():
             module = found.value
             if not isinstance(module, DistributedDataParallel) or id(module) in known:

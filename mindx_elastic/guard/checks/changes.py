@@ -7,7 +7,6 @@ happens, not when somebody needs the checkpoint.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,9 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.living import living_objects
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.comm_hooks import CommHooks
-from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.checks.comm_hooks import CommHooks
+from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Changes"]
@@ -35,15 +35,20 @@ class Changes:
     """One per guard. Make it when the state is back. Training thread."""
 
     def __init__(
-        self, targets: Mapping[str, Any], collector: Collector, unmanaged: Unmanaged, *, world_size: int
+        self,
+        targets: Mapping[str, Any],
+        collector: Collector,
+        unmanaged: Unmanaged,
+        *,
+        ddp: DdpModules,
+        world_size: int,
     ) -> None:
+        """`ddp`: the DDP modules and their paths."""
         self._collector, self._unmanaged = collector, unmanaged
-        self._ddp = (
-            [(name, module, _reduced(module)) for name, module in ddp_modules(targets)] if world_size > 1 else []
-        )
+        self._ddp = [(name, module, _reduced(module)) for name, module in ddp] if world_size > 1 else []
         self._schedulers = {name: t for name, t in targets.items() if isinstance(getattr(t, "lr_lambdas", None), list)}
         self._num_lambdas = {name: len(t.lr_lambdas) for name, t in self._schedulers.items()}
-        self._hooks, self._num_boundaries = CommHooks(targets, unmanaged), 0
+        self._hooks, self._num_boundaries = CommHooks(targets, ddp, unmanaged), 0
         collector.has_new_flags()  # those that the start has set are no news
 
     def at_boundary(self) -> None:
@@ -118,8 +123,5 @@ def _reduced(module: DistributedDataParallel) -> frozenset[int] | None:
 
 def _other_wrapper(module: DistributedDataParallel) -> nn.Module | None:
     """Another DDP around the same module. Looks at every object of the process, so only after a change."""
-    for found in gc.get_objects():
-        # Not isinstance, which runs code of the program's proxies.
-        if issubclass(type(found), DistributedDataParallel) and found is not module and found.module is module.module:
-            return found  # type: ignore[no-any-return]
-    return None
+    living = living_objects(DistributedDataParallel)
+    return next((found for found in living if found is not module and found.module is module.module), None)

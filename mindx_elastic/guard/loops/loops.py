@@ -32,10 +32,10 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.evaluations import WeightSample
-from mindx_elastic.guard.loaders import FollowedLoader, Loaders
-from mindx_elastic.guard.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
-from mindx_elastic.guard.resumed_state import (
+from mindx_elastic.guard.loops.evaluations import WeightSample
+from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
+from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
+from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
     moved_since,
     named_streams,

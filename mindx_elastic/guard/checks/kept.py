@@ -10,8 +10,8 @@ from torch import nn
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
-from mindx_elastic.guard.strangers import storage_of
-from mindx_elastic.guard.surroundings import inner_schedulers, kind_of, reachable
+from mindx_elastic.guard.checks.strangers import storage_of
+from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
 
 __all__ = ["Kept"]
 

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from mindx_elastic.capture.adapters import adapted
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.errors import MindxError
-from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["CommHooks"]
@@ -23,13 +23,13 @@ _KNOWN = ("PowerSGDState", "PostLocalSGDState")
 class CommHooks:
     """Those of all DDP modules among the guard's objects. Training thread."""
 
-    def __init__(self, targets: Mapping[str, Any], unmanaged: Unmanaged) -> None:
+    def __init__(self, targets: Mapping[str, Any], ddp: DdpModules, unmanaged: Unmanaged) -> None:
         """Raises UnmanagedStateError for a hook of torch's with state that is not named."""
         self._unmanaged = unmanaged
         self._watched: list[tuple[str, Any, Any]] = []
         """Place, state of a kind that may be none, and what it was."""
         named = {id(target) for target in targets.values()}
-        for place, module in ddp_modules(targets):
+        for place, module in ddp:
             for _, state in module._comm_hooks:
                 if state is None or isinstance(state, ProcessGroup) or id(state) in named:
                     continue

@@ -26,7 +26,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
 
-from mindx_elastic.guard.surroundings import program_frames
+from mindx_elastic.guard.checks.surroundings import program_frames
 
 __all__ = ["Entry", "OwnCounter", "entry_of", "find_inner_counter", "find_own_counter", "has_source"]
 

@@ -22,7 +22,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.loader_watch import LoaderWatch, find_cycle
+from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["FollowedLoader", "Loaders"]

@@ -22,7 +22,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.loaders import Loaders
+from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Evaluations", "WeightSample"]
