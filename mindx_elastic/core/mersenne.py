@@ -70,7 +70,8 @@ class _PythonAccess:
 
     def __init__(self, getstate: Any) -> None:
         self.getstate = getstate
-        self.owner: Any = getattr(getstate, "__self__", None)
+        self.owner: Any
+        self.owner = getattr(getstate, "__self__", None)
         plain = type(self.owner) is random.Random and getattr(getstate, "__func__", None) is random.Random.getstate
         self.block = _python_block(self.owner) if plain and _python_is_as_expected() else None
 
@@ -137,7 +138,7 @@ def _python_is_as_expected() -> bool:
         if other.getstate()[1] != internal:
             return False
     one.setstate(random.Random(3).getstate())
-    return _python_words(here.raw) == one.getstate()[1]
+    return bool(_python_words(here.raw) == one.getstate()[1])
 
 
 # --- numpy's ----------------------------------------------------------------------------------------------------------
@@ -186,7 +187,7 @@ class _NumpyAccess:
 
         self.current_bits: Callable[[], Any] = get_bit_generator
         bits = self.bits = get_bit_generator()
-        owner = self._owner = mtrand._rand  # type: ignore[attr-defined]  # missing in its stubs
+        owner = self._owner = mtrand._rand
         offset = _gauss_offset() if type(bits) is MT19937 and type(owner) is RandomState else None
         self.words: Any = None
         """The words and the index, live; None: only numpy's own functions will do."""
