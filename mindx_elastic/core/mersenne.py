@@ -23,7 +23,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["NumpyState", "PythonState", "numpy_state", "put_back_numpy", "put_back_python", "python_state"]
 
@@ -70,8 +70,7 @@ class _PythonAccess:
 
     def __init__(self, getstate: Any) -> None:
         self.getstate = getstate
-        self.owner: Any
-        self.owner = getattr(getstate, "__self__", None)
+        self.owner = cast(Any, getattr(getstate, "__self__", None))
         plain = type(self.owner) is random.Random and getattr(getstate, "__func__", None) is random.Random.getstate
         self.block = _python_block(self.owner) if plain and _python_is_as_expected() else None
 
