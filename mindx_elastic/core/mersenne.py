@@ -23,7 +23,7 @@ import sys
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 __all__ = ["NumpyState", "PythonState", "numpy_state", "put_back_numpy", "put_back_python", "python_state"]
 
@@ -70,7 +70,7 @@ class _PythonAccess:
 
     def __init__(self, getstate: Any) -> None:
         self.getstate = getstate
-        self.owner = cast(Any, getattr(getstate, "__self__", None))
+        self.owner: Any = getattr(getstate, "__self__", None)
         plain = type(self.owner) is random.Random and getattr(getstate, "__func__", None) is random.Random.getstate
         self.block = _python_block(self.owner) if plain and _python_is_as_expected() else None
 
@@ -101,7 +101,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
     elif (
         access.block is not None
         and access.getstate is random.getstate
-        and getattr(random.setstate, "__self__", None) is access.owner
+        and id(getattr(random.setstate, "__self__", None)) == id(access.owner)
     ):
         access.block.raw = state.raw
         access.owner.gauss_next = state.gauss
@@ -109,7 +109,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
         random.setstate(state.as_tuple())
 
 
-def _python_block(generator: random.Random) -> Any:
+def _python_block(generator: Any) -> Any:
     """The index and the words of `generator`, live. The caller keeps the generator."""
     return _RawTwister.from_address(id(generator) + object.__basicsize__)
 
