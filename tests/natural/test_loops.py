@@ -17,7 +17,7 @@ from tests.natural.verdicts import LOOPS, Cut, Exact, Found, Loop, Refused, Warn
 pytestmark = pytest.mark.slow
 
 _RUN = Path(__file__).parent / "run.py"
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MINDX_GRACE_S": "60"}
+_ENVIRONMENT = {"MINDX_GRACE_S": "60"}
 _EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
 _REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]
 _FOUND = [loop for loop in LOOPS if isinstance(loop.verdict, Found)]
@@ -93,7 +93,7 @@ def check_warned(loop: Loop, verdict: Warned, tmp_path: Path, script: Path) -> N
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, **_ENVIRONMENT, "COLUMNS": "500"}
+    return {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
 
 
 @pytest.mark.parametrize("loop", _REFUSED, ids=lambda loop: loop.name)
