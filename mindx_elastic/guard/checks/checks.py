@@ -109,7 +109,7 @@ class Checks:
         kept: Sequence[object] = (),
         epoch: Callable[[], int],
     ) -> None:
-        """`loaders`: the named ones. `ddp`: the DDP modules that are known. `more`: objects to look into that no variable
+        """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
         may have, `kept`: those whose state is kept all the same. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept = tuple(loaders), ddp, tuple(kept)
