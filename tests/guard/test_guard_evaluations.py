@@ -163,7 +163,7 @@ def test_an_evaluation_in_training_mode_is_named(tmp_path: Path, caplog: pytest.
 
 
 def test_a_periodic_save_does_not_copy_the_streams(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindx_elastic.guard import evaluations
+    from mindx_elastic.guard.loops import evaluations
 
     monkeypatch.setattr(evaluations, "kept_rng", lambda: pytest.fail("the streams were copied"))
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from mindx_elastic import Guard
 from mindx_elastic.errors import UnmanagedStateError, UsageError
-from mindx_elastic.guard import checks
+from mindx_elastic.guard.checks import checks
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.train import Callback, ExceptionCheckpoint
