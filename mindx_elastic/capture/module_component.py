@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree
@@ -61,6 +62,7 @@ class ModuleComponent:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
+        _refuse_lazy(name, self.module)
         _reshard(self.module)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
@@ -256,13 +258,16 @@ class ModuleComponent:
 
     def _resized(self) -> dict[str, str]:
         """Saved buffers of another shape or type than the program builds them with (observers of a quantization, a
-        queue that grows), and whether the training has resized them in place or put others there."""
+        queue that grows), and whether the training has resized them in place, put others there, or None."""
         found = {}
-        for name, copy, live in zip(self._slot_names, self._copies, self._slot_tensors(), strict=True):
-            if copy is not None and name in self._first:
-                first, shape, dtype = self._first[name]
-                if (copy.shape, copy.dtype) != (shape, dtype):
-                    found[name] = "in place" if first() is live else "replaced"
+        for name, copy, live in zip(self._slot_names, self._copies, self._live, strict=True):
+            if name not in self._first:
+                continue
+            first, shape, dtype = self._first[name]
+            if copy is None:
+                found[name] = "removed"
+            elif (copy.shape, copy.dtype) != (shape, dtype):
+                found[name] = "in place" if first() is live else "replaced"
         return found
 
     def _frozen_gradients(self) -> dict[str, torch.Tensor]:
@@ -293,8 +298,12 @@ class ModuleComponent:
         prefix, _, key = name.rpartition(".")
         child = dict(self.module.named_modules(remove_duplicate=False)).get(prefix)
         own = None if child is None else child._buffers.get(key)
-        if child is None or own is None or not isinstance(saved, torch.Tensor) or isinstance(own, DTensor):
+        if child is None or own is None:
             return  # `load` says so
+        if how == "removed" and saved is None:
+            child._buffers[key] = None
+        if not isinstance(saved, torch.Tensor) or isinstance(own, DTensor):
+            return
         if how == "in place" and own.dtype == saved.dtype and own.untyped_storage().resizable():
             own.resize_(saved.shape)  # DDP and others may hold it
         elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
@@ -335,6 +344,13 @@ class ModuleComponent:
         self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
+
+
+def _refuse_lazy(name: str, module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
+        problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
+        raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")
 
 
 def _reshard(module: nn.Module) -> None:
