@@ -78,7 +78,7 @@ def replace_by_scalar(module: Holder) -> None:
 
 
 def replace_by_none(module: Holder) -> None:
-    module.count = None  # type: ignore[assignment]
+    module.count = None
 
 
 def change_type_of_all(module: Holder) -> None:
@@ -370,8 +370,8 @@ def resumed(trained: ModuleComponent, module: nn.Module) -> ModuleComponent:
 def quantized() -> nn.Module:
     torch.manual_seed(1)
     model = nn.Sequential(torch.ao.quantization.QuantStub(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
-    return torch.ao.quantization.prepare_qat(model.train())  # type: ignore[no-any-return, no-untyped-call]
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(model.train())  # type: ignore[no-any-return]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range:UserWarning")

@@ -139,7 +139,8 @@ def test_what_is_carried_on_is_told_once(
 
 def test_a_setting_of_a_module_of_torch_that_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def rate(job: Job, epoch: int) -> None:
-        job.network[2].p = min(0.5, job.network[2].p + 0.1)
+        dropout: Any = job.network[2]
+        dropout.p = min(0.5, dropout.p + 0.1)
 
     (told,) = warnings_of(tmp_path, Part(), caplog, between=rate)
     assert told.startswith('"model.2.p" is')
@@ -151,6 +152,7 @@ def test_what_is_not_carried_on_or_is_kept_is_left_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, part: type[nn.Module]
 ) -> None:
     def set_epoch(job: Job, epoch: int) -> None:
-        job.network[1].epoch = epoch
+        part: Any = job.network[1]
+        part.epoch = epoch
 
     assert not warnings_of(tmp_path, part(), caplog, between=set_epoch)
