@@ -131,8 +131,8 @@ def _steering_line(
                 fits = any(map(divides, ast.walk(node.test)))
                 reads = [n for n in ast.walk(node.test) if is_it(n)]
                 inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
-    reads = [n for n in steering_reads(loop, is_it, parents) if id(n) not in inside]
-    return min((read.lineno for read in reads if _steers(read, parents)), default=None)
+    rest = [n for n in steering_reads(loop, is_it, parents) if id(n) not in inside]
+    return min((read.lineno for read in rest if _steers(read, parents)), default=None)
 
 
 def _is_window(node: ast.If, count: str) -> bool:
