@@ -4,6 +4,7 @@ state and what no state_dict has (flags, masks, buffers that are not persistent)
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Mapping
 from operator import attrgetter, is_
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from mindx_elastic.capture.buffer_block import BufferBlock, view_of
 from mindx_elastic.capture.copying import copy_tree
@@ -60,6 +62,7 @@ class ModuleComponent:
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self.module = unwrap_module(module)
+        _refuse_lazy(name, self.module)
         _reshard(self.module)
         named = dict(self.module.named_parameters(remove_duplicate=False))
         self._sharded = named if any(isinstance(p, DTensor) for p in named.values()) else {}
@@ -74,6 +77,12 @@ class ModuleComponent:
         self._built = frozenset(
             name for name, t in zip(self._slot_names, self._slot_tensors(), strict=True) if t is not None
         )
+        self._first = {
+            name: (weakref.ref(t), t.shape, t.dtype)
+            for name, t in zip(self._slot_names, self._slot_tensors(), strict=True)
+            if t is not None
+        }
+        """The saved buffers as the program has built them."""
         self._order = list(self._sharded or self.module.state_dict())
         self.copy()
 
@@ -243,8 +252,23 @@ class ModuleComponent:
             "pruned": self._masks.state(),
             "buffers": self._loose.state(),
             "added_buffers": [name for name in added if name.removesuffix("_mask") not in self._masks.places],
+            "resized_buffers": self._resized(),
             "frozen_gradients": self._frozen_gradients(),
         }
+
+    def _resized(self) -> dict[str, str]:
+        """Saved buffers of another shape or type than the program builds them with (observers of a quantization, a
+        queue that grows), and whether the training has resized them in place, put others there, or None."""
+        found = {}
+        for name, copy, live in zip(self._slot_names, self._copies, self._live, strict=True):
+            if name not in self._first:
+                continue
+            first, shape, dtype = self._first[name]
+            if copy is None:
+                found[name] = "removed"
+            elif (copy.shape, copy.dtype) != (shape, dtype):
+                found[name] = "in place" if first() is live else "replaced"
+        return found
 
     def _frozen_gradients(self) -> dict[str, torch.Tensor]:
         """Gradients that frozen parameters have kept: no backward changes them, and an optimizer uses them (zeros too:
@@ -253,7 +277,8 @@ class ModuleComponent:
         return {name: local_part(gradient).detach() for name, gradient in kept if gradient is not None}
 
     def prepare(self, beside: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Before `load`: prune what was pruned, and register the buffers that the module had got in mid-run."""
+        """Before `load`: prune what was pruned, register the buffers that the module had got in mid-run, and give those
+        that were resized the shape of then."""
         changed = "pruned" in beside and self._masks.apply(beside["pruned"])
         for name in beside.get("added_buffers", ()):
             prefix, _, key = name.rpartition(".")
@@ -263,8 +288,26 @@ class ModuleComponent:
                 value = state[name].clone()
                 child.register_buffer(key, value if like is None else value.to(like.device))
                 changed = True
+        for name, how in beside.get("resized_buffers", {}).items():
+            self._resize(name, how, state.get(name))
         if changed:
             self.follow()
+
+    @torch.no_grad()
+    def _resize(self, name: str, how: str, saved: object) -> None:
+        prefix, _, key = name.rpartition(".")
+        child = dict(self.module.named_modules(remove_duplicate=False)).get(prefix)
+        own = None if child is None else child._buffers.get(key)
+        if child is None or own is None:
+            return  # `load` says so
+        if how == "removed" and saved is None:
+            child._buffers[key] = None
+        if not isinstance(saved, torch.Tensor) or isinstance(own, DTensor):
+            return
+        if how == "in place" and own.dtype == saved.dtype and own.untyped_storage().resizable():
+            own.resize_(saved.shape)  # DDP and others may hold it
+        elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
+            child._buffers[key] = torch.empty_like(saved, device=own.device)
 
     def load_beside(self, beside: Mapping[str, Any]) -> None:
         """After `load`: the rest of what `beside` gives, without the flags."""
@@ -301,6 +344,13 @@ class ModuleComponent:
         self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
+
+
+def _refuse_lazy(name: str, module: nn.Module) -> None:
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    if lazy := [own for own, tensor in tensors if is_lazy(tensor)]:
+        problem = f"{listed(lazy, 3)} of a lazy module (LazyLinear, ...) has no shape before its first forward"
+        raise UnsupportedStateError(name, f"{problem}. Run one batch through the model before the guard is made")
 
 
 def _reshard(module: nn.Module) -> None:

@@ -188,7 +188,7 @@ class ReplayLoader:
     @property
     def _persistent(self) -> bool:
         # Workers of an iterable data set must start each epoch with new streams, or no later epoch could be replayed.
-        return self._skipper is not None and bool(self._stock and self._stock.persistent_workers)
+        return self._skipper is not None and self._stock is not None and self._stock.persistent_workers
 
     def _announce(self) -> None:
         if self.on_iterator_ready is not None:

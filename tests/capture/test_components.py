@@ -78,7 +78,7 @@ def replace_by_scalar(module: Holder) -> None:
 
 
 def replace_by_none(module: Holder) -> None:
-    module.count = None  # type: ignore[assignment]
+    module.count = None
 
 
 def change_type_of_all(module: Holder) -> None:
@@ -356,3 +356,69 @@ def test_each_object_gets_its_component(target: object, kind: type) -> None:
 def test_an_object_without_state_is_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"meter is a list_iterator without state_dict\(\) and load_state_dict\(\)"):
         component_for("meter", iter([]))
+
+
+def resumed(trained: ModuleComponent, module: nn.Module) -> ModuleComponent:
+    """`module`, as a start builds it, with the state of `trained`."""
+    state, beside = through_format(trained.state()), through_format(trained.beside())
+    component = ModuleComponent("model", module)
+    component.prepare(beside, state)
+    component.load(state)
+    return component
+
+
+def quantized() -> nn.Module:
+    torch.manual_seed(1)
+    model = nn.Sequential(torch.ao.quantization.QuantStub(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    return torch.ao.quantization.prepare_qat(model.train())  # type: ignore[no-any-return]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*reduce_range:UserWarning")
+def test_observers_of_a_quantization_have_other_shapes_after_the_first_forward() -> None:
+    first = quantized()
+    component = ModuleComponent("model", first)
+    first(torch.randn(8, 4))
+    component.copy()
+    second = quantized()
+    again = resumed(component, second)
+    assert_same(dict(second.state_dict()), dict(first.state_dict()))
+    assert resumed(again, quantized()).beside()["resized_buffers"] == component.beside()["resized_buffers"], "twice"
+    x = torch.randn(8, 4)
+    assert torch.equal(first(x), second(x))
+
+
+@pytest.mark.parametrize("change", [replace_other_shape, replace_other_type, replace_by_scalar, replace_by_none])
+def test_a_buffer_that_the_training_replaced_by_another_one_comes_back(change: Callable[[Holder], None]) -> None:
+    first, second = Holder(), Holder()
+    component = ModuleComponent("model", first)
+    change(first)
+    component.copy()
+    resumed(component, second)
+    assert_same(dict(second.state_dict()), dict(first.state_dict()))
+
+
+def test_a_buffer_that_grew_in_place_stays_the_object_that_others_hold() -> None:
+    first, second = Holder(), Holder()
+    component = ModuleComponent("model", first)
+    first.count.resize_(5).fill_(3.0)
+    component.copy()
+    held = second.count
+    resumed(component, second)
+    assert second.count is held
+    assert held.tolist() == [3.0] * 5
+
+
+def test_a_buffer_of_another_size_in_the_program_is_refused_as_ever() -> None:
+    first, second = Holder(), Holder()
+    second.count = torch.zeros(4)
+    with pytest.raises(MismatchError, match=r"count has shape \[2\] there and \[4\] here"):
+        resumed(boundary(first), second)
+
+
+def test_a_lazy_module_is_refused_before_its_first_forward() -> None:
+    lazy = nn.Sequential(nn.LazyLinear(2), nn.LazyBatchNorm1d())
+    with pytest.raises(UnsupportedStateError, match=r"0\.weight, .* of a lazy module .* Run one batch through"):
+        ModuleComponent("model", lazy)
+    lazy(torch.randn(4, 3))
+    assert set(boundary(lazy).state()) == set(lazy.state_dict())

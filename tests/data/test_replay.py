@@ -392,3 +392,34 @@ def test_data_that_has_become_shorter_is_an_error_and_not_an_empty_epoch(wrapped
     with pytest.raises(MismatchError, match="only"):
         iter(source)
     assert source.state_dict()["batch"] == 90
+
+
+class Endless(Sampler[int]):
+    """A sampler that never ends and has no length, with a generator of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(3)
+        while True:
+            yield from torch.randperm(SIZE, generator=generator).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_sampler_without_a_length_is_replayed(workers: int) -> None:
+    def loader() -> ReplayLoader:
+        return ReplayLoader(DataLoader(Noisy(SIZE), 4, sampler=Endless(), num_workers=workers), seed=3)
+
+    seed_streams(11)
+    first = loader()
+    batches = iter(first)
+    for _ in range(9):
+        next(batches)
+    state = first.state_dict()
+    expected = [next(batches) for _ in range(3)]
+    first.shutdown()
+
+    seed_streams(12)
+    second = loader()
+    second.load_state_dict(state)
+    batches = iter(second)
+    assert same([next(batches) for _ in range(3)], expected)
+    second.shutdown()

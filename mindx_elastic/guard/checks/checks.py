@@ -44,6 +44,7 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
 from mindx_elastic.guard.checks.movements import (
     GeneratorLook,
     Movement,
@@ -60,6 +61,7 @@ from mindx_elastic.guard.checks.surroundings import (
     find_bound,
     inner_schedulers,
     look,
+    program_frames,
     reachable,
 )
 from mindx_elastic.guard.replicas import DdpModules
@@ -116,7 +118,7 @@ class Checks:
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
         self._is_on = False
-        self._watch, self._plain = _Watch(), PlainState()
+        self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
@@ -139,6 +141,7 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
+        self._look_at_attributes(kept, sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -197,6 +200,7 @@ class Checks:
         self._check_schedulers(seen, kept, search=self._boundaries == 1)
         self._compare(kept)
         self._look_at_generators(seen, kept)
+        self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
@@ -388,6 +392,7 @@ class Checks:
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
         self._plain.forget()
+        self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:
         """Compare what is watched with the look before. Raises UnmanagedStateError."""
@@ -448,6 +453,14 @@ class Checks:
                     f"buffers of module {watched.name}, which is not named, change in the training",
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
+
+    def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
+        named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
+        told = self._attributes.look(
+            named, kept.has, lambda: [place.f_code.co_filename for place in program_frames(frame)]
+        )
+        if told is not None:
+            self._unmanaged.risk(*told)
 
     def _look_at_generators(self, seen: Seen, kept: Kept) -> None:
         """Compare the generators that the program has now with those of the look before. Some cannot be referred to

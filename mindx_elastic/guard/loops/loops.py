@@ -35,6 +35,7 @@ from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.loops.evaluations import WeightSample
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
+from mindx_elastic.guard.loops.own_index import find_own_index
 from mindx_elastic.guard.loops.resumed_state import (
     equal_trees,
     moved_since,
@@ -71,7 +72,7 @@ class Loops:
         self._asked_first = self._looked_inside = self._counts_elsewhere = self._suspects_epochs = False
         self._entry: Entry | None = None
         self._kept: frozenset[int] = frozenset()
-        self._first = 0
+        self._first = self._num_boundaries = 0
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
 
@@ -360,6 +361,11 @@ class Loops:
 
     def at_boundary(self) -> None:
         """The boundary has been copied."""
+        self._num_boundaries += 1
+        if self._num_boundaries == 2 and not self.is_layered:
+            told = find_own_index(sys._getframe(1), self._entry, self._kept)
+            if told is not None:
+                self._unmanaged.risk(*told)
         if self.step in self._tail_steps:
             self.watch_tail()
 

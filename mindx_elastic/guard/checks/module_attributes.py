@@ -1,0 +1,225 @@
+"""Finds state in plain attributes of named modules: a queue, a step count, a temperature, a flag. No state_dict has it.
+
+A value that differs between two looks is not enough: most such values are caches (`self.attn = weights`), or are set by
+the loop from the epoch. What is told must also go on from its own last value, as the source of the module's class and
+of the running functions shows:
+
+===================================================  ===================================================================
+``self.step += 1``, ``m.p = min(0.5, m.p + 0.1)``     and it is read elsewhere, other than for a log
+``if not self.ready: weight.copy_(...)``             a flag that is set there, in front of values set in place
+``self.queue[i:j] = keys``                            a tensor that is the same one, with other values
+===================================================  ===================================================================
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+
+__all__ = ["ModuleAttributes"]
+
+_NUMBERS = (int, float, bool, str)
+_INTERNALS = frozenset(vars(nn.Module()))
+_MOST = 20_000
+_Key = tuple[str, str]
+
+
+class ModuleAttributes:
+    """One per guard. Training thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[_Key, Any] = {}
+        self._done: set[_Key] = set()
+
+    def forget(self) -> None:
+        """What has changed until the next look does not count."""
+        self._before = {}
+
+    def look(
+        self,
+        modules: Mapping[str, nn.Module],
+        is_kept: Callable[[torch.Tensor], bool],
+        files: Callable[[], Collection[str]],
+    ) -> tuple[str, str] | None:
+        """What is known against them, and what to write. `modules`: the named ones. `files`: gives the program's."""
+        now: dict[_Key, Any] = {}
+        found: dict[_Key, nn.Module] = {}
+        certain: set[_Key] = set()
+        for path, module in _parts(modules):
+            for name, value in _plain(module, is_kept):
+                key = path, name
+                look = now[key] = value if type(value) in _NUMBERS else (weakref.ref(value), value._version)
+                old = self._before.get(key, look)
+                if key in self._done or type(old) is not type(look):
+                    continue
+                if isinstance(look, tuple):
+                    if old[0]() is value and old[1] != look[1]:
+                        found[key] = module
+                        certain.add(key)
+                    elif old[0]() is not value:
+                        found[key] = module
+                elif repr(old) != repr(look):
+                    found[key] = module
+            if len(now) > _MOST:
+                break
+        self._before = now
+        if not found:
+            return None
+        self._done.update(found)
+        sources = _Sources(files())
+        told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
+        return _words(told, now) if told else None
+
+
+def _parts(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    for target, module in modules.items():
+        for path, child in module.named_modules():
+            if type(child).get_extra_state is nn.Module.get_extra_state:
+                yield f"{target}.{path}" if path else target, child
+
+
+def _plain(module: nn.Module, is_kept: Callable[[torch.Tensor], bool]) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(module).items():
+        if name in _INTERNALS or name.startswith("_") or "cache" in name:
+            continue
+        # A tensor with a graph is what a forward has left.
+        is_state = type(value) is torch.Tensor and not value.is_inference() and value.grad_fn is None
+        if type(value) in _NUMBERS or (is_state and not is_kept(value)):
+            yield name, value
+
+
+def _words(told: Mapping[_Key, nn.Module], now: Mapping[_Key, Any]) -> tuple[str, str]:
+    names = [f'"{path}.{name}"' for path, name in told]
+    are = "is a plain attribute" if len(told) == 1 else "are plain attributes"
+    what = f"{listed(names, 6)} {are} of a named module, in no state_dict, and the training carries the values from "
+    what += "one step into another"
+    own = [(path, name) for (path, name), module in told.items() if not _is_torchs(module)]
+    derived = "from guard.epoch or guard.step alone"
+    if not own:
+        return what, f"Work the value out {derived}, at the head of each epoch or step"
+    lines = [f'self.register_buffer("{n}", ...)' for p, n in own if isinstance(now[p, n], tuple)]
+    if number := next((n for p, n in own if not isinstance(now[p, n], tuple)), ""):
+        lines.append(f'self.register_buffer("{number}", torch.tensor(...)), or get_extra_state() and set_extra_state()')
+    return what, f"Write {'; '.join(dict.fromkeys(lines))} in the class of the module, or work the value out {derived}"
+
+
+def _is_torchs(module: nn.Module) -> bool:
+    return type(module).__module__.partition(".")[0] == "torch"
+
+
+class _Sources:
+    """The source of the program and of the classes of its modules."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self._trees: dict[str, tuple[ast.AST, dict[int, ast.AST]] | None] = {}
+        self._files = tuple(dict.fromkeys(files))
+
+    def carries(self, module: nn.Module, name: str) -> bool:
+        """Whether an attribute goes on from its own last value, and is read other than for a log."""
+        is_it = partial(_is_attribute, name)
+        from_outside = partial(_is_attribute_of_another, name)  # `self` may be of another class there
+        own = [(tree, up, is_it) for tree, up in self._classes(module)]
+        if any(_is_flag(tree, is_it) for tree, _, _ in own):
+            return True
+        places = [*own, *((tree, up, from_outside) for tree, up in filter(None, map(self._tree, self._files)))]
+        goes_on = [node for tree, _, is_this in places for node in ast.walk(tree) if _goes_on(node, is_this)]
+        if not goes_on:
+            return False
+        if _is_torchs(module):
+            return True  # its own forward reads it
+        inside = {id(inner) for node in goes_on for inner in ast.walk(node)}
+        reads = (read for tree, up, is_this in places for read in steering_reads(tree, is_this, up))
+        return any(id(read) not in inside for read in reads)
+
+    def _tree(self, file: str) -> tuple[ast.AST, dict[int, ast.AST]] | None:
+        if file not in self._trees:
+            try:
+                tree = ast.parse("".join(linecache.getlines(file)))
+                self._trees[file] = tree, parents_of(tree)
+            except (SyntaxError, ValueError, RecursionError):
+                self._trees[file] = None
+        return self._trees[file]
+
+    def _classes(self, module: nn.Module) -> Iterator[tuple[ast.AST, dict[int, ast.AST]]]:
+        for kind in type(module).__mro__:
+            if kind.__module__.partition(".")[0] in ("torch", "builtins"):
+                continue
+            try:
+                file = inspect.getsourcefile(kind)
+            except (TypeError, OSError):
+                continue
+            found = None if file is None else self._tree(file)
+            if found is None:
+                continue
+            for node in ast.walk(found[0]):
+                if isinstance(node, ast.ClassDef) and node.name == kind.__name__:
+                    yield node, found[1]
+
+
+def _is_attribute(name: str, node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr == name
+
+
+def _is_attribute_of_another(name: str, node: ast.AST) -> bool:
+    return _is_attribute(name, node) and not (
+        isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    )
+
+
+def _goes_on(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    """``self.x += 1`` and ``self.x = f(self.x)``."""
+    if isinstance(node, ast.AugAssign):
+        return is_it(node.target)
+    if not isinstance(node, ast.Assign):
+        return False
+    targets = [inner for target in node.targets for inner in _targets(target)]
+    return any(map(is_it, targets)) and any(map(is_it, ast.walk(node.value)))
+
+
+def _targets(node: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for element in node.elts:
+            yield from _targets(element)
+    else:
+        yield node
+
+
+def _is_flag(tree: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    """Whether ``if not self.x: weight.copy_(...); self.x = True`` is there."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.If) or not any(map(is_it, ast.walk(node.test))):
+            continue
+        inner = [each for statement in node.body for each in ast.walk(statement)]
+        sets = any(isinstance(each, ast.Assign) and any(map(is_it, each.targets)) for each in inner)
+        if sets and any(map(_sets_values, (*inner, *_called(tree, inner)))):
+            return True
+    return False
+
+
+def _called(tree: ast.AST, nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """What the methods do that are called there by ``self.method()``."""
+    names = {node.func.attr for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name in names:
+            yield from ast.walk(node)
+
+
+def _sets_values(node: ast.AST) -> bool:
+    """``weight.data = ...``, ``weight.copy_(...)``."""
+    if isinstance(node, ast.Assign):
+        return any(isinstance(target, ast.Attribute) and target.attr == "data" for target in node.targets)
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+        return False
+    name = node.func.attr
+    return name.endswith("_") and not name.endswith("__") and name not in ("requires_grad_", "zero_grad_")

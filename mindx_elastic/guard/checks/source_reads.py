@@ -1,0 +1,77 @@
+"""Tells from source whether a value steers a program, or is only printed and logged."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+
+__all__ = ["parents_of", "steering_reads"]
+
+_LOGS = frozenset(
+    """
+    print printf format log log_dict log_metrics log_scalar log_step info debug warning warn error exception critical
+    add_scalar add_scalars add_image add_histogram set_postfix set_postfix_str set_description set_description_str
+    update_postfix write writerow info_rank0 scalar track display print_rank_0 print_rank0 progress
+    """.split()  # noqa: SIM905
+)
+_LOGGERS = frozenset({"logger", "logging", "log", "wandb", "writer", "tqdm", "pbar", "progress", "bar", "tb", "mlflow"})
+_OWN_LOGS = ("step_end", "record_boundary")
+
+
+def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
+    """The parent of each node, by the node's ``id``."""
+    return {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+
+
+def steering_reads(tree: ast.AST, is_it: Callable[[ast.AST], bool], parents: dict[int, ast.AST]) -> Iterator[ast.expr]:
+    """The places below `tree` that read what `is_it` accepts, other than those that print, log or keep it for that.
+
+    A test that decides only whether something is logged is none of them.
+    """
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load) or not is_it(node):
+            continue
+        if not _is_for_a_log(node, tree, parents):
+            yield node
+
+
+def _is_for_a_log(node: ast.AST, root: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    child = node
+    while child is not root and (parent := parents.get(id(child))) is not None:
+        if isinstance(parent, (ast.JoinedStr, ast.FormattedValue)):
+            return True
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod) and _is_text(parent.left):
+            return True
+        if isinstance(parent, ast.Call) and child is not parent.func and _logs(parent):
+            return True
+        if isinstance(parent, (ast.If, ast.IfExp)) and child is parent.test:
+            return isinstance(parent, ast.If) and all(map(_only_logs, (*parent.body, *parent.orelse)))
+        child = parent
+    return False
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _logs(call: ast.Call) -> bool:
+    func = call.func
+    if isinstance(func, ast.Name):
+        return func.id in _LOGS
+    if not isinstance(func, ast.Attribute):
+        return False
+    owner = func.value
+    name = owner.id if isinstance(owner, ast.Name) else owner.attr if isinstance(owner, ast.Attribute) else ""
+    return func.attr in _LOGS or func.attr in _OWN_LOGS or name.strip("_").lower() in _LOGGERS
+
+
+def _only_logs(statement: ast.stmt) -> bool:
+    """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
+    if isinstance(statement, ast.Expr):
+        value = statement.value
+        return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _logs(value))
+    if isinstance(statement, ast.If):
+        return all(map(_only_logs, (*statement.body, *statement.orelse)))
+    if isinstance(statement, ast.With):
+        return all(map(_only_logs, statement.body))
+    return isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass))

@@ -1,0 +1,229 @@
+"""Finds ``for i, batch in enumerate(loader)`` whose index steers the training: after a resume it begins anew at 0.
+
+It reads the source of the functions that are running, once. What the index decides only for a log, an evaluation or a
+file is left alone, and so is an index whose windows (``(i + 1) % n``) end where the boundaries are.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
+
+from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _spans, _value, _where
+
+__all__ = ["find_own_index"]
+
+_TRAINS = frozenset(
+    [
+        "backward",
+        "step",
+        "zero_grad",
+        "clip_grad_norm_",
+        "clip_grad_value_",
+        "unscale_",
+        "update_parameters",
+        "no_sync",
+        "requires_grad_",
+    ]
+)
+_SETS = re.compile(r"(^|_)(lr|schedule|scheduler|adjust|warmup|anneal|ramp|beta|alpha|noise|seed|temperature)(_|$)")
+_LOGS = re.compile(r"log|print|save|plot|write|report|bar|display|summary|record")
+_WRAPS = {"tqdm", "trange", "track"}
+_ARITHMETIC = (
+    ast.Name,
+    ast.Constant,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.operator,
+    ast.unaryop,
+    ast.expr_context,
+    ast.Attribute,
+)
+
+
+def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collection[int]) -> tuple[str, str] | None:
+    """What is known against the index of a loop around the call in `frame`, and what to write.
+
+    `kept`: `id` of what the guard keeps, the named loaders among it.
+    """
+    for loop, place in _loops_around(frame, entry) or ():
+        found = _enumerated(loop)
+        if found is None:
+            continue
+        index, batches, start = found
+        wanted = [node for node in ast.walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
+        named = next((node for node in wanted if id(_value(node, place)) in kept), None)
+        if named is None:
+            continue
+        size = _length(_value(named, place))
+
+        def divides(node: ast.AST, place: FrameType = place, size: int = size) -> bool:
+            if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
+                return False
+            by = node.right.value if isinstance(node.right, ast.Constant) else _value(node.right, place)
+            return isinstance(by, int) and by > 0 and size > 0 and size % by == 0
+
+        starts_at_1 = isinstance(start, ast.Constant) and start.value == 1
+        line = _steering_line(loop, index, place.f_lineno, divides, starts_at_1=starts_at_1)
+        if line is None:
+            continue
+        what = f"the index {index} of the loop at {_where(loop, place)} begins anew when its epoch is resumed in the "
+        what += f"middle, and steers the training in line {line}"
+        first = "" if start is None else f", start={ast.unparse(start)}"
+        is_pair = isinstance(loop, ast.For) and isinstance(loop.target, ast.Tuple)
+        target = ", ".join(map(ast.unparse, loop.target.elts)) if is_pair else index  # type: ignore[union-attr]
+        return what, f"Write for {target} in guard.enumerate({ast.unparse(named)}{first}):"
+    return None
+
+
+def _length(loader: object) -> int:
+    """0 where it has none."""
+    try:
+        return len(loader)  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError):
+        return 0
+
+
+def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | None] | None:
+    """Index, batches and start of ``for i, batch in enumerate(batches, start)``, also inside of ``tqdm``."""
+    if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Tuple) or len(loop.target.elts) != 2:
+        return None
+    index, call = loop.target.elts[0], loop.iter
+    if isinstance(call, ast.Call) and _name(call.func) in _WRAPS and call.args:
+        call = call.args[0]
+    if not isinstance(index, ast.Name) or not isinstance(call, ast.Call) or not call.args:
+        return None
+    if not isinstance(call.func, ast.Name) or call.func.id != "enumerate":
+        return None
+    batches = call.args[0]
+    if isinstance(batches, ast.Call):
+        if _name(batches.func) not in _WRAPS or not batches.args:
+            return None
+        batches = batches.args[0]
+    start = call.args[1] if len(call.args) > 1 else next((k.value for k in call.keywords if k.arg == "start"), None)
+    return index.id, batches, start
+
+
+def _steering_line(
+    loop: ast.AST, index: str, boundary: int, divides: Callable[[ast.AST], bool], *, starts_at_1: bool
+) -> int | None:
+    """A line of the loop in which the index steers the training. `boundary`: the line of ``step_end()``. `divides`:
+    whether an expression is a modulo whose divisor the length of the epoch is a multiple of."""
+    names = {index}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
+            inner = list(ast.walk(node.value))
+            if any(isinstance(n, ast.Name) and n.id in names for n in inner) and all(map(_is_arithmetic, inner)):
+                names.add(node.targets[0].id)
+
+    def is_it(node: ast.AST) -> bool:
+        return isinstance(node, ast.Name) and node.id in names
+
+    parents = parents_of(loop)
+    inside: set[int] = set()  # of tests whose windows end where the boundaries are
+    for node in ast.walk(loop):
+        if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
+            holds = any(_spans(statement, boundary) for statement in node.body)
+            if holds or _is_window(node, index if starts_at_1 else f"{index} + 1"):
+                fits = any(map(divides, ast.walk(node.test)))
+                reads = [n for n in ast.walk(node.test) if is_it(n)]
+                inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
+    rest = [n for n in steering_reads(loop, is_it, parents) if id(n) not in inside]
+    return min((read.lineno for read in rest if _steers(read, parents)), default=None)
+
+
+def _is_window(node: ast.If, count: str) -> bool:
+    """``if (i + 1) % n == 0: optimizer.step()`` of an accumulation: the job stops at the ends of such windows only."""
+    counts = any(
+        isinstance(n, ast.BinOp) and isinstance(n.op, ast.Mod) and ast.unparse(n.left) in (count, f"({count})")
+        for n in ast.walk(node.test)
+    )
+    called = {
+        n.func.attr
+        for statement in node.body
+        for n in ast.walk(statement)
+        if isinstance(n, ast.Call) and isinstance(n.func, ast.Attribute)
+    }
+    return counts and "step" in called and "backward" not in called
+
+
+def _is_arithmetic(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call):
+        return _name(node.func) in ("len", "int", "float", "min", "max")
+    return isinstance(node, _ARITHMETIC)
+
+
+def _up(node: ast.AST, parents: dict[int, ast.AST]) -> Iterator[tuple[ast.AST, ast.AST]]:
+    while (parent := parents.get(id(node))) is not None:
+        yield node, parent
+        node = parent
+
+
+def _in_modulo(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    for _, parent in _up(node, parents):
+        if isinstance(parent, ast.BinOp) and isinstance(parent.op, ast.Mod):
+            return True
+        if isinstance(parent, ast.stmt):
+            return False
+    return False
+
+
+def _steers(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    for child, parent in _up(node, parents):
+        if isinstance(parent, ast.Call) and child is not parent.func:
+            name = _name(parent.func)
+            if _LOGS.search(name):
+                return False
+            if name == "step" or _SETS.search(name):
+                return True
+        if isinstance(parent, ast.If) and child is parent.test:
+            return any(map(_trains, (*parent.body, *parent.orelse)))
+        if isinstance(parent, ast.stmt):
+            return _sets_rate(parent)
+    return False
+
+
+def _trains(statement: ast.stmt) -> bool:
+    """Whether a statement is of the training: a backward, a step, a break, a learning rate."""
+    nodes = list(_of_this_loop(statement))
+    if any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in nodes):
+        return True
+    return any(
+        (
+            isinstance(n, ast.Call)
+            and isinstance(n.func, ast.Attribute)
+            and n.func.attr in _TRAINS
+            and not _is_profiler(n)
+        )
+        or (isinstance(n, ast.stmt) and _sets_rate(n))
+        for n in ast.walk(statement)
+    )
+
+
+def _is_profiler(call: ast.Call) -> bool:
+    owner = _name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return "prof" in owner or bool(_LOGS.search(owner))
+
+
+def _of_this_loop(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes below, without those of loops and functions inside."""
+    yield node
+    if not isinstance(node, (ast.For, ast.While, ast.FunctionDef, ast.Lambda)):
+        for child in ast.iter_child_nodes(node):
+            yield from _of_this_loop(child)
+
+
+def _sets_rate(statement: ast.stmt) -> bool:
+    """``group["lr"] = ...``"""
+    targets = statement.targets if isinstance(statement, ast.Assign) else ()
+    return any(isinstance(t, ast.Subscript) and ast.unparse(t.slice).strip("'\"") in _RATES for t in targets)
+
+
+_RATES = ("lr", "momentum", "weight_decay", "betas")
+
+
+def _name(node: ast.AST) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

@@ -1,0 +1,111 @@
+"""The index of a plain ``enumerate`` over a named loader: told where it steers the training, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.guard.test_loops import Program
+from tests.guarded import no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def every_second(p: Program, loss: Any = None) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            if i % 2 == 0 and loss is not None:
+                loss.backward()
+            p.guard.step_end()
+
+
+def breaks(p: Program) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            if i >= 3:
+                break
+            p.step(*batch)
+            p.guard.step_end()
+
+
+def sets_the_rate(p: Program, optimizer: Any = None) -> None:
+    for epoch in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader, start=1):
+            progress = epoch + i / 4
+            for group in [{}] if optimizer is None else optimizer.param_groups:
+                group["lr"] = 0.1 * progress
+            p.step(*batch)
+            p.guard.step_end()
+
+
+@pytest.mark.parametrize("program", [every_second, breaks, sets_the_rate])
+def test_told(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        program(p)
+    (told,) = [r.getMessage() for r in caplog.records if "the index i of" in r.getMessage()]
+    start = ", start=1" if program is sets_the_rate else ""
+    assert f"Write for i, batch in guard.enumerate(p.loader{start}):" in told
+
+
+def saves(*_: object) -> None:
+    pass
+
+
+def logs(p: Program) -> None:
+    running, losses = 0.0, []
+    for epoch in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            running += 1
+            if i % 2 == 1:
+                print(f"{epoch} {i}: {running / 2}")
+                losses.append((i, running))
+                running = 0.0
+            if i == 3:
+                saves(f"{i}.png")
+            print("%d of %d" % (i, 4))  # noqa: UP031
+            p.guard.step_end()
+
+
+def accumulates(p: Program, loss: Any = None) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            if (i + 1) % 2 == 0 and loss is not None:
+                loss.step()
+            p.step(*batch)
+            p.guard.step_end()
+
+
+def window_around_the_boundary(p: Program) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            if (i + 1) % 1 == 0:
+                p.step(*batch)
+                p.guard.step_end()
+
+
+def ours(p: Program) -> None:
+    for _ in p.guard.epochs(2):
+        for i, batch in p.guard.enumerate(p.loader):
+            if i > 30:
+                break
+            p.step(*batch)
+            p.guard.step_end()
+
+
+@pytest.mark.parametrize("program", [logs, accumulates, window_around_the_boundary, ours])
+def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
+    p = Program(tmp_path)
+    with p.guard:
+        program(p)
+    assert not [r for r in caplog.records if "the index i of" in r.getMessage()]
