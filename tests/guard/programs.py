@@ -437,6 +437,43 @@ REFUSED = {
         """,
         "scheduler (StepLR) belongs to an optimizer of the guard, steps and is not named",
     ),
+    "a scheduler that is made inside a function of the loop": (
+        """
+        sched = StepLR(opt, 1)
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
+        def train_one_epoch():
+            sched = LambdaLR(opt, lambda n: min(1.0, n / 5))
+            for number in range(STEPS):
+                update(net(torch.randn(5, 3)).square().mean(), opt); sched.step(); guard.step_end()
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                train_one_epoch()
+        notes = guard._unmanaged.notes
+        """,
+        (
+            'scheduler "sched" (LambdaLR, train_one_epoch() in train.py) belongs to an optimizer of the guard, steps '
+            "and is not named. Make it once, before the guard, in a variable of its own, and write "
+            "Guard(lr_scheduler=[sched, own_sched], ...)"
+        ),
+    ),
+    "a loader that is made anew in each epoch": (
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        def load(): return DataLoader(TensorDataset(torch.randn(20, 3)), 5)
+        loader = load()
+        PARTS = dict(model=net, optimizer=opt, loader=loader)
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                if epoch > 1: loader = load()
+                for x, in loader:
+                    update(net(x).square().mean(), opt); guard.step_end()
+        notes = guard._unmanaged.notes
+        """,
+        (
+            "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. It "
+            "was made after the guard was entered. Make each loader once, before the guard, and write Guard(loader=loader, ...), a list"
+        ),
+    ),
     "one of two schedulers": (
         """
         warm, sched = LambdaLR(opt, lambda n: min(1.0, n / 5)), ReduceLROnPlateau(opt)
