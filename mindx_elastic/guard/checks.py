@@ -521,7 +521,7 @@ class Checks:
         return f"Write {self._line(argument, seen, [found])}"
 
     def _is_later(self, found: Found) -> bool:
-        """Whether it is a local variable of a function that the program has entered after the guard, and was made there.
+        """Whether it was made after the guard, in a function that the program has entered after it.
 
         Such a variable does not exist where the guard is made."""
         known = id(found.value) in self._known_names

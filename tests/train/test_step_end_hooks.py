@@ -157,7 +157,7 @@ def test_a_step_that_fails_after_its_update_is_kept_and_its_hooks_run(
     kind: str, step: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     straight, told = train_to_end("whole", 0, kind)
-    assert "will cost every step" not in caplog.text, "a false alarm"
+    assert "would cost every step" not in caplog.text, "a false alarm"
     with pytest.raises(RuntimeError, match="injected"):
         train_to_end("out", step, kind)
     (path,) = Path("out").glob("*.safetensors")
@@ -183,4 +183,4 @@ def test_no_false_alarm_of_the_window(batches: int, custom: bool, caplog: pytest
 
     model = make_model(train_step=with_loss) if custom else make_model()
     model.train(4, make_loader(batch_size=24 // batches), ExceptionCheckpoint(directory="out"), progress=False)
-    assert "will cost every step" not in caplog.text
+    assert "would cost every step" not in caplog.text
