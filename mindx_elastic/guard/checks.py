@@ -107,15 +107,16 @@ class Checks:
         loaders: Sequence[Any] = (),
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
+        uneven: str = "",
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `more`: objects to look into that no variable may have, `kept`: those whose state
-        is kept all the same. `epoch`: gives the epoch of the last boundary."""
+        is kept all the same. `uneven`: see `Start.uneven`. `epoch`: gives the epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._also_kept = tuple(loaders), tuple(kept)
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
-        self._is_on = False
+        self._is_on, self._uneven = False, uneven
         self._watch, self._plain = _Watch(), PlainState()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
@@ -155,6 +156,8 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
+        if self._uneven and self._boundaries == 1:
+            self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
@@ -347,6 +350,19 @@ class Checks:
                     f"module {_shown(found)} wraps the guard's model in DDP, and the guard was given the model "
                     "inside, so the last bits of a resumed run may differ",
                     f"Write Guard(model={found.name}, ...)",
+                )
+
+    def _check_join(self) -> None:
+        """Ranks that end an epoch at different steps have no boundary in common. Without `join` a program has to give
+        each rank as many steps, which it does by itself where the loaders differ (it counts, or begins them anew)."""
+        for name, module in ddp_modules(self._targets):
+            config = getattr(module, "_join_config", None)
+            if getattr(config, "enable", False) and not getattr(config, "throw_on_early_termination", False):
+                self._unmanaged.certain(
+                    f"{name} is trained inside join(), and {self._uneven}: the ranks make different numbers of steps "
+                    "and have no boundary in common to stop at",
+                    "Give each rank as many batches: a DistributedSampler over the whole data set, drop_last=True, or "
+                    "join(throw_on_early_termination=True)",
                 )
 
     # --- what moves ---

@@ -308,6 +308,7 @@ class Guard:
             loaders=self._loaders.named,
             more=self._more,
             kept=self._kept,
+            uneven=start.uneven,
             epoch=lambda: self._loops.epoch,
         )
         if trains:
