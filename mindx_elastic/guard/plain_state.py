@@ -92,11 +92,11 @@ class PlainState:
             return now, None
         return now, (
             f"{found} grows from step to step, holds tensors or arrays, and is not kept",
-            f"If the training reads it (a replay buffer), write {line_of(found)}",
+            f"If the training reads it (a replay buffer), write {_line_of(found)}",
         )
 
 
-def line_of(found: Found) -> str:
+def _line_of(found: Found) -> str:
     """The line that keeps it: containers and objects of plain values can be named as they are."""
     last = "".join(c for c in found.name.rpartition(".")[2] if c.isalnum() or c == "_") or "state"
     key = f"own_{last}" if last in RESERVED_NAMES else last
@@ -155,7 +155,7 @@ def _look_at_average(
         return now, None
     return now, (
         f"{found} looks like an average of the weights, changes in the training, and is not kept",
-        f"Write {line_of(found)}, or use torch.optim.swa_utils.AveragedModel",
+        f"Write {_line_of(found)}, or use torch.optim.swa_utils.AveragedModel",
     )
 
 
@@ -187,7 +187,7 @@ def _look_at_ring(found: Found, before: object) -> tuple[_Ring | None, tuple[str
         return now, None
     return now, (
         f"{found} writes into {listed(written or sorted(arrays), 2)} from step to step and is not kept",
-        f"If the training reads it (a replay buffer), write {line_of(found)}",
+        f"If the training reads it (a replay buffer), write {_line_of(found)}",
     )
 
 
