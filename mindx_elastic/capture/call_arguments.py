@@ -147,7 +147,7 @@ def _end_of(described: dict[str, Any]) -> int:
     if 0 in described["shape"]:
         return int(described["at"])
     steps = zip(described["shape"], described["stride"], strict=True)
-    return int(described["at"]) + 1 + sum((size - 1) * stride for size, stride in steps)
+    return int(described["at"]) + 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
 
 
 def _make_memory(size: int, described: dict[str, Any]) -> torch.Tensor:

@@ -90,10 +90,10 @@ class Boundaries:
         self._warned_of_window = True
         reasons = self._window.standing()
         if reasons and is_exposed():
-            logger.warning(
-                "an exception between the last optimizer.step() and step_end() will cost every step since the start, "
-                "for the state there is no boundary and cannot be made one (%s), and there is no other protection: "
-                "give the guard periodic=... or snapshot_every=..., or call step_end() before such code",
+            logger.info(
+                "stops and resumes are exact here. Only an exception of the program itself between the last "
+                "optimizer.step() and step_end() would cost every step since the start, for the state there is at no "
+                "boundary (%s), and there is no other protection: periodic=... or snapshot_every=... gives one",
                 "; ".join(reasons),
             )
 

@@ -6,13 +6,14 @@ command then finds every step done and runs only what comes after the last one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.stop_step import CANNOT
 from mindx_elastic.capture.collector import RESERVED_NAMES
-from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.policy import ExitPolicy
@@ -48,9 +49,12 @@ def _save(saver: Saver, gate: UpdateGate, policy: ExitPolicy) -> bool:
         if problem is None:
             return saver.save_final(policy)
     step = saver.collector.position.step
-    logger.warning(
-        "step %d, the end of the training, is not kept: %s. Change weights after the guard's block, or call "
-        "guard.save() before it; else the same command begins at the newest checkpoint that is there",
+    # An average that is updated after the last step belongs into the block; nothing is wrong with the training then.
+    logger.log(
+        logging.INFO if gate.state is GateState.CLEAN else logging.WARNING,
+        "step %d, the end of the training, is not kept: %s. The training is not affected; the same command begins at "
+        "the newest checkpoint that is there and trains the same weights again. To have the end on disk, change "
+        "weights after the guard's block, or call guard.save() right after the last guard.step_end()",
         step,
         problem,
     )

@@ -234,6 +234,7 @@ class Guard:
             ddp=opening.ddp,
             more=self._more,
             kept=self._kept,
+            uneven=start.uneven,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest

@@ -39,10 +39,12 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.core.strategy import Strategy
+from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
+from mindx_elastic.guard.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import DdpModules, ddp_modules
 from mindx_elastic.guard.saver import Saver
@@ -62,6 +64,7 @@ __all__ = [
     "FaultsPart",
     "FirstSavesPart",
     "GroupInfoPart",
+    "LoaderLengthsPart",
     "PeersPart",
     "Start",
     "start_job",
@@ -80,6 +83,8 @@ class Start:
     peers: PeerWatch
     restore_streams: Callable[[], None] | None
     """Puts the random generators back as at the resumed boundary; None on a fresh start."""
+    uneven: str = ""
+    """The first loader of which the ranks have different numbers of batches, in words."""
 
     def is_new_on_disk(self, arenas: Path | None) -> bool:
         """Whether this rank's state was composed from a donor's file on disk and its own small state: no file has it
@@ -124,7 +129,8 @@ def start_job(
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)
-    meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, *around.parts()])
+    lengths = LoaderLengthsPart(targets)
+    meet(exchange, "here", [disks, WholeShapes(collector), faults, group_info, peers, lengths, *around.parts()])
     around.connect()
     if faults.known.report:
         saver.coordinates["fault_report"] = faults.known.report
@@ -169,7 +175,8 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore)
+    watch = PeerWatch(peers.identities, rank=ranks.rank)
+    return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 
 def _tell(found: Resumed, saver: Saver, began: float) -> None:
@@ -385,6 +392,33 @@ class PeersPart(Part):
         self.identities = {int(peer): str(text) for peer, text in answer.own} | {self._rank: self._own}
         for text in self.identities.values():
             space_of(text)
+
+
+class LoaderLengthsPart(Part):
+    """Whether the ranks' loaders have equally many batches in an epoch, as far as the loaders know."""
+
+    name = "loader_lengths"
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        followed = {name: target.loader for name, target in targets.items() if isinstance(target, FollowedLoader)}
+        self._own = {name: num_batches(loader) for name, loader in followed.items()}
+        self.uneven = ""
+
+    def say(self) -> Any:
+        return self._own
+
+    def merge(self, said: Sequence[Any]) -> Merged:
+        for name in said[0]:
+            counts = [int(each.get(name, 0)) for each in said]
+            low, high = min(counts), max(counts)
+            if 0 < low < high:
+                return Merged(
+                    f"{name} has {low} batches on rank {counts.index(low)} and {high} on rank {counts.index(high)}"
+                )
+        return Merged("")
+
+    def hear(self, answer: Answer) -> None:
+        self.uneven = str(answer.common)
 
 
 class GroupInfoPart(Part):

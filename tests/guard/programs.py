@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-__all__ = ["EXACT", "NOTED", "REFUSED", "run"]
+__all__ = ["EXACT", "LATE_AVERAGE", "NOTED", "REFUSED", "run"]
 
 _PRELUDE = """
 import copy, random
@@ -67,6 +67,32 @@ _STEP = "def step(): update(net(x).square().mean(), opt)\n"
 
 EXACT = {
     "the least": _ONE + _STEP,
+    "weights that are exchanged and put back after the boundary": """
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.randn(20, 3)), 5)
+        PARTS = dict(model=net, optimizer=opt, loader=loader)
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                for x, in loader:
+                    update(net(x).square().mean(), opt); guard.step_end()
+                    own = [p.detach().clone() for p in net.parameters()]
+                    with torch.no_grad():
+                        for p in net.parameters(): p.mul_(0.5)
+                        for p, o in zip(net.parameters(), own): p.copy_(o)
+        notes = guard._unmanaged.notes
+        """,
+    "an average of each epoch that is named": """
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.randn(20, 3)), 5, shuffle=True)
+        ema = AveragedModel(net)
+        PARTS = dict(model=[net, ema], optimizer=opt, loader=loader)
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                for x, in loader:
+                    update(net(x).square().mean(), opt); guard.step_end()
+                ema.update_parameters(net)
+        notes = guard._unmanaged.notes
+        """,
     "a frozen teacher": """
         teacher = make().eval().requires_grad_(False)
         PARTS = dict(model=net, optimizer=opt)
@@ -437,6 +463,44 @@ REFUSED = {
         """,
         "scheduler (StepLR) belongs to an optimizer of the guard, steps and is not named",
     ),
+    "a scheduler that is made inside a function of the loop": (
+        """
+        sched = StepLR(opt, 1)
+        PARTS = dict(model=net, optimizer=opt, lr_scheduler=sched)
+        def train_one_epoch():
+            sched = LambdaLR(opt, lambda n: min(1.0, n / 5))
+            for number in range(STEPS):
+                update(net(torch.randn(5, 3)).square().mean(), opt); sched.step(); guard.step_end()
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                train_one_epoch()
+        notes = guard._unmanaged.notes
+        """,
+        (
+            'scheduler "sched" (LambdaLR, train_one_epoch() in train.py) belongs to an optimizer of the guard, steps '
+            "and is not named. Make it once, before the guard, in a variable of its own, and write "
+            "Guard(lr_scheduler=[sched, own_sched], ...)"
+        ),
+    ),
+    "a loader that is made anew in each epoch": (
+        """
+        from torch.utils.data import DataLoader, TensorDataset
+        def load(): return DataLoader(TensorDataset(torch.randn(20, 3)), 5)
+        loader = load()
+        PARTS = dict(model=net, optimizer=opt, loader=loader)
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                if epoch > 1: loader = load()
+                for x, in loader:
+                    update(net(x).square().mean(), opt); guard.step_end()
+        notes = guard._unmanaged.notes
+        """,
+        (
+            "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. It "
+            "was made after the guard was entered. Make each loader once, before "
+            "the guard, and write Guard(loader=loader, ...), a list where there are several"
+        ),
+    ),
     "one of two schedulers": (
         """
         warm, sched = LambdaLR(opt, lambda n: min(1.0, n / 5)), ReduceLROnPlateau(opt)
@@ -645,3 +709,17 @@ NOTED = {
         '"warmup" (Warmup, train.py) has an optimizer of the guard, is not named, and changes: count',
     ),
 }
+
+LATE_AVERAGE = """
+        from torch.utils.data import DataLoader, TensorDataset
+        loader = DataLoader(TensorDataset(torch.randn(20, 3)), 5)
+        ema = copy.deepcopy(net)
+        PARTS = dict(model=[net, ema], optimizer=opt, loader=loader)
+        with Guard(directory=DIRECTORY, **PARTS) as guard:
+            for epoch in guard.epochs(EPOCHS):
+                for x, in loader:
+                    update(net(x).square().mean(), opt); guard.step_end()
+                    with torch.no_grad():
+                        for e, p in zip(ema.parameters(), net.parameters()): e.lerp_(p, 0.1)
+        notes = guard._unmanaged.notes
+        """

@@ -9,7 +9,7 @@ import pytest
 
 from mindx_elastic.errors import UnmanagedStateError
 from mindx_elastic.persist.format import read_header
-from tests.guard.programs import EXACT, NOTED, REFUSED, run
+from tests.guard.programs import EXACT, LATE_AVERAGE, NOTED, REFUSED, run
 from tests.guarded import no_traces, plain_environment
 
 
@@ -54,3 +54,8 @@ def test_a_risk_is_one_warning_and_a_note_in_the_file(
     assert len([record for record in caplog.records if words in record.getMessage()]) == 1
     (file,) = tmp_path.rglob("*.safetensors")
     assert read_header(file).info.unmanaged == (words,)
+
+
+def test_a_named_average_that_is_updated_after_the_boundary_is_refused(tmp_path: Path) -> None:
+    with no_traces(), pytest.raises(UnmanagedStateError, match=r"^model_1 moves after guard.step_end\(\) and before"):
+        run("late", LATE_AVERAGE, tmp_path)

@@ -61,6 +61,7 @@ from mindx_elastic.guard.checks.surroundings import (
     find_bound,
     inner_schedulers,
     look,
+    places_of,
     program_frames,
     reachable,
 )
@@ -109,19 +110,23 @@ class Checks:
         ddp: DdpModules = (),
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
+        uneven: str = "",
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
-        may have, `kept`: those whose state is kept all the same. `epoch`: gives the epoch of the last boundary."""
+        may have, `kept`: those whose state is kept all the same. `uneven`: see `Start.uneven`. `epoch`: gives the
+        epoch of the last boundary."""
         self._unmanaged, self._targets, self._collector, self._epoch = unmanaged, targets, collector, epoch
         self._loaders, self._ddp, self._also_kept = tuple(loaders), ddp, tuple(kept)
         self._roots = {**dict(more or {}), **targets}
         self._boundaries, self._next = 0, 1
-        self._is_on = False
+        self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
+        self._known_names: dict[int, Found] = {}  # optimizers, schedulers and modules of the program, at entry
+        self._places: set[str] = set()  # where the program's variables were then
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -138,6 +143,8 @@ class Checks:
         """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
         self._is_on = True
         seen, kept = self._look(sys._getframe(1))
+        self._known_names = {**seen.optimizers, **seen.schedulers, **seen.modules, **seen.generators}
+        self._places = places_of(sys._getframe(1))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
@@ -154,6 +161,8 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
+        if self._uneven and self._boundaries == 1:
+            self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
@@ -272,7 +281,8 @@ class Checks:
                 remedy = "Make the optimizer before the guard, and once"
             else:
                 what = f"optimizer {shown} steps and is not named"
-                remedy = f"Write {self._line('optimizer', seen, [Found(name, '', optimizer)])}"
+                own = Found(name, "" if found is None else found.place, optimizer)
+                remedy = self._how_to_name("optimizer", seen, own)
             self._unmanaged.certain(what, remedy)
 
     def _path_of(self, optimizer: torch.optim.Optimizer, seen: Seen) -> str:
@@ -315,7 +325,7 @@ class Checks:
             # It may be unused, or left over from an earlier training: it is refused when it steps.
             steps = _steps_of(found.value)
             added = found if found.name else Found("the_scheduler", "", found.value)
-            remedy = f"Write {self._line('lr_scheduler', seen, [added])}"
+            remedy = self._how_to_name("lr_scheduler", seen, added)
             self._watch.schedulers[key] = _Watched(weakref.ref(found.value), _shown(found), steps, 0, remedy=remedy)
             if steps <= 1:
                 what = f"scheduler {_shown(found)} belongs to an optimizer of the guard and is not named"
@@ -347,6 +357,19 @@ class Checks:
                     f"Write Guard(model={found.name}, ...)",
                 )
 
+    def _check_join(self) -> None:
+        """Ranks that end an epoch at different steps have no boundary in common. Without `join` a program has to give
+        each rank as many steps, which it does by itself where the loaders differ (it counts, or begins them anew)."""
+        for name, module in ddp_modules(self._targets):
+            config = getattr(module, "_join_config", None)
+            if getattr(config, "enable", False) and not getattr(config, "throw_on_early_termination", False):
+                self._unmanaged.certain(
+                    f"{name} is trained inside join(), and {self._uneven}: the ranks make different numbers of steps "
+                    "and have no boundary in common to stop at",
+                    "Give each rank as many batches: a DistributedSampler over the whole data set, drop_last=True, or "
+                    "join(throw_on_early_termination=True)",
+                )
+
     # --- what moves ---
 
     def _watch_found(self, seen: Seen, kept: Kept) -> None:
@@ -362,7 +385,8 @@ class Checks:
             if (parameters or buffers) and not is_sharded_in_part(found.value):
                 claimed.update(map(id, (*parameters, *buffers)))
                 looks = TensorsLook.at(parameters), TensorsLook.at(buffers)
-                watch.modules[key] = _Watched(weakref.ref(found.value), _shown(found), looks, epoch)
+                remedy = self._how_to_keep(found)
+                watch.modules[key] = _Watched(weakref.ref(found.value), _shown(found), looks, epoch, remedy=remedy)
         for key, found in seen.scalers.items():
             if key not in watch.scalers and key not in kept.objects:
                 watch.scalers[key] = _Watched(weakref.ref(found.value), _shown(found), _scale_of(found.value), epoch)
@@ -440,7 +464,7 @@ class Checks:
             trained, other = (old.movement(new) is Movement.MOVED for old, new in zip(watched.look, now, strict=True))
             between_epochs = watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
-            remedy = f"Write {self._stateful(watched)}"
+            remedy = watched.remedy
             if trained and not between_epochs:
                 watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
@@ -477,7 +501,8 @@ class Checks:
             if now is None or len(self._watch.generators) >= _MOST_WATCHED:
                 continue
             old = before.get(key)
-            self._watch.generators[key] = watched = _Watched(partial(_same, found.value), _shown(found), now, epoch)
+            watched = _Watched(partial(_same, found.value), _shown(found), now, epoch, remedy=self._how_to_keep(found))
+            self._watch.generators[key] = watched
             if old is None or old.look is None:
                 continue
             watched.moves = old.moves
@@ -486,7 +511,10 @@ class Checks:
                 self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
 
     def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
-        remedy = f"Write {self._stateful(watched)}, or seed it anew in each step"
+        remedy = f"{watched.remedy}, or seed it anew in each step"
+        owner = watched.name.split('"')[1].rpartition(".")[0]
+        if owner:
+            remedy += f". Name whatever else of {owner} changes in the training, too"
         if between_epochs and watched.moves < _MOVES:
             self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
         if watched.moves >= _MOVES:
@@ -507,22 +535,46 @@ class Checks:
         plain = "".join(c for c in last if c.isalnum() or c == "_") or "state"
         return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
 
-    def _stateful(self, watched: _Watched) -> str:
-        name = watched.name.split('"')[1]
-        return f'Guard(stateful={{"{self._key(name)}": {name}}}, ...)'
+    def _how_to_keep(self, found: Found) -> str:
+        known = self._known_names.get(id(found.value), found)
+        line = f'Guard(stateful={{"{self._key(known.name)}": {known.name}}}, ...)'
+        return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
+
+    def _how_to_name(self, argument: str, seen: Seen, found: Found) -> str:
+        """What to do about an optimizer or a scheduler that is not named."""
+        names = self._names_of(argument, seen)
+        if self._is_later(found) or found.name in names:
+            own = found.name.rpartition(".")[2]
+            own = f"own_{own}" if own in names else own
+            line = f"Guard({argument}=[{', '.join([*names, own])}], ...)" if names else f"Guard({argument}={own}, ...)"
+            return f"Make it once, before the guard, in a variable of its own, and write {line}"
+        return f"Write {self._line(argument, seen, [found])}"
+
+    def _is_later(self, found: Found) -> bool:
+        """Whether it was made after the guard, in a function that the program has entered after it.
+
+        Such a variable does not exist where the guard is made."""
+        known = id(found.value) in self._known_names
+        return bool(self._places) and bool(found.place) and not known and found.place not in self._places
 
     def _line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
         """The line to write: ``Guard(optimizer=[opt, disc_opt], ...)``."""
+        names = self._names_of(argument, seen)
+        for found in added:
+            names.append(self._known_names.get(id(found.value), found).name)
+        return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
+
+    def _names_of(self, argument: str, seen: Seen) -> list[str]:
+        """What the program calls the objects that the guard was given as `argument`."""
         kinds: Mapping[str, dict[int, Found]] = {
             "model": seen.modules, "optimizer": seen.optimizers, "lr_scheduler": seen.schedulers
         }  # fmt: skip
         names = []
         for name, target in self._targets.items():
             if name == argument or (name.startswith(f"{argument}_") and name[len(argument) + 1 :].isdigit()):
-                found = kinds[argument].get(id(target))
+                found = self._known_names.get(id(target)) or kinds[argument].get(id(target))
                 names.append(found.name if found is not None and found.place else name)
-        names += [found.name for found in added]
-        return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
+        return names
 
 
 def _same(value: Any) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import xxhash
 
+from mindx_elastic.capture.collector import RESERVED_NAMES
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.movements import Movement, TensorsLook
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
@@ -91,11 +92,15 @@ class PlainState:
             return now, None
         return now, (
             f"{found} grows from step to step, holds tensors or arrays, and is not kept",
-            (
-                "If the training reads it (a replay buffer), name an object with state_dict and load_state_dict that "
-                "has it in Guard(stateful={...})"
-            ),
+            f"If the training reads it (a replay buffer), write {_line_of(found)}",
         )
+
+
+def _line_of(found: Found) -> str:
+    """The line that keeps it: containers and objects of plain values can be named as they are."""
+    last = "".join(c for c in found.name.rpartition(".")[2] if c.isalnum() or c == "_") or "state"
+    key = f"own_{last}" if last in RESERVED_NAMES else last
+    return f'Guard(stateful={{"{key}": {found.name}}}, ...)'
 
 
 def _has_grown(before: _Growing, now: _Growing, value: Any) -> bool:
@@ -150,10 +155,7 @@ def _look_at_average(
         return now, None
     return now, (
         f"{found} looks like an average of the weights, changes in the training, and is not kept",
-        (
-            "Name an object with state_dict and load_state_dict that has it in Guard(stateful={...}), or use "
-            "torch.optim.swa_utils.AveragedModel"
-        ),
+        f"Write {_line_of(found)}, or use torch.optim.swa_utils.AveragedModel",
     )
 
 
@@ -185,10 +187,7 @@ def _look_at_ring(found: Found, before: object) -> tuple[_Ring | None, tuple[str
         return now, None
     return now, (
         f"{found} writes into {listed(written or sorted(arrays), 2)} from step to step and is not kept",
-        (
-            f"If the training reads it (a replay buffer), give it state_dict and load_state_dict and write "
-            f'Guard(stateful={{"{found.name.rpartition(".")[2]}": {found.name}}}, ...)'
-        ),
+        f"If the training reads it (a replay buffer), write {_line_of(found)}",
     )
 
 

@@ -37,6 +37,7 @@ __all__ = [
     "inner_schedulers",
     "kind_of",
     "look",
+    "places_of",
     "program_frames",
     "reachable",
 ]
@@ -127,6 +128,12 @@ def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable
         walk.add_variables(vars(module), PurePath(file).name if file else module.__name__)
     walk.add_variables(roots, "")
     return walk.run()
+
+
+def places_of(frame: FrameType | None) -> set[str]:
+    """The places (see `Found`) of the variables that `look` begins with."""
+    modules = {PurePath(m.__file__).name if m.__file__ else m.__name__ for m in _program_modules()}
+    return modules | set(map(_place_of, program_frames(frame)))
 
 
 def reachable(value: object, *, models: bool) -> dict[int, object]:
@@ -469,7 +476,8 @@ def _program_modules() -> list[types.ModuleType]:
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]
     for module in map(sys.modules.get, _own_names):
-        is_own = type(module) is types.ModuleType and module is not main
-        if is_own and getattr(module, "__file__", None) is not None:
+        if module is None or type(module) is not types.ModuleType or module is main:
+            continue
+        if getattr(module, "__file__", None) is not None:
             found.append(module)
     return found

@@ -30,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
+from mindx_elastic.guard.surroundings import look
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch", "find_cycle"]
@@ -49,7 +50,8 @@ class LoaderWatch:
         self._thread = threading.get_ident()
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
-        self._crossing: tuple[str, str] | None = None
+        self._crossing: tuple[str, str, bool] | None = None
+        self._known: dict[int, weakref.ref[Any]] = {}  # the program's loaders when the guard was entered
         self._told: set[str] = set()
         self._after: tuple[int, str] | None = None  # an evaluation right after a boundary: the iteration, what it read
         self._rng: Any = None  # torch's stream at the boundary before the last one
@@ -62,6 +64,8 @@ class LoaderWatch:
         """Put the hooks in; `stack` takes them out."""
         stack.callback(self._leave)
         self._active = True
+        loaders = look(sys._getframe(1), {}).loaders.values()
+        self._known = {id(found.value): weakref.ref(found.value) for found in loaders}
         kind: Any = _BaseDataLoaderIter
         self._originals = {name: getattr(kind, name) for name in ("__init__", "__next__", "_reset")}
         first, following, again = self._originals.values()
@@ -101,7 +105,15 @@ class LoaderWatch:
             elif self._boundaries and self._after is None and threading.get_ident() == self._thread:
                 self._see_first(iterator)
         elif began != self._boundaries and self._crossing is None:
-            self._crossing = _describe(iterator), _variable(iterator)
+            self._crossing = _describe(iterator), _variable(iterator), self._is_later(iterator)
+
+    def _is_later(self, iterator: Any) -> bool:
+        """Whether its loader was made after the guard was entered."""
+        loader = iterator.__dict__.get(_LOADER, lambda: None)()
+        if loader is None or not self._known:
+            return False
+        known = self._known.get(id(loader))
+        return known is None or known() is not loader
 
     def _see_older(self, iterator: Any) -> None:
         for name, loader in self._adopted.items():
@@ -129,12 +141,16 @@ class LoaderWatch:
         was_free, self._evaluated = not self._evaluated, after is not None
         self._fetched = now[0] if now is not None else -1
         if crossing is not None:
-            what, variable = crossing
+            what, variable, is_later = crossing
             already = "beside the named ones" if self.has_named else "and no loader is named"
-            self._tell(
-                f"steps use batches of {what}, {already}: its position is not kept",
-                f"Write Guard(loader={variable}, ...); for an evaluation, `with guard.outside_step():` around it",
-            )
+            remedy = f"Write Guard(loader={variable}, ...); for an evaluation, `with guard.outside_step():` around it"
+            if is_later:
+                remedy = (
+                    "It was made after the guard was entered. Make each loader once, before the guard, and write "
+                    f"Guard(loader={variable}, ...), a list where there are several; or make one loader over a data "
+                    "set that changes. For an evaluation, `with guard.outside_step():` around it"
+                )
+            self._tell(f"steps use batches of {what}, {already}: its position is not kept", remedy)
         if after is None or now is None or now[1] != after[0] or before is None:
             return
         # Without such numbers in the training itself, those of the evaluation change nothing.

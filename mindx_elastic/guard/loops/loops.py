@@ -26,7 +26,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import PlainComponent
+from mindx_elastic.capture.components import ModuleComponent, PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
@@ -109,6 +109,7 @@ class Loops:
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._watches_tail = False
+        self._weights_at_tail: dict[str, WeightSample] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
@@ -374,6 +375,7 @@ class Loops:
         evaluation, whose result such code may note."""
         if not self.is_layered:
             self._watches_tail = True
+            self._weights_at_tail = self._sample_modules() if self._is_clean() else {}
             self._loaders.at_next_ask(self._look_at_tail)
 
     def _look_at_tail(self) -> None:
@@ -381,6 +383,9 @@ class Loops:
             return
         self._watches_tail = False
         moved, others = moved_since(self._collector)
+        samples, self._weights_at_tail = self._weights_at_tail, {}
+        if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
+            moved += [name for name, sample in samples.items() if sample.has_changed()]
         for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
             if names:
                 tell(
@@ -389,6 +394,10 @@ class Loops:
                     "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws "
                     "random numbers belongs into `with guard.outside_step():`",
                 )
+
+    def _sample_modules(self) -> dict[str, WeightSample]:
+        modules = self._collector.components.items()
+        return {name: WeightSample(c.parameters) for name, c in modules if isinstance(c, ModuleComponent)}
 
     # --- the streams at the resumed place ---
 
