@@ -176,8 +176,13 @@ class Witness:
 
     def after_fetch(self, loader: int, batch: Any) -> None:
         """`batch`: what the loader has handed out, or None."""
-        self._is_fetching = self._may_be_restored = False
-        if batch is not None and len(self._fetched) < _MOST_BATCHES:
+        self._is_fetching = False
+        if batch is None:  # the end of an epoch: what runs before the next one's first batch is no fault of the resume
+            if not self._fetched and self._forward is None:
+                self._begin = None
+            return
+        self._may_be_restored = False
+        if len(self._fetched) < _MOST_BATCHES:
             self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
 
     def _forward_hook(self, name: str) -> Callable[..., None]:

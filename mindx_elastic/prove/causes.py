@@ -115,7 +115,7 @@ class _Explainer:
             return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
         ours, theirs = self._moved(name, part.first), self._moved(name, part.second)
         early = self._moved_before(name)
-        if early and part.where != "begin" and ours is not None and theirs == ours - early:
+        if early and part.where != "begin" and ours is not None and theirs in (ours - early, ours):
             ours, theirs = early, 0
         elif part.where != "begin" and not early:
             return self._stream_of_fetch(name, part.where, ours, theirs)
@@ -146,7 +146,7 @@ class _Explainer:
             cause = "it is no continuation of the stream at the boundary: a seed is set there"
             return what, cause, "Set seeds before `with guard:` only, or at the head of each epoch or step"
         if ours is not None:
-            what += f": by {_numbers(ours)}, and by {theirs} in the resumed run"
+            what += f": by {_numbers(ours)}, and by {theirs} in the resumed run" if ours != theirs else ""
         if where == "fetch":
             cause = "the loader or its data set draws from the global stream, at other moments after a resume"
             return what, cause, "Name the loader: loader=..., or give the data set a seed for each sample"
@@ -160,9 +160,14 @@ class _Explainer:
         return None if base is None else self._moves(name, base, digest)
 
     def _moved_before(self, name: str) -> int:
-        """How far the stream moved in the reference between the boundary and the step's begin."""
+        """How far the stream moved in the reference between the boundary and the step's begin. A normal deviate that
+        was made together with the one before takes no new number, and counts as one."""
         begin: Streams = (self.one.begin if self.one is not None else None) or {}
-        return (self._moved(name, begin[name]) or 0) if name in begin else 0
+        before = self.before
+        if before is None or name not in begin or begin[name] == before.streams.get(name):
+            return 0
+        moved = self._moved(name, begin[name])
+        return 0 if moved is None else max(1, moved)
 
     # --- the place ---
 

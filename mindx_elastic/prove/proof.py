@@ -91,13 +91,15 @@ def prove(
 
 def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
     """Series and number of the boundaries to stop at, in order: an epoch's end and the training's, where there are any,
-    the first one, and others by `seed`."""
+    the first one, and others by `seed`. Where the training goes on after `places`, a stop must be carried out before the
+    last of them: at its own boundary or, within an accumulation window, at the end of that."""
     known = [step.place for step in places]
-    candidates = known if has_ended else known[:-1]
+    cuts = [step.place for step in places[:-1] if step.cut]
+    candidates = known if has_ended else [place for place in known[:-1] if not cuts or place <= cuts[-1]]
     if stops is None or stops >= len(candidates):
         return candidates
     ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
-    special = [*ends[:1], *([known[-1]] if has_ended and stops > 3 else []), *known[:1]]
+    special = [*ends[:1], *([known[-1]] if has_ended and stops > 2 + len(ends[:1]) else []), *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
     return sorted([*chosen, *random.Random(seed).sample(others, stops - len(chosen))])

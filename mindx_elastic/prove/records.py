@@ -27,6 +27,8 @@ class Step:
     epoch: int = 0
     step_in_epoch: int = 0
     num_batches: int = 0
+    cut: bool = True
+    """A checkpoint can be taken at its boundary."""
     begin: Streams | None = None
     """Before the first batch or forward. Empty: not known, because the iterator might still have changed them."""
     batches: tuple[str, ...] = ()
@@ -130,6 +132,7 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
         epoch=event["epoch"],
         step_in_epoch=event["step_in_epoch"],
         num_batches=event["num_batches"],
+        cut=event["cut"],
         begin=event["begin"],
         batches=tuple(each["batch"] for each in fetched),
         fetched=fetched[0]["streams"] if fetched else None,

@@ -134,6 +134,11 @@ def main() -> None:
             for _ in guard.epochs(EPOCHS):
                 for batch in used:
                     step(batch)
+                if FAULT == "evaluates":
+                    model.eval()
+                    for inputs, _ in DataLoader(data, batch_size=BATCH, shuffle=True):
+                        model(inputs)
+                    model.train()
     print("DONE")
 
 
