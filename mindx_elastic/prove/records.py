@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
+__all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
 
 Sample = Mapping[str, str]
 """``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful."""
 Streams = Mapping[str, str]
 """Name of a random stream -> digest of its state."""
+MOST_FORWARDS = 8
+"""Of each named module, noted in a step."""
 _FILE = re.compile(r"rank_(\d+)\.(\d+)\.jsonl")
 
 
@@ -72,6 +74,8 @@ class Life:
     """``finished``, ``ended`` by the proof, or the exception that left the block; empty: it was killed."""
     notes: tuple[str, ...] = ()
     """What the guard itself has found against an exact resume."""
+    exit: Sample = field(default_factory=dict)
+    """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
     alarm: int | None = None
     """The boundary at which it was stopped or killed."""
 
@@ -103,6 +107,8 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             life.steps.append(_step(event, known))
         elif kind == "alarm":
             life.alarm = event["step"]
+        elif kind == "exit":
+            life.exit = event["weights"]
         elif kind == "leave":
             life.outcome, life.notes = event["outcome"], tuple(event["notes"])
     return life

@@ -102,6 +102,8 @@ FAULTS = [
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
+    ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
+    ("enumerates", "model was called 2 times in step", "enumerate(loader)", "guard.enumerate(loader)"),
     ("seeded", "between the batch and the first forward", "a seed is set there", "at the head of each epoch or step"),
 ]
 
