@@ -362,9 +362,9 @@ def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
                 ends = [{**each.end, **each.scalars} for each in (one, step)]
                 keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
                 found |= {key for key in keys if key.startswith(("scalar|", "stateful|"))}
-        ends = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
-        if ends and life.exit:
-            found |= {key for key in {**ends[-1], **life.exit} if ends[-1].get(key) != life.exit.get(key)}
+        exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
+        if exits and life.exit:
+            found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}
     return frozenset(found)
 
 
