@@ -9,12 +9,15 @@ places:
 * the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
   named module), and the streams.
 
+Where the whole training was done, the weights are looked at once more when the script ends.
+
 It only reads. One JSON object a line, each with one `write`, so that a kill loses none; values that are as in the line
 before are left out (`prove.records` puts them back). Training thread only.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import re
@@ -41,16 +44,27 @@ from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.prove.control import Control, read_control
 from mindx_elastic.prove.digests import digest, leaves, stream_bytes
+from mindx_elastic.prove.records import MOST_FORWARDS
 
 __all__ = ["HEARD_S", "Witness", "open_witness"]
 
 HEARD_S = 60.0
 """How long a boundary waits until its stop has been heard."""
-_MOST_FORWARDS, _MOST_BATCHES = 8, 8  # a step
+_MOST_BATCHES = 8  # a step
 _MOST_PARTS = 16  # of a batch
 _LOADER = re.compile(r"loader(_\d+)?")
 _series: list[tuple[str, str]] = []
 """Directory and prefix of the guards of this process, in the order in which they were first entered."""
+
+_entered: dict[int, Witness] = {}
+"""The newest one of each series of this process."""
+
+
+def _at_exit(pid: int) -> None:
+    """The process `pid` ends. A forked one does not count, nor a run that was stopped: its training is not over."""
+    if os.getpid() == pid and all(witness._has_finished for witness in _entered.values()):
+        for witness in _entered.values():
+            witness.at_exit()
 
 
 def open_witness(ranks: RankInfo) -> Witness | None:
@@ -75,6 +89,7 @@ class Witness:
         self._may_be_restored = False  # the first batch's iterator may still put the streams back
         self._is_fetching = False
         self._is_ended = False
+        self._has_finished = False
         self._begin_step()
 
     # --- the guard's directories ---
@@ -119,6 +134,9 @@ class Witness:
         self._may_be_restored = resumed is not None
         self._open_file()
         stack.callback(self._close)
+        if not _entered:
+            atexit.register(_at_exit, os.getpid())
+        _entered[self._series] = self
         self._modules = {name: t for name, t in targets.items() if isinstance(t, nn.Module)}
         for name, module in self._modules.items():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -143,12 +161,21 @@ class Witness:
         """The block is over. `notes`: what the guard knows against an exact resume."""
         if self._file >= 0:
             self._write("leave", outcome="ended" if self._is_ended else outcome, notes=list(notes))
+        self._has_finished = outcome == "finished" and not self._is_ended
+
+    def at_exit(self) -> None:
+        """The script is over: note the weights that it ends with, which may be others than those of the last step."""
+        found = {f"exit|{key.partition('|')[2]}": value for key, value in self._weights().items()}
+        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        self._write("exit", weights=found)
+        self._close()
 
     def _open_file(self) -> None:
         for number in range(10_000):
             path = self._control.folder / f"rank_{self._ranks.rank}.{number:04d}.jsonl"
             with suppress(FileExistsError):
                 self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+                self._path = path
                 return
 
     def _close(self) -> None:
@@ -179,8 +206,13 @@ class Witness:
 
     def after_fetch(self, loader: int, batch: Any) -> None:
         """`batch`: what the loader has handed out, or None."""
-        self._is_fetching = self._may_be_restored = False
-        if batch is not None and len(self._fetched) < _MOST_BATCHES:
+        self._is_fetching = False
+        if batch is None:  # the end of an epoch: what runs before the next one's first batch is no fault of the resume
+            if not self._fetched and self._forward is None:
+                self._begin = None
+            return
+        self._may_be_restored = False
+        if len(self._fetched) < _MOST_BATCHES:
             self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
 
     def _forward_hook(self, name: str) -> Callable[..., None]:
@@ -201,8 +233,8 @@ class Witness:
                 "sample": self._changes({**self._weights(), **self._options(), **self._flags()}, partly=True),
             }
         given = self._inputs.setdefault(name, [])
-        if len(given) < _MOST_FORWARDS:
-            given.append(digest({"args": args, "kwargs": kwargs}))
+        if len(given) < MOST_FORWARDS:
+            given.append(_parts({"args": args, "kwargs": kwargs}).replace(" ", "_"))
 
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         """The step is over. Returns whether a stop is on its way: the boundary waits for it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.compare import Difference, Part, Reference
-from mindx_elastic.prove.records import Step, Streams
+from mindx_elastic.prove.records import MOST_FORWARDS, Step, Streams
 
 __all__ = ["Explained", "Moves", "Words", "explain", "explain_chance"]
 
@@ -87,7 +87,8 @@ def _also(parts: tuple[Part, ...]) -> str:
     """What differs besides the first part, in causal order, each kind once."""
     words = {"stream": "random streams", "batch": "the batch", "option": "options of the optimizer", "flag": "flags",
              "weights": "weights", "optimizer": "the optimizer's state", "stateful": "stateful objects",
-             "scalar": "scalars", "position": "the position"}  # fmt: skip
+             "scalar": "scalars", "position": "the position", "exit": "weights",
+             "calls": "the number of calls"}  # fmt: skip
     kinds = dict.fromkeys(words.get(part.kind, part.kind) for part in parts if part.kind != parts[0].kind)
     return ", ".join(kinds)
 
@@ -115,10 +116,12 @@ class _Explainer:
             return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
         ours, theirs = self._moved(name, part.first), self._moved(name, part.second)
         early = self._moved_before(name)
-        if early and part.where != "begin" and ours is not None and theirs == ours - early:
+        if early and part.where != "begin" and ours is not None and theirs in (ours - early, ours):
             ours, theirs = early, 0
         elif part.where != "begin" and not early:
             return self._stream_of_fetch(name, part.where, ours, theirs)
+        elif part.where == "begin" and ours == 0:
+            ours = early
         what = f"step {step} began with another {name} stream"
         point = "the batch" if self.one is not None and self.one.batches else "the first forward"
         if ours and theirs == 0:
@@ -146,7 +149,7 @@ class _Explainer:
             cause = "it is no continuation of the stream at the boundary: a seed is set there"
             return what, cause, "Set seeds before `with guard:` only, or at the head of each epoch or step"
         if ours is not None:
-            what += f": by {_numbers(ours)}, and by {theirs} in the resumed run"
+            what += f": by {_numbers(ours)}, and by {theirs} in the resumed run" if ours != theirs else ""
         if where == "fetch":
             cause = "the loader or its data set draws from the global stream, at other moments after a resume"
             return what, cause, "Name the loader: loader=..., or give the data set a seed for each sample"
@@ -160,14 +163,30 @@ class _Explainer:
         return None if base is None else self._moves(name, base, digest)
 
     def _moved_before(self, name: str) -> int:
-        """How far the stream moved in the reference between the boundary and the step's begin."""
+        """How far the stream moved in the reference between the boundary and the step's begin. A normal deviate that
+        was made together with the one before takes no new number, and counts as one."""
         begin: Streams = (self.one.begin if self.one is not None else None) or {}
-        return (self._moved(name, begin[name]) or 0) if name in begin else 0
+        before = self.before
+        if before is None or name not in begin or begin[name] == before.streams.get(name):
+            return 0
+        moved = self._moved(name, begin[name])
+        return 0 if moved is None else max(1, moved)
 
     # --- the place ---
 
     def position(self, part: Part) -> Words:
-        what = f"step {self.step} is {part.first}; in the resumed run it is {part.second}: it began another epoch"
+        what = f"step {self.step} is {part.first}; in the resumed run it is {part.second}: it "
+        one, other = self.one, self.other_step
+        if (
+            one is not None
+            and other is not None
+            and other.epoch < one.epoch
+            and other.step_in_epoch > one.step_in_epoch
+        ):
+            cause = "a `break`, `islice` or `if i >= limit` counts the batches of an epoch from 0 again after a resume"
+            remedy = "Write `for i, batch in guard.enumerate(loader):`, and let that i decide where the epoch ends"
+            return f"{what}went on in an epoch that had ended", cause, remedy
+        what += "began another epoch"
         cause = "the loop counts its epochs by itself and begins at the first one again"
         return what, cause, "Write `for epoch in guard.epochs(n):`"
 
@@ -183,6 +202,18 @@ class _Explainer:
         )
 
     # --- the batch ---
+
+    def calls(self, part: Part) -> Words:
+        what = (
+            f"{part.names[0]} was called {_times(part.first)} in step {self.step}, and {_times(part.second)} in the "
+            "resumed run"
+        )
+        cause = "a counter or a value that no checkpoint has decides it, such as the i of `enumerate(loader)`"
+        remedy = (
+            "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.position.step, or name the "
+            "counter in stateful="
+        )
+        return what, cause, remedy
 
     def batch(self, part: Part) -> Words:
         return self.known_batch(part) or self._unknown_batch()
@@ -210,6 +241,14 @@ class _Explainer:
         what, one, other = f"the batch of step {self.step} is another one", self.one, self.other_step
         if one is None or other is None:
             return what, "", ""
+        unknown = not one.batches and not other.batches
+        if (unknown or set(one.batches) & set(other.batches)) and _is_equal_in_part(one, other):
+            what = f"step {self.step}: a part of what the model was given is equal, and another part is not"
+            cause = (
+                "the program gives the model something besides the batch (a hidden state, noise, a table) that is not "
+                "kept"
+            )
+            return what, cause, "Name it in stateful=, make it a buffer of the model, or compute it within the step"
         if set(one.batches) & set(other.batches):
             what += ": the loader handed out the same, and the model was given something else"
             cause = (
@@ -221,8 +260,9 @@ class _Explainer:
             cause = "the data set has a generator or a counter of its own, which no checkpoint has"
             return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
         if not one.batches and not other.batches:
-            cause = "it comes from no loader that the guard knows"
-            return what, cause, "Name the loader, or the generator that it is drawn from: stateful={'generator': g}"
+            cause = "it comes from no loader that the guard knows, and its order, generator or counter is not kept"
+            remedy = "Name the loader, or what decides it (a generator, an array of indices): stateful={'generator': g}"
+            return what, cause, remedy
         cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
         return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
 
@@ -300,13 +340,31 @@ class _Explainer:
 
     def stateful(self, part: Part) -> Words:
         what = f"{part.names[0]}{_more(part)} differs after step {self.step}: {part.first}, and {part.second} in the "
-        cause = "the object's load_state_dict() does not put back all of its state, or it changes after the boundary"
-        return f"{what}resumed run", cause, "Give all of it in state_dict(), and change it before step_end()"
+        cause = (
+            "what the step writes into it depends on something that is not kept (an environment, a generator, a "
+            "counter), or its load_state_dict() does not put back all of it"
+        )
+        remedy = "Name that as well in stateful=, give all of it in state_dict(), and change it before step_end()"
+        return f"{what}resumed run", cause, remedy
 
     def scalar(self, part: Part) -> Words:
         what = f"{part.names[0]} differs at step {self.step}: {part.first}, and {part.second} in the resumed run"
         cause = "it depends on something that is not kept: a counter, a curriculum, an averaged value"
         return what, cause, "Name that in stateful=, or compute it from guard.position.step"
+
+    def exit(self, part: Part) -> Words:
+        names = listed(part.names, _NAMED)
+        what = f"every step is equal, and the weights differ with which the script ends: {names}"
+        cause = (
+            "code after the last boundary loads or averages weights that a variable keeps (the best ones so far), and "
+            "the resumed run does not have those from before the stop"
+        )
+        remedy = (
+            'Keep them in an object that the guard saves: best = {"loss": inf, "state": None}, '
+            'Guard(stateful={"best": best}), and best.update(loss=..., state=copy.deepcopy(model.state_dict())) before '
+            "step_end()"
+        )
+        return what, cause, remedy
 
     def describe(self, part: Part) -> Words:
         describers: dict[str, Callable[[Part], Words]] = {
@@ -314,12 +372,14 @@ class _Explainer:
             "too many": self.too_many,
             "stream": self.stream,
             "batch": self.batch,
+            "calls": self.calls,
             "flag": self.flag,
             "option": self.option,
             "weights": self.weights,
             "optimizer": self.optimizer,
             "stateful": self.stateful,
             "scalar": self.scalar,
+            "exit": self.exit,
         }
         return describers[part.kind](part)
 
@@ -327,6 +387,21 @@ class _Explainer:
 def _content(step: Step) -> set[str]:
     """The parts of its batches that are no mere numbers."""
     return {part for batch in step.batches for part in batch.split(",") if len(part) == _DIGITS}
+
+
+def _is_equal_in_part(one: Step, other: Step) -> bool:
+    """Of what a module was given first that differs, some tensors are equal and others are not."""
+    for name, given in one.inputs.items():
+        for first, second in zip(given, other.inputs.get(name, ()), strict=False):
+            if first != second:
+                parts = [{part for part in each.split(",") if len(part) == _DIGITS} for each in (first, second)]
+                return bool(parts[0] & parts[1])
+    return False
+
+
+def _times(count: str) -> str:
+    """Of forwards that a step notes."""
+    return f"{_counted(int(count), 'time')}{' or more' * (int(count) >= MOST_FORWARDS)}"
 
 
 def _more(part: Part) -> str:

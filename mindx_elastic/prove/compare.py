@@ -2,7 +2,8 @@
 
 A step's witnesses are compared in the order in which one causes the next: where the step is, what the start put back,
 random streams, the batch, flags and learning rates, weights at the forward; then the boundary: scalars, weights,
-optimizers, other objects, flags, streams.
+optimizers, other objects, flags, streams. An option that differs at the boundary was set before the update or after it;
+it comes before the weights, because it may be their cause.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["Difference", "Part", "Reference", "compare_life", "compare_steps", "
 
 _AT_ENTRY = ("weights", "option", "optimizer")
 _AT_FORWARD = ("flag", "option", "weights")
-_AT_END = ("scalar", "weights", "optimizer", "option", "stateful", "flag")
+_AT_END = ("scalar", "option", "weights", "optimizer", "stateful", "flag")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,9 @@ class Part:
     """One kind of thing that differs at one place of a step."""
 
     where: str
-    """``position``, ``entry``, ``begin``, ``fetch``, ``batch``, ``forward`` or ``boundary``."""
+    """``position``, ``entry``, ``begin``, ``fetch``, ``batch``, ``forward``, ``boundary`` or ``exit``."""
     kind: str
-    """``position``, ``stream``, ``batch``, or a kind of `records.Sample`."""
+    """``position``, ``stream``, ``batch``, ``calls``, or a kind of `records.Sample`."""
     names: tuple[str, ...] = ()
     """What differs, all of it."""
     first: str = ""
@@ -125,7 +126,26 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             one=None,
             other=None,
         )
+    if ends := tuple(_at_exit(reference, life)):
+        number = life.steps[-1].number if life.steps else life.resumed or 0
+        return Difference(
+            rank=life.rank,
+            series=life.series,
+            step=number,
+            resumed=life.resumed,
+            is_first=False,
+            parts=ends,
+            one=None,
+            other=None,
+        )
     return None
+
+
+def _at_exit(reference: Reference, life: Life) -> Iterator[Part]:
+    """The weights that the scripts end with, where both have come to their own end."""
+    known = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
+    if known and life.exit:
+        yield from _unequal("exit", ("exit",), known[-1], life.exit, reference.varying)
 
 
 def _state_at_entry(reference: Reference, life: Life) -> Sample | None:
@@ -145,8 +165,17 @@ def compare_steps(
         places = [f"step {s.step_in_epoch} of epoch {s.epoch}" for s in (one, other)]
         yield Part(where="position", kind="position", first=places[0], second=places[1])
     streams = [part for part in _early_streams(one, other, unseeded) if part is not None]
+    batch = list(_batch(one, other))
+    if (
+        not batch
+        and one.forward
+        and other.forward
+        and _streams("forward", one.forward, other.forward, unseeded) is None
+    ):
+        # A batch that was fetched ahead is handed out again, so the streams moved at another moment.
+        streams = [part for part in streams if part.where != "fetch"]
     yield from (part for part in streams if part.where != "forward")
-    yield from _batch(one, other)
+    yield from batch
     yield from (part for part in streams if part.where == "forward")
     if one.given is not None and other.given is not None:
         yield from _unequal("forward", _AT_FORWARD, one.given, other.given, varying)
@@ -185,6 +214,11 @@ def _batch(one: Step, other: Step) -> Iterator[Part]:
     """What the modules were given says it. Only where none is known, what the loader has handed out: a loop that
     fetches ahead gets other batches within a step, and the resumed one gets those once more that it had."""
     if one.inputs or other.inputs:
+        for name in sorted({*one.inputs, *other.inputs}):
+            calls = len(one.inputs.get(name, ())), len(other.inputs.get(name, ()))
+            if calls[0] != calls[1]:
+                yield Part(where="batch", kind="calls", names=(name,), first=str(calls[0]), second=str(calls[1]))
+                return
         for name in sorted({*one.inputs, *other.inputs}):
             first, second = one.inputs.get(name, ()), other.inputs.get(name, ())
             if first != second:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from mindx_elastic.core.printable import listed
 from mindx_elastic.prove.causes import Explained, explain, explain_chance
-from mindx_elastic.prove.compare import Difference, Reference, compare_life
+from mindx_elastic.prove.compare import Difference, Reference, compare_life, split_kinds
 from mindx_elastic.prove.control import Alarm
 from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
@@ -25,7 +25,7 @@ __all__ = ["EXIT_CODES", "Proof", "Row", "Verdict", "choose_stops", "prove"]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """By `Verdict.outcome` of the whole proof."""
-_ORDER = ("position", "entry", "begin", "fetch", "batch", "forward", "boundary")
+_ORDER = ("position", "entry", "begin", "fetch", "batch", "forward", "boundary", "exit")
 _TOO_MANY = 8
 Show = Callable[[int, int, str], None]
 """Runs made, runs planned, what the present one is."""
@@ -91,13 +91,15 @@ def prove(
 
 def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
     """Series and number of the boundaries to stop at, in order: an epoch's end and the training's, where there are any,
-    the first one, and others by `seed`."""
+    the first one, and others by `seed`. Where the training goes on after `places`, a stop is carried out before the
+    last of them: at its own boundary or, within an accumulation window, at the end of that."""
     known = [step.place for step in places]
-    candidates = known if has_ended else known[:-1]
+    cuts = [step.place for step in places[:-1] if step.cut]
+    candidates = known if has_ended else [place for place in known[:-1] if not cuts or place <= cuts[-1]]
     if stops is None or stops >= len(candidates):
         return candidates
     ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
-    special = [*ends[:1], *([known[-1]] if has_ended and stops > 3 else []), *known[:1]]
+    special = [*ends[:1], *([known[-1]] if has_ended and stops > 2 + len(ends[:1]) else []), *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
     return sorted([*chosen, *random.Random(seed).sample(others, stops - len(chosen))])
@@ -177,7 +179,7 @@ class _Prover:
         verdict = _failure(again, "the second uninterrupted run") or self._chance(first, again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=_count(again.lives)))
         if self.reference.varying and verdict.outcome == "equal":
-            names = listed(sorted(key.partition("|")[2] for key in self.reference.varying), 5)
+            names = listed(sorted(_shown(key) for key in self.reference.varying), 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"
 
@@ -330,6 +332,11 @@ def _earliest(reference: Reference, lives: Iterable[Life]) -> Difference | None:
     return min(known, key=lambda d: (d.series, d.step, _ORDER.index(d.parts[0].where), d.rank), default=None)
 
 
+def _shown(key: str) -> str:
+    kind, name = split_kinds(key)
+    return f"{name} when the script ends" if kind == "exit" else name
+
+
 def _count(lives: Iterable[Life]) -> int:
     return len({step.place for life in lives for step in life.steps})
 
@@ -355,6 +362,9 @@ def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
                 ends = [{**each.end, **each.scalars} for each in (one, step)]
                 keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
                 found |= {key for key in keys if key.startswith(("scalar|", "stateful|"))}
+        exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
+        if exits and life.exit:
+            found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}
     return frozenset(found)
 
 

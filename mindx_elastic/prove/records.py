@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
+__all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
 
 Sample = Mapping[str, str]
 """``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful."""
 Streams = Mapping[str, str]
 """Name of a random stream -> digest of its state."""
+MOST_FORWARDS = 8
+"""Of each named module, noted in a step."""
 _FILE = re.compile(r"rank_(\d+)\.(\d+)\.jsonl")
 
 
@@ -27,6 +29,8 @@ class Step:
     epoch: int = 0
     step_in_epoch: int = 0
     num_batches: int = 0
+    cut: bool = True
+    """A checkpoint can be taken at its boundary."""
     begin: Streams | None = None
     """Before the first batch or forward. Empty: not known, because the iterator might still have changed them."""
     batches: tuple[str, ...] = ()
@@ -70,6 +74,8 @@ class Life:
     """``finished``, ``ended`` by the proof, or the exception that left the block; empty: it was killed."""
     notes: tuple[str, ...] = ()
     """What the guard itself has found against an exact resume."""
+    exit: Sample = field(default_factory=dict)
+    """The weights when the script ended, as ``exit|name``; empty: it did not come to its own end."""
     alarm: int | None = None
     """The boundary at which it was stopped or killed."""
 
@@ -101,6 +107,8 @@ def parse_life(rank: int, lines: Iterable[str]) -> Life | None:
             life.steps.append(_step(event, known))
         elif kind == "alarm":
             life.alarm = event["step"]
+        elif kind == "exit":
+            life.exit = event["weights"]
         elif kind == "leave":
             life.outcome, life.notes = event["outcome"], tuple(event["notes"])
     return life
@@ -130,6 +138,7 @@ def _step(event: Mapping[str, Any], known: dict[str, str]) -> Step:
         epoch=event["epoch"],
         step_in_epoch=event["step_in_epoch"],
         num_batches=event["num_batches"],
+        cut=event["cut"],
         begin=event["begin"],
         batches=tuple(each["batch"] for each in fetched),
         fetched=fetched[0]["streams"] if fetched else None,

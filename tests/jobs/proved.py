@@ -7,6 +7,7 @@ On several ranks it is DDP.
 
 from __future__ import annotations
 
+import copy
 import os
 import random
 import sys
@@ -80,6 +81,8 @@ def main() -> None:
             file.write("a line\n")
     own_steps = 0
 
+    best: dict[str, Any] = {}
+
     def step(batch: Any) -> None:
         nonlocal own_steps
         inputs, targets = batch
@@ -93,6 +96,8 @@ def main() -> None:
             network.count.add_(1)
         if FAULT == "freeze" and guard.position.step == 3:
             network[3].eval()
+        if FAULT == "enumerates" and own_steps % 2 == 0:
+            model(inputs)
         logits = model(inputs)
         loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
         optimizer.zero_grad()
@@ -102,6 +107,8 @@ def main() -> None:
         if FAULT == "late_chance" and guard.position.step == 4:
             with torch.no_grad():
                 network[4].weight.add_(random.SystemRandom().random())
+        if FAULT == "best" and loss.item() < best.get("loss", 100.0) and guard.position.step < 3:
+            best.update(loss=loss.item(), state=copy.deepcopy(model.state_dict()))
         guard.step_end(loss=loss, **({"seconds": time.monotonic()} if FAULT == "timed" else {}))
         if FAULT == "slow" and guard.position.step == 2:
             with open(os.environ["MINDX_TEST_READY"] + ".new", "w") as ready:
@@ -134,6 +141,13 @@ def main() -> None:
             for _ in guard.epochs(EPOCHS):
                 for batch in used:
                     step(batch)
+                if FAULT == "evaluates":
+                    model.eval()
+                    for inputs, _ in DataLoader(data, batch_size=BATCH, shuffle=True):
+                        model(inputs)
+                    model.train()
+    if FAULT == "best":
+        model.load_state_dict(best.get("state", model.state_dict()))
     print("DONE")
 
 

@@ -143,6 +143,9 @@ def test_batches_of_other_content() -> None:
     reference = Reference(lives=[life([step(n, batches=(f"{'e' * 16},{'d' * 16}",)) for n in range(1, 21)])])
     changed = step(15, inputs={"model": ("new",)}, batches=half)
     assert "the samples are the same and their content differs" in words(changed, reference=reference)
+    one = Reference(lives=[life([step(n, inputs={"model": (f"{'a' * 16},{'h' * 16}",)}) for n in range(1, 21)])])
+    hidden = step(15, inputs={"model": (f"{'a' * 16},{'i' * 16}",)})
+    assert "a part of what the model was given is equal, and another part is not" in words(hidden, reference=one)
     same = step(15, inputs={"model": ("new",)})
     assert "the loader handed out the same, and the model was given something else" in words(same)
 
@@ -152,6 +155,66 @@ def test_what_is_fetched_ahead_and_handed_out_again_is_equal() -> None:
     assert compare_life(REFERENCE, life([again], resumed=14)) is None
     unseen = Reference(lives=[life([step(n, inputs={}) for n in range(1, 21)])])
     assert compare_life(unseen, life([replace(again, inputs={})], resumed=14)) is None
+
+
+def test_streams_that_moved_at_another_moment_count_only_where_the_forward_differs() -> None:
+    moved = {"torch": str(4 * 14 + 1)}
+    assert compare_life(REFERENCE, life([step(15, fetched=moved)], resumed=14)) is None
+    assert "while the batch was fetched" in words(step(15, fetched=moved, inputs={"model": ("new",)}))
+    assert "while the batch was fetched" in words(step(15, fetched=moved, forward=None))
+
+
+def test_half_of_a_pair_counts_as_one_number() -> None:
+    def drawn(number: int) -> Step:
+        there = {"torch": f"{4 * (number - 1)}k"}
+        return step(number, begin=there, fetched=there, forward=there)
+
+    def count(stream: str, before: str, after: str) -> int | None:
+        return moves(stream, before.removesuffix("k"), after.removesuffix("k"))
+
+    reference = Reference(lives=[life([drawn(n) for n in range(1, 21)])])
+    for begin in ({}, step(15).begin):
+        found = explain(reference, difference(step(15, begin=begin), reference=reference), count)
+        assert "something drew 1 number between the boundary of 14 and the batch" in found.what, found.what
+
+
+def test_another_number_of_forwards_is_counted() -> None:
+    more = step(15, inputs={"model": ("x15", "x16")})
+    assert words(more) == "model was called 1 time in step 15, and 2 times in the resumed run"
+    gone = explain(REFERENCE, difference(step(15, inputs={"other": ("x15",)})), moves)
+    assert gone.what == "model was called 1 time in step 15, and 0 times in the resumed run"
+    assert "guard.enumerate(loader)" in gone.remedy
+
+
+def test_an_epoch_that_goes_on() -> None:
+    found = explain(REFERENCE, difference(step(11, epoch=1, step_in_epoch=11), resumed=10), moves)
+    assert found.what.endswith("it is step 11 of epoch 1: it went on in an epoch that had ended")
+    assert "islice" in found.cause and "guard.enumerate(loader)" in found.remedy
+
+
+def test_a_rate_that_is_set_before_the_update_comes_before_the_weights() -> None:
+    rate = {**end(15, weights="other", optimizer="other"), "option|optimizer lr": "0.05"}
+    found = difference(step(15, end=rate))
+    assert [part.kind for part in found.parts] == ["option", "weights", "optimizer"]
+    assert explain(REFERENCE, found, moves).what.startswith("optimizer lr differs at step 15: 0.1, and 0.05")
+
+
+def test_weights_with_which_the_script_ends() -> None:
+    def ended(name: str) -> Life:
+        whole = life([step(n) for n in range(15, 21)], resumed=14)
+        whole.exit = {"exit|model.w": name}
+        return whole
+
+    one = Reference(lives=[life([step(n) for n in range(1, 21)])])
+    one.lives[0].exit = {"exit|model.w": "best"}
+    assert compare_life(one, ended("best")) is None
+    found = compare_life(one, ended("last"))
+    assert found is not None and found.step == 20
+    explained = explain(one, found, moves)
+    assert explained.what == "every step is equal, and the weights differ with which the script ends: model.w"
+    assert 'Guard(stateful={"best": best})' in explained.remedy
+    assert compare_life(replace(one, varying=frozenset({"exit|model.w"})), ended("last")) is None
+    assert compare_life(one, life([step(15)], resumed=14)) is None, "a run that was stopped"
 
 
 def test_causes_come_before_effects() -> None:

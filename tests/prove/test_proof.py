@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from mindx_elastic.prove.records import Step
 from mindx_elastic.prove.report import describe
 from mindx_elastic.prove.runs import Command, Runs
 from tests.harness import JOBS, unignore_signals
+
+NATURAL = Path(__file__).parents[1] / "natural/loops"
 
 
 @pytest.fixture(scope="module")
@@ -58,11 +61,28 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert not proof.notes
 
 
-@pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch"])
+@pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch", "evaluates"])
 def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) -> None:
-    """Flags, buffers that are not persistent, batches that were fetched ahead."""
-    proof = prove_fault(runs, tmp_path, kept, stops=2)
+    """Flags, buffers that are not persistent, batches that were fetched ahead, draws between two epochs."""
+    proof = prove_fault(runs, tmp_path, kept, stops=3)
     assert proof.exit_code == 0, text_of(proof)
+    assert "stopped after step 12" in [row.name for row in proof.rows], "the end of an epoch"
+
+
+def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_job(runs, JOBS / "proved_function.py", tmp_path / "ckpt", stops=None)
+    assert proof.exit_code == 0, text_of(proof)
+    assert (proof.steps, proof.has_ended, len(proof.rows)) == (8, True, 10)
+
+
+def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_job(runs, NATURAL / "draws_after_the_boundary.py", tmp_path / "ckpt", stops=None, steps=6)
+    assert proof.exit_code == 1
+    found = {row.verdict.step: row.verdict.explained for row in proof.rows if row.verdict.explained is not None}
+    assert {3, 5} <= set(found), "at every second step"
+    for step, explained in found.items():
+        began = f"step {step} began with another torch stream: something drew "
+        assert explained.what.startswith(began), explained.what
 
 
 FAULTS = [
@@ -82,6 +102,8 @@ FAULTS = [
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
+    ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
+    ("enumerates", "model was called 2 times in step", "enumerate(loader)", "guard.enumerate(loader)"),
     ("seeded", "between the batch and the first forward", "a seed is set there", "at the head of each epoch or step"),
 ]
 
@@ -193,6 +215,16 @@ def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
     assert len(choose_stops(places, None, seed=0, has_ended=False)) == 19
     assert choose_stops(places, 1, seed=0, has_ended=False)[0][1] < 20
     assert choose_stops(places[:1], 3, seed=0, has_ended=False) == []
+    one_epoch = [replace(place, epoch=1) for place in places]
+    assert {1, 20} <= {number for _, number in choose_stops(one_epoch, 3, seed=0, has_ended=True)}
+
+
+def test_a_stop_is_carried_out_before_the_proof_ends() -> None:
+    windows = [Step(series=0, number=n, cut=n % 8 == 0) for n in range(1, 21)]
+    assert [number for _, number in choose_stops(windows, None, seed=0, has_ended=False)] == [*range(1, 17)]
+    assert len(choose_stops(windows, None, seed=0, has_ended=True)) == 20
+    unknown = [replace(step, cut=False) for step in windows]
+    assert len(choose_stops(unknown, None, seed=0, has_ended=False)) == 19
 
 
 def test_this_interpreter_runs_the_script(runs: Runs, tmp_path: Path) -> None:
