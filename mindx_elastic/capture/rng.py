@@ -36,7 +36,7 @@ def capture_rng(earlier: dict[str, Any] | None = None) -> dict[str, Any]:
     `earlier` is a captured state whose parts may be taken over where the generator has not moved since.
     """
     old = earlier or {}
-    state = {"python": python_state(old.get("python")), "torch": torch.default_generator.get_state()}
+    state: dict[str, Any] = {"python": python_state(old.get("python")), "torch": torch.default_generator.get_state()}
     if "numpy" in sys.modules:
         state["numpy"] = numpy_state(old.get("numpy"))
     if _HAS_CUDA and torch.cuda.is_initialized() and torch.cuda.is_available():
@@ -63,7 +63,8 @@ def _pack_python(state: Any) -> dict[str, Any]:
             words = torch.frombuffer(bytearray(state.words), dtype=torch.int32).to(torch.int64)
             words.bitwise_and_(0xFFFFFFFF)  # they have no sign
             state.packed = {"version": random.Random.VERSION, "words": words, "gauss": state.gauss}
-        return state.packed
+        packed: dict[str, Any] = state.packed
+        return packed
     version, words, gauss = state
     words = torch.frombuffer(array("q", words), dtype=torch.int64)  # four times as fast as torch.tensor(words)
     return {"version": version, "words": words, "gauss": gauss}
@@ -82,12 +83,12 @@ def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     # `torch.equal` takes three times as long for bytes.
-    return one.shape == other.shape and one.numpy().tobytes() == other.numpy().tobytes()
+    return one.shape == other.shape and bool(one.numpy().tobytes() == other.numpy().tobytes())
 
 
 def _equal_numpy(one: Any, other: Any) -> bool:
     if isinstance(one, NumpyState):
-        return one == other
+        return bool(one == other)
     if isinstance(one, dict):
         return (
             isinstance(other, dict) and one.keys() == other.keys() and all(_equal_numpy(one[k], other[k]) for k in one)

@@ -101,7 +101,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
     elif (
         access.block is not None
         and access.getstate is random.getstate
-        and getattr(random.setstate, "__self__", None) is access.owner
+        and id(getattr(random.setstate, "__self__", None)) == id(access.owner)
     ):
         access.block.raw = state.raw
         access.owner.gauss_next = state.gauss
@@ -109,7 +109,7 @@ def put_back_python(state: PythonState | tuple[Any, ...]) -> None:
         random.setstate(state.as_tuple())
 
 
-def _python_block(generator: random.Random) -> Any:
+def _python_block(generator: Any) -> Any:
     """The index and the words of `generator`, live. The caller keeps the generator."""
     return _RawTwister.from_address(id(generator) + object.__basicsize__)
 
@@ -137,7 +137,7 @@ def _python_is_as_expected() -> bool:
         if other.getstate()[1] != internal:
             return False
     one.setstate(random.Random(3).getstate())
-    return _python_words(here.raw) == one.getstate()[1]
+    return bool(_python_words(here.raw) == one.getstate()[1])
 
 
 # --- numpy's ----------------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class _NumpyAccess:
 
         self.current_bits: Callable[[], Any] = get_bit_generator
         bits = self.bits = get_bit_generator()
-        owner = self._owner = mtrand._rand  # type: ignore[attr-defined]  # missing in its stubs
+        owner = self._owner = mtrand._rand
         offset = _gauss_offset() if type(bits) is MT19937 and type(owner) is RandomState else None
         self.words: Any = None
         """The words and the index, live; None: only numpy's own functions will do."""

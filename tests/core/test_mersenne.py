@@ -46,7 +46,9 @@ NUMPY: dict[str, Callable[[], object]] = {
     "half a word": lambda: np.random.randint(0, 2, dtype=np.uint8),
     "seed": lambda: np.random.seed(5),
     "set_state": lambda: np.random.set_state(np.random.RandomState(7).get_state()),
-    "set_state with gauss": lambda: np.random.set_state((*np.random.RandomState(8).get_state()[:3], 1, 0.25)),
+    "set_state with gauss": lambda: np.random.set_state(
+        {**np.random.RandomState(8).get_state(legacy=False), "has_gauss": 1, "gauss": 0.25}
+    ),
 }
 
 
@@ -159,7 +161,12 @@ def test_another_generator_behind_the_functions(own: random.Random, monkeypatch:
 
 def test_a_wrapped_setstate_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     state, called, usual = python_state(), [], random.setstate
-    monkeypatch.setattr(random, "setstate", lambda given: (called.append(1), usual(given)))
+
+    def wrapped(given: Any) -> None:
+        called.append(1)
+        usual(given)
+
+    monkeypatch.setattr(random, "setstate", wrapped)
     random.random()
     put_back_python(state)
     assert called
@@ -258,12 +265,13 @@ def test_an_earlier_state_is_taken_over_only_where_it_is_equal(python_move: str,
 
 def test_every_word_counts() -> None:
     version, words, _ = random.getstate()
-    key, index = np.random.get_state()[1:3]
+    inner = numpy_says()["state"]
+    key, index = inner["key"], inner["pos"]
     for place in (0, 1, 311, 622, 623):
         python, numpy = python_state(), numpy_state()
         random.setstate((version, (*words[:place], words[place] ^ 1, *words[place + 1 :]), None))
         changed = np.array(key)
         changed[place] ^= 1
-        np.random.set_state(("MT19937", changed, index))
+        np.random.set_state(("MT19937", changed, index, 0, 0.0))
         assert python_state(python) is not python
         assert numpy_state(numpy) is not numpy

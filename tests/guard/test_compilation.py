@@ -51,7 +51,7 @@ def sensitive(graph: torch.fx.GraphModule, inputs: list[Any]) -> Call:
     def run(*args: Any) -> Any:
         return tuple(out * factor if isinstance(out, torch.Tensor) else out for out in graph.forward(*args))
 
-    return run  # type: ignore[return-value]
+    return run
 
 
 class Block(nn.Module):
@@ -343,10 +343,11 @@ def test_the_replay_leaves_no_trace(tmp_path: Path) -> None:
     class Counting(Network):
         def __init__(self) -> None:
             super().__init__()
+            self.seen: torch.Tensor
             self.register_buffer("seen", torch.zeros(()), persistent=False)
             self.history: list[int] = []
 
-        @torch.compiler.disable
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def count(self, number: int) -> None:
             self.history.append(number)
 

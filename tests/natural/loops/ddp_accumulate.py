@@ -18,7 +18,7 @@ rank = dist.get_rank()
 network = mlp()
 model = DistributedDataParallel(network)
 opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-loader = mx.data.ResumableLoader(Noisy(), batch_size=2, shuffle=True)
+loader = mx.data.ResumableLoader(Noisy(), batch_size=2, shuffle=True, drop_last=True)
 guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=sys.argv[1])
 
 with guard:

@@ -39,7 +39,13 @@ model = mlp()
 opt = SAM(model.parameters(), torch.optim.SGD, lr=0.05, momentum=0.9)
 loader = mx.data.ResumableLoader(Noisy(), batch_size=6, shuffle=True)
 sched = torch.optim.lr_scheduler.StepLR(opt, 3, 0.7)
-guard = mx.Guard(model=model, optimizer=[opt, opt.base_optimizer], lr_scheduler=sched, loader=loader, directory=sys.argv[1])
+guard = mx.Guard(
+    model=model,
+    optimizer=[opt, opt.base_optimizer],
+    lr_scheduler=sched,
+    loader=loader,
+    directory=sys.argv[1],
+)
 with guard:
     for _epoch in guard.epochs(3):
         for x, y in loader:
