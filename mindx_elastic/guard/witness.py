@@ -177,6 +177,8 @@ class Witness:
     def after_fetch(self, loader: int, batch: Any) -> None:
         """`batch`: what the loader has handed out, or None."""
         self._is_fetching = self._may_be_restored = False
+        if batch is None and not self._fetched:
+            self._begin = None  # an epoch has ended: what comes behind its loop comes in a resumed run, too
         if batch is not None and len(self._fetched) < _MOST_BATCHES:
             self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
 
