@@ -134,6 +134,8 @@ def main() -> None:
             for _ in guard.epochs(EPOCHS):
                 for batch in used:
                     step(batch)
+                if FAULT == "evaluate":
+                    torch.rand(2)
     print("DONE")
 
 

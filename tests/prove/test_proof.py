@@ -58,9 +58,9 @@ def test_an_exact_script_is_proved(runs: Runs, tmp_path: Path) -> None:
     assert not proof.notes
 
 
-@pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch"])
+@pytest.mark.parametrize("kept", ["freeze", "buffer", "prefetch", "evaluate"])
 def test_what_the_guard_keeps_is_equal(runs: Runs, tmp_path: Path, kept: str) -> None:
-    """Flags, buffers that are not persistent, batches that were fetched ahead."""
+    """Flags, buffers that are not persistent, batches that were fetched ahead, evaluations behind an epoch."""
     proof = prove_fault(runs, tmp_path, kept, stops=2)
     assert proof.exit_code == 0, text_of(proof)
 
