@@ -130,6 +130,8 @@ class Engine:
     def __init__(self) -> None:
         self.cursor = Cursor()
         self._live: weakref.ref[Iteration] | None = None  # weak: dropping the iterator must end it at once
+        self.at_overlap: Callable[[], None] | None = None
+        """Called when an iterator is asked for a batch after a newer one has begun: a position has one place."""
         # For persistent workers only:
         self._torch_loader: Any = None
         self._torch_iterator: Any = None
@@ -168,6 +170,8 @@ class Engine:
             shared=shared,
             can_be_read_beside=can_be_read_beside,
         )
+        if (older := self.live) is not None and self.at_overlap is not None:
+            older.outdated = self.at_overlap
         self._live = weakref.ref(iteration)
         return iteration
 

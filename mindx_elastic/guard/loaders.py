@@ -93,6 +93,7 @@ class FollowedLoader:
 
     def leave(self) -> None:
         self.track = self.engine.cursor.track = self.engine.cursor.loaded = None
+        self.engine.at_overlap = None
         if self.adoption is not None:
             self.adoption.end()
 
@@ -261,6 +262,11 @@ class Loaders:
         for followed in self._followed:
             if not self._fetches_ahead and followed.look_ahead.ahead is None:
                 followed.look_ahead = LookAhead(0)
+            followed.engine.at_overlap = partial(
+                unmanaged.certain,
+                f"{followed.name} is iterated twice at once, and a position has one place only",
+                "Put an evaluation on it into `with guard.outside_step():`, or make a second loader and name both",
+            )
             live = followed.engine.live
             if live is not None:
                 live.outdated = partial(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["LOOPS", "Cut", "Exact", "Found", "Loop", "Refused", "Verdict"]
+__all__ = ["EXACT", "LOOPS", "Cut", "Exact", "Found", "Loop", "Refused", "Verdict", "Warned"]
 
 _FOLDER = Path(__file__).parent / "loops"
 
@@ -28,11 +28,16 @@ class Found:
     """`mindx-elastic prove` finds it, with these words; a run by itself ends without an error."""
 
     words: str
-    warns: str = ""
-    """What the run itself says about it, if anything."""
 
 
-Verdict = Exact | Refused | Found
+@dataclass(frozen=True)
+class Warned:
+    """The run goes on and says these words: it may differ."""
+
+    words: str
+
+
+Verdict = Exact | Refused | Warned | Found
 
 
 @dataclass(frozen=True)
@@ -65,4 +70,259 @@ class Loop:
         return text.replace(cut.old, cut.new)
 
 
-LOOPS: Sequence[Loop] = ()
+EXACT = Exact()
+
+LOOPS: Sequence[Loop] = (
+    Loop(
+        "epochs",
+        EXACT,
+        [Cut("lr_scheduler=sched, ", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop("stock_loader", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("stock_workers", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("stock_persistent", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("stock_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("stock_weighted", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop(
+        "stock_buckets",
+        EXACT,
+        [Cut("guard.epochs(3)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 4)")],
+    ),
+    Loop("stock_stream", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("stream_shuffle_buffer", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("list_of_batches", Refused("knows no position")),
+    Loop(
+        "list_converted",
+        EXACT,
+        [Cut("loader=loader, ", Refused("begins anew when its epoch is resumed in the middle"))],
+    ),
+    Loop(
+        "epochs_from_zero",
+        EXACT,
+        [
+            Cut(
+                "guard.epochs(3, start=0)",
+                Refused("begins anew after a resume, for it counts by itself"),
+                new="range(3)",
+            )
+        ],
+    ),
+    Loop(
+        "steps_endless",
+        EXACT,
+        [
+            Cut("guard.steps(13)", Refused("begins anew after a resume, for it counts by itself"), new="range(13)"),
+            Cut("loader=loader, ", Refused("steps use batches of a DataLoader")),
+        ],
+    ),
+    Loop("steps_while", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("steps_full_batch", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop(
+        "nanogpt",
+        EXACT,
+        [Cut("guard.steps(12)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 13)")],
+    ),
+    Loop("nanogpt_ahead", Found("the batch of step")),
+    Loop("nanogpt_function_loader", EXACT, [Cut("loader=loader, ", Found("the batch of step"))]),
+    Loop("ahead_in_epoch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("ahead_across_epochs", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("ahead_prefetcher", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("ahead_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("ahead_thread", Refused("are fetched in another thread")),
+    Loop(
+        "accumulate",
+        EXACT,
+        [Cut("guard.enumerate(loader, start=1)", Warned("guard.enumerate(loader"), new="enumerate(loader, start=1)")],
+    ),
+    Loop("accumulate_own_count", Found("weights differ after step")),
+    Loop("accumulate_inner", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("skips_batches", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("grad_scaler", EXACT, [Cut("scaler=scaler, ", Refused('scaler "scaler" (GradScaler'))]),
+    Loop(
+        "gan",
+        EXACT,
+        [
+            Cut("optimizer=[opt_g, opt_c]", Refused("steps and is not named"), new="optimizer=opt_g"),
+            Cut("model=[generator, critic]", Refused("that none of the guard's objects holds"), new="model=generator"),
+        ],
+    ),
+    Loop(
+        "two_loaders",
+        EXACT,
+        [Cut("loader=[labelled, unlabelled]", Refused("beside the named ones"), new="loader=labelled")],
+    ),
+    Loop(
+        "ema_averaged_model",
+        EXACT,
+        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
+    ),
+    Loop("ema_own_class", EXACT, [Cut('    stateful={"ema": ema},\n', Warned("looks like an average of the weights"))]),
+    Loop(
+        "ema_copy",
+        EXACT,
+        [Cut("model=[model, slow]", Refused("changes in the training and is not named"), new="model=model")],
+    ),
+    Loop(
+        "plateau",
+        EXACT,
+        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop(
+        "scheduler_each_epoch",
+        EXACT,
+        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop(
+        "warmup_cosine",
+        EXACT,
+        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop(
+        "lambda_lr",
+        EXACT,
+        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop(
+        "evaluate_in_loop",
+        EXACT,
+        [
+            Cut(
+                "with guard.outside_step():\n                    loss = evaluate()",
+                Refused("is read between step_end() and the next batch"),
+                new="loss = evaluate()",
+            )
+        ],
+    ),
+    Loop(
+        "evaluate_on_training_data",
+        EXACT,
+        [
+            Cut(
+                "with guard.outside_step(), torch.no_grad():",
+                Refused("is iterated twice at once"),
+                new="with torch.no_grad():",
+            )
+        ],
+    ),
+    Loop("evaluate_with_dropout", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("early_stopping", EXACT, [Cut('    stateful={"stopping": stopping},\n', Found("went on"))]),
+    Loop(
+        "frozen_batch_norm",
+        EXACT,
+        [Cut("guard.epochs(3)", Refused("begins anew after a resume, for it counts by itself"), new="range(1, 4)")],
+    ),
+    Loop("unfreezing", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("pruning", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("weight_norm", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("two_phases", EXACT, [Cut("loader=[easy, full]", Refused("beside the named ones"), new="loader=easy")]),
+    Loop("two_phases_one_loader", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("curriculum", Refused("steps use batches of a DataLoader")),
+    Loop("curriculum_data_set", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("mixup_global", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop(
+        "mixup_generator",
+        EXACT,
+        [Cut('    stateful={"rng": rng},\n', Refused("draws numbers in the training and is not kept"))],
+    ),
+    Loop(
+        "noise_generator",
+        EXACT,
+        [Cut('    stateful={"noise": noise},\n', Refused("draws numbers in the training and is not kept"))],
+    ),
+    Loop(
+        "python_random",
+        EXACT,
+        [Cut('    stateful={"draw": draw},\n', Refused("draws numbers in the training and is not kept"))],
+    ),
+    Loop("data_set_with_generator", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop(
+        "dqn",
+        EXACT,
+        [
+            Cut('"memory": memory', Warned("grows from step to step")),
+            Cut("model=[q, target]", Refused("changes in the training and is not named"), new="model=q"),
+            Cut('"world": world, ', Refused("draws numbers in the training and is not kept")),
+        ],
+    ),
+    Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Warned("grows from step to step"))]),
+    Loop("reinforce", EXACT, [Cut(', "baseline": baseline', Found("weights differ"))]),
+    Loop(
+        "sac_temperature",
+        EXACT,
+        [Cut('    stateful={"log_alpha": log_alpha},\n', Refused("that none of the guard's objects holds"))],
+    ),
+    Loop(
+        "criterion_with_weights",
+        EXACT,
+        [Cut("model=[model, criterion]", Refused("that none of the guard's objects holds"), new="model=model")],
+    ),
+    Loop(
+        "sam",
+        EXACT,
+        [Cut("optimizer=[opt, opt.base_optimizer]", Refused("steps and is not named"), new="optimizer=opt")],
+    ),
+    Loop("lookahead", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("hidden_state_of_a_network", EXACT, [Cut('stateful={"memory": memory}, ', Found("the input of step"))]),
+    Loop(
+        "vae",
+        EXACT,
+        [Cut("model=[encode, decode]", Refused("that none of the guard's objects holds"), new="model=encode")],
+    ),
+    Loop(
+        "diffusion", EXACT, [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))]
+    ),
+    Loop("moco", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("distillation", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("tasks_in_turn", EXACT, [Cut("loader=loaders, ", Refused("steps use batches of a DataLoader"))]),
+    Loop(
+        "transformer",
+        EXACT,
+        [Cut("    lr_scheduler=sched,\n", Refused("belongs to an optimizer of the guard, steps and is not named"))],
+    ),
+    Loop(
+        "two_optimizers_by_kind",
+        EXACT,
+        [Cut("optimizer=opts", Refused("steps and is not named"), new="optimizer=opts[1]")],
+    ),
+    Loop("swa", EXACT, [Cut(', stateful={"swa": swa}', Warned('module "swa" (AveragedModel'))]),
+    Loop("hand_made_update", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
+    Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("draws_after_the_boundary", Found("began with another torch stream")),
+    Loop("counter_of_its_own", Found("weights differ after step")),
+    Loop("order_of_a_set", Found("the script itself is not deterministic")),
+    Loop("best_weights", Found("weights differ")),
+    Loop("moving_average_of_the_loss", Found("lr")),
+    Loop("calls_of_the_data_set", Found("the samples are the same and their content differs")),
+    Loop("not_deterministic", Found("the script itself is not deterministic")),
+    Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
+    Loop("cycle", Refused("itertools.cycle(loader) keeps the batches")),
+    Loop("no_position", Refused("begins anew after a resume, for it counts by itself")),
+    Loop("no_loader_named", Refused("no loader is named")),
+    Loop("another_loader", Refused("beside the named ones")),
+    Loop("evaluation_in_mid_epoch", Refused("is read between step_end() and the next batch")),
+    Loop("optimizer_of_phase_two", Refused("steps and is not named")),
+    Loop("new_head", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
+    Loop("ddp", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop(
+        "ddp_distributed_sampler",
+        EXACT,
+        [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))],
+        ranks=2,
+    ),
+    Loop("ddp_accumulate", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop("ddp_powersgd", EXACT, [Cut('    stateful={"powersgd": powersgd},\n', Refused("PowerSGD"))], ranks=2),
+    Loop("ddp_wrapped", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))], ranks=2),
+    Loop(
+        "ddp_ema",
+        EXACT,
+        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
+        ranks=2,
+    ),
+    Loop("ddp_prefetch", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))], ranks=2),
+    Loop(
+        "fsdp",
+        EXACT,
+        [Cut('    stateful={"ema": ema},\n', Refused("changes in the training and is not named"))],
+        ranks=2,
+    ),
+)
