@@ -44,7 +44,7 @@ from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
-from mindx_elastic.guard.loaders import FollowedLoader
+from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
 from mindx_elastic.guard.replicas import DdpModules, ddp_modules
 from mindx_elastic.guard.saver import Saver

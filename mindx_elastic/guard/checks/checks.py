@@ -360,7 +360,7 @@ class Checks:
     def _check_join(self) -> None:
         """Ranks that end an epoch at different steps have no boundary in common. Without `join` a program has to give
         each rank as many steps, which it does by itself where the loaders differ (it counts, or begins them anew)."""
-        for name, module in ddp_modules(self._targets):
+        for name, module in self._ddp:
             config = getattr(module, "_join_config", None)
             if getattr(config, "enable", False) and not getattr(config, "throw_on_early_termination", False):
                 self._unmanaged.certain(

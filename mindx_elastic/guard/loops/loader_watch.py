@@ -30,7 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
-from mindx_elastic.guard.surroundings import look
+from mindx_elastic.guard.checks.surroundings import look
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["LoaderWatch", "find_cycle"]
