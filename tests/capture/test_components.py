@@ -78,7 +78,7 @@ def replace_by_scalar(module: Holder) -> None:
 
 
 def replace_by_none(module: Holder) -> None:
-    module.count = None
+    module.count = None  # type: ignore[assignment]
 
 
 def change_type_of_all(module: Holder) -> None:
