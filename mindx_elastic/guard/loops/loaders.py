@@ -310,9 +310,10 @@ class Loaders:
                 followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
 
     def begin_epoch(self) -> None:
-        """The loop over epochs begins one."""
+        """The loop over epochs begins one. Other loaders than the first go at their own pace."""
         for followed in self._followed:
-            followed.begin_epoch()
+            if followed.loader is self.first:
+                followed.begin_epoch()
 
     def at_boundary(self, rng: Any) -> bool:
         """A step has ended: settle which batches it has used. Returns whether that is known, for all loaders.
