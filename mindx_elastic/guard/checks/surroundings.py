@@ -132,7 +132,8 @@ def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable
 
 def places_of(frame: FrameType | None) -> set[str]:
     """The places (see `Found`) of the variables that `look` begins with."""
-    modules = {PurePath(m.__file__).name if m.__file__ else m.__name__ for m in _program_modules()}
+    files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
+    modules = {PurePath(file).name if file else name for name, file in files.items()}
     return modules | set(map(_place_of, program_frames(frame)))
 
 
