@@ -262,7 +262,6 @@ def one_rank_group(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("static", "model is DDP with static_graph=True, whose first step cannot be replayed"),
         (
             "hidden",
             'module "wrapped" (DistributedDataParallel, ddp_training() in test_unmanaged.py) wraps the guard\'s',
