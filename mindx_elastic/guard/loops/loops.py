@@ -467,8 +467,7 @@ class Loops:
             self._reach_resumed_step()
             self._boundaries = 0
             yield before + start
-            if not self.loaders:
-                self._look_at_tail()
+            self._look_at_tail()  # the head of the next step is done again after a resume
             if self._boundaries > 1:
                 self._unmanaged.certain(
                     f"an iteration of guard.steps({num_steps}) has passed {self._boundaries} boundaries, and a run "
