@@ -30,6 +30,7 @@ def test_the_option_set() -> None:
     assert option_set() == {
         "": ["--version"],
         "run": ["arguments"],  # torchrun's and its own: see tests/agent/test_options.py
+        "prove": ["--fresh", "--json", "--junit", "--keep", "--kill", "--seed", "--steps", "--stops", "--timeout"],
         "inspect": ["--json", "--verify", "path"],
         "verify": ["--json", "path"],
         "status": ["--json", "path"],

@@ -564,6 +564,9 @@ class UnnamedOwnHook(Training):
             state.calls += 1
             return dist.all_reduce(bucket.buffer().div_(2), async_op=True).get_future().then(lambda f: f.value()[0])
 
+        # DDP compares the classes, and annotations are strings here.
+        hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[torch.Tensor]}
+
         if isinstance(self.model, DistributedDataParallel):
             self.model.register_comm_hook(OwnHookState(), hook)
 

@@ -530,7 +530,7 @@ def test_trouble_is_said_once_and_training_goes_on(
 
     if trouble == "value":
         rank.counted.values["what"] = lambda: None
-        monkeypatch.setattr("mindx_elastic.capture.components.copy_tree", lambda tree: tree)
+        monkeypatch.setattr("mindx_elastic.capture.plain_component.copy_tree", lambda tree: tree)
     elif trouble == "room":
         monkeypatch.setattr("os.posix_fallocate", fail)
         rank.counted.values["long"] = torch.arange(50_000.0)
