@@ -19,9 +19,10 @@ from torch.distributed import ProcessGroup
 
 from mindx_elastic.capture.containers import put_back, snapshot
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.tensor_copy import TensorCopy
 from mindx_elastic.errors import MismatchError, UnsupportedStateError, UsageError
 
-__all__ = ["Adapter", "adapted"]
+__all__ = ["Adapter", "TensorAdapter", "adapted"]
 
 
 class Adapter(Protocol):
@@ -124,21 +125,26 @@ class _NumpyRandomState:
         self._generator.set_state(state["state"])
 
 
-class _Tensor:
-    """A tensor or parameter that is in no module; copied when its version counter has moved."""
+class TensorAdapter:
+    """A tensor or parameter that is in no module."""
 
     is_stream, gives_copies = False, True
 
     def __init__(self, name: str, tensor: torch.Tensor) -> None:
         self._name, self._tensor = name, tensor
-        self._version, self._copy = -1, tensor
+        self._copy = TensorCopy(tensor, closely=True)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
-        version = -1 if self._tensor.is_inference() else self._tensor._version
-        if version == -1 or version != self._version:
-            self._version, self._copy = version, local_part(self._tensor).detach().clone()
-        return {"kind": "torch.Tensor", "value": self._copy}
+        return {"kind": "torch.Tensor", "value": local_part(self._tensor).detach().clone()}
+
+    def boundary_state(self, *, closely: bool) -> dict[str, Any]:
+        """`state_dict` without a copy where none is needed; closely: look also for changes that move no version."""
+        if closely:
+            self._copy.recheck()
+        else:
+            self._copy.renew()
+        return {"kind": "torch.Tensor", "value": local_part(self._copy.value)}
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -150,7 +156,6 @@ class _Tensor:
                 f"{list(here.shape)} of {here.dtype}"
             )
         self._tensor.copy_(with_layout_of(self._tensor, there))
-        self._version = -1
 
 
 class _Container:
@@ -264,7 +269,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
     if (generator := _generator(name, target)) is not None:
         return generator
     if isinstance(target, torch.Tensor):
-        return _Tensor(name, target)
+        return TensorAdapter(name, target)
     if isinstance(target, _CONTAINERS):
         return _Container(name, target)
     if type(target).__module__ == "numpy" and getattr(target, "ndim", False):

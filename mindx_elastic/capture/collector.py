@@ -84,7 +84,7 @@ class Collector:
         self.on_new_parameters: Callable[[Sequence[torch.Tensor]], None] = lambda parameters: None
         """Called at a boundary at which modules, parameters or groups have changed."""
         self.at_first_boundary: Callable[[], None] | None = None
-        """Called once, at the first boundary of the process."""
+        """Called once, by `leave_head`."""
         self.problems: list[str] = []
         """What the last such boundary has that a start cannot make again, in words."""
         self.structure_is_new = False
@@ -93,6 +93,7 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
         self._streams = [component for component in self._adapted if component.is_stream]
+        self._is_at_boundary = False  # the program has not gone on since the last `copy`
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
         self._ahead_rng: dict[str, Any] | None = None
@@ -164,6 +165,7 @@ class Collector:
 
     def copy(self, position: Position) -> None:
         """Copy all volatile state: this is the boundary `position`."""
+        self._is_at_boundary = True
         if self._has_changed():
             self._follow()
         for adapted in self._adapted:
@@ -180,8 +182,15 @@ class Collector:
         """Of objects with adapters in `state`: those that may have been too slow to copy at every boundary."""
         return [component.name for component in self._adapted if component.name in state]
 
+    def leave_head(self) -> None:
+        """The first boundary of the process is near, or there will be none: what the start has kept for it may go."""
+        if self.at_first_boundary is not None:
+            end, self.at_first_boundary = self.at_first_boundary, None
+            end()
+
     def leave_boundary(self) -> None:
         """The program goes on: what is not copied at boundaries is not the boundary's any more."""
+        self._is_at_boundary = False
         for component in self._adapted:
             component.at_boundary = False
 
@@ -192,6 +201,9 @@ class Collector:
 
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
+        if self._is_at_boundary:
+            for each in (*self._modules.values(), *self._adapted):
+                each.recheck()
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()

@@ -40,6 +40,7 @@ class LoopHead:
         """The first boundary is near: from here on nothing is undone."""
         for adding in self._adding:
             adding.end()
+        self._marks = {}  # they hold the optimizers' tensors of the start
 
     def _is_touched(self, name: str, component: Component) -> bool:
         now, then = _marks_of(component), self._marks[name]
@@ -60,6 +61,7 @@ class _AddedGroups:
         self._added = [frozenset(map(id, parameters)) for parameters in component.added]
         if self._optimizer is not None:
             self._original: Callable[[dict[str, Any]], None] = self._optimizer.add_param_group
+            self._own = vars(self._optimizer).get("add_param_group")  # of the program, as a rule None
             vars(self._optimizer)["add_param_group"] = self._add
 
     def _add(self, group: dict[str, Any]) -> None:
@@ -72,6 +74,8 @@ class _AddedGroups:
     def end(self) -> None:
         if self._optimizer is not None:
             vars(self._optimizer).pop("add_param_group", None)
+            if self._own is not None:
+                vars(self._optimizer)["add_param_group"] = self._own
             self._optimizer = None
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.tensor_copy import TensorCopy
 
 __all__ = ["LooseBuffers"]
 
@@ -17,41 +18,53 @@ _SMALL = 1 << 20  # bytes
 
 
 class LooseBuffers:
-    """Of one module and everything below it. A buffer is copied anew only when its version counter has moved."""
+    """Of one module and everything below it."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._slots: list[tuple[str, dict[str, Any], str]] = []
-        self._seen: list[torch.Tensor | None] = []
-        self._versions: list[int] = []
-        self._copies: dict[str, torch.Tensor | None] = {}
+        self._kept: dict[str, TensorCopy | None] = {}
+        """None: the place holds no tensor."""
+        self._replaced: set[str] = set()  # not as the program has built them: None there is state too
         self.follow()
 
     def follow(self) -> None:
         """Find the buffers that there are now."""
-        known = {name: (t, v) for (name, _, _), t, v in zip(self._slots, self._seen, self._versions, strict=True)}
         self._slots = list(_slots(self._module))
-        self._seen, self._versions = [], []
+        names = {name for name, _, _ in self._slots}
+        self._kept = {name: copy for name, copy in self._kept.items() if name in names}
+        self._replaced &= names
         for name, table, key in self._slots:
-            tensor, version = known.get(name, (None, -1))
-            if name not in known:
+            if name not in self._kept:
                 tensor = table[key]
-                large = tensor is not None and tensor.nbytes > _SMALL
-                version = _version(tensor) if large else -1  # -1: copy it at the next boundary
-            self._seen.append(tensor)
-            self._versions.append(version)
-        self._copies = {name: copy for name, copy in self._copies.items() if name in {n for n, _, _ in self._slots}}
+                is_large = tensor is not None and tensor.nbytes > _SMALL
+                self._kept[name] = None if tensor is None else TensorCopy(tensor, is_original=is_large)
 
     def copy(self) -> None:
-        for number, (name, table, key) in enumerate(self._slots):
-            tensor = table.get(key)
-            if tensor is self._seen[number] and _version(tensor) == self._versions[number]:
-                continue
-            self._seen[number], self._versions[number] = tensor, _version(tensor)
-            self._copies[name] = None if tensor is None else tensor.detach().clone()
+        """This is a boundary."""
+        for name, table, key in self._slots:
+            tensor, kept = table.get(key), self._kept[name]
+            if kept is not None and tensor is kept.tensor:
+                kept.renew()
+            elif tensor is not None or kept is not None:
+                self._kept[name] = None if tensor is None else TensorCopy(tensor)
+                self._replaced.add(name)
+
+    def recheck(self) -> None:
+        """Also find what moves no version counter. The program has not gone on since `copy`."""
+        for name, table, key in self._slots:
+            kept = self._kept[name]
+            if kept is not None and table.get(key) is kept.tensor:
+                kept.recheck()
 
     def state(self) -> dict[str, torch.Tensor | None]:
-        return {name: None if t is None else local_part(t) for name, t in self._copies.items()}
+        found: dict[str, torch.Tensor | None] = {}
+        for name, kept in self._kept.items():
+            if kept is not None and kept.value is not None:
+                found[name] = local_part(kept.value)
+            elif kept is None and name in self._replaced:
+                found[name] = None
+        return found
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
@@ -66,8 +79,8 @@ class LooseBuffers:
                 table[key] = _filled(live, with_layout_of(live, value).to(live.device))
             else:
                 table[key] = value
-            self._copies[name] = None if table[key] is None else table[key].detach().clone()
-        self.copy()
+            self._kept[name] = None if table[key] is None else TensorCopy(table[key])
+            self._replaced.add(name)
 
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -86,8 +99,3 @@ def _filled(live: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
             return saved  # expanded: several elements share one place
         live.copy_(saved)
     return live
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    """-1 where there is none (made in inference mode): copied at every boundary."""
-    return -2 if tensor is None else -1 if tensor.is_inference() else tensor._version

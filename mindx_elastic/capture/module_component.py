@@ -90,6 +90,12 @@ class ModuleComponent:
     def parameters(self) -> list[nn.Parameter]:
         return list(self.module.parameters())
 
+    def live_parameters(self) -> list[torch.Tensor]:
+        """Those that the module has at this moment, without a walk through it; sharded ones as `named` has them."""
+        if self._sharded:
+            return list(self._sharded.values())
+        return [p for table in self._parameter_tables for p in table.values() if p is not None]
+
     def _slot_tensors(self) -> list[torch.Tensor | None]:
         return [slots[key] for slots, key in self._slots]
 
@@ -114,7 +120,9 @@ class ModuleComponent:
         self._slots: list[tuple[dict[str, Any], str]] = []
         self._slot_names: list[str] = []
         self._extras: list[tuple[str, nn.Module]] = []
-        self._tables = [child._buffers for child in self.module.modules()]
+        children = list(self.module.modules())
+        self._tables = [child._buffers for child in children]
+        self._parameter_tables = [child._parameters for child in children]
         self._num_buffers = sum(map(len, self._tables))
         seen: set[int] = set()
         for prefix, child in self.module.named_modules(remove_duplicate=False):
@@ -220,6 +228,10 @@ class ModuleComponent:
         """`state` of another rank with this rank's own buffers and extra state."""
         own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
+
+    def recheck(self) -> None:
+        """Look more closely than `copy` did. The program has not gone on since."""
+        self._loose.recheck()
 
     @property
     def extras(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from typing import Any, Protocol, runtime_checkable
 
-from mindx_elastic.capture.adapters import Adapter
+from mindx_elastic.capture.adapters import Adapter, TensorAdapter
 from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UnsupportedStateError
@@ -84,7 +84,8 @@ class AdaptedComponent(PlainComponent):
             self._copy, self.at_boundary = None, True
             return
         began = time.perf_counter()
-        self._copy = self._read()
+        is_tensor = isinstance(self._adapter, TensorAdapter)
+        self._copy = self._adapter.boundary_state(closely=False) if is_tensor else self._read()
         ended = time.perf_counter()
         if not self.is_heavy:
             took, step = ended - began, ended - self._ended
@@ -107,6 +108,11 @@ class AdaptedComponent(PlainComponent):
     def _read(self) -> Any:
         state = self._adapter.state_dict()
         return state if self._adapter.gives_copies else copy_tree(state)
+
+    def recheck(self) -> None:
+        """Look more closely than `copy` did. The program has not gone on since."""
+        if isinstance(self._adapter, TensorAdapter):
+            self._copy = self._adapter.boundary_state(closely=True)
 
     def look(self) -> Any:
         return None if self.is_heavy else self._read()

@@ -61,6 +61,7 @@ class Opening:
         self._open_directories(stack)
         loaders.begin(stack)
         self._open_saver()
+        stack.callback(self.collector.leave_head)
         self.around = Connections(
             stack,
             self._directories,

@@ -257,11 +257,11 @@ def _load(
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
     if with_flags:
         _say_flags(collector.load_flags(state))
-    head, saved = LoopHead(collector.components), [state]
+    head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
 
     def put_back() -> None:
         for each in saved:  # until the first boundary of the process
-            _put_back(each, head, collector, found.checkpoint.info.step, with_flags=with_flags)
+            _put_back(each, head, collector, step, with_flags=with_flags)
         restore_streams()
 
     def end() -> None:

@@ -58,9 +58,7 @@ class Changes:
             self._num_boundaries += 1
             if self._num_boundaries in _LOOKS:
                 self._hooks.look()
-        if collector.at_first_boundary is not None:
-            collector.at_first_boundary()
-            collector.at_first_boundary = None
+        collector.leave_head()
         if collector.structure_is_new:
             collector.structure_is_new = False
             self._tell_of_ddp()

@@ -56,6 +56,7 @@ from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
+    Names,
     Seen,
     attributes_of,
     find_bound,
@@ -125,7 +126,7 @@ class Checks:
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
-        self._known_names: dict[int, Found] = {}  # optimizers, schedulers and modules of the program, at entry
+        self._known_names = Names()  # optimizers, schedulers and modules of the program, at entry
         self._places: set[str] = set()  # where the program's variables were then
 
     def watch(self, gate: UpdateGate) -> None:
@@ -143,7 +144,8 @@ class Checks:
         """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
         self._is_on = True
         seen, kept = self._look(sys._getframe(1))
-        self._known_names = {**seen.optimizers, **seen.schedulers, **seen.modules, **seen.generators}
+        kinds = (seen.optimizers, seen.schedulers, seen.modules, seen.generators)
+        self._known_names = Names(found for kind in kinds for found in kind.values())
         self._places = places_of(sys._getframe(1))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
@@ -184,9 +186,9 @@ class Checks:
             yield
             return
         self._is_outside = True
-        if self._boundaries:
-            self._compare(self._kept())
         try:
+            if self._boundaries:
+                self._compare(self._kept())
             yield
         finally:
             self._is_outside = False
@@ -204,6 +206,7 @@ class Checks:
         return look(frame, self._roots, map(id, loose)), kept
 
     def _look_again(self, frame: FrameType | None) -> None:
+        self._strangers.look_again()
         seen, kept = self._look(frame)
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=self._boundaries == 1)
@@ -536,7 +539,7 @@ class Checks:
         return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
 
     def _how_to_keep(self, found: Found) -> str:
-        known = self._known_names.get(id(found.value), found)
+        known = self._known_names.of(found.value) or found
         line = f'Guard(stateful={{"{self._key(known.name)}": {known.name}}}, ...)'
         return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
 
@@ -554,14 +557,14 @@ class Checks:
         """Whether it was made after the guard, in a function that the program has entered after it.
 
         Such a variable does not exist where the guard is made."""
-        known = id(found.value) in self._known_names
+        known = found.value in self._known_names
         return bool(self._places) and bool(found.place) and not known and found.place not in self._places
 
     def _line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
         """The line to write: ``Guard(optimizer=[opt, disc_opt], ...)``."""
         names = self._names_of(argument, seen)
         for found in added:
-            names.append(self._known_names.get(id(found.value), found).name)
+            names.append((self._known_names.of(found.value) or found).name)
         return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
 
     def _names_of(self, argument: str, seen: Seen) -> list[str]:
@@ -572,7 +575,7 @@ class Checks:
         names = []
         for name, target in self._targets.items():
             if name == argument or (name.startswith(f"{argument}_") and name[len(argument) + 1 :].isdigit()):
-                found = self._known_names.get(id(target)) or kinds[argument].get(id(target))
+                found = self._known_names.of(target) or kinds[argument].get(id(target))
                 names.append(found.name if found is not None and found.place else name)
         return names
 

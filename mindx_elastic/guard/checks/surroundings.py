@@ -13,8 +13,9 @@ import random
 import sys
 import sysconfig
 import types
+import weakref
 from collections import ChainMap, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,6 +32,7 @@ from torch.utils.data import DataLoader
 
 __all__ = [
     "Found",
+    "Names",
     "Seen",
     "attributes_of",
     "find_bound",
@@ -93,6 +95,28 @@ class Found:
     def __str__(self) -> str:
         where = f", {self.place}" if self.place else ""
         return f'"{self.name}" ({type(self.value).__name__}{where})'
+
+
+class Names:
+    """The names of objects, which it does not keep alive (as far as they can be referred to weakly: all large ones)."""
+
+    def __init__(self, found: Iterable[Found] = ()) -> None:
+        self._named = {id(each.value): (_weakly(each.value), Found(each.name, each.place, None)) for each in found}
+
+    def __contains__(self, value: object) -> bool:
+        return self.of(value) is not None
+
+    def of(self, value: object) -> Found | None:
+        """With None as `value`."""
+        reference, found = self._named.get(id(value), (None, None))
+        return found if reference is not None and reference() is value else None
+
+
+def _weakly(value: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(value)
+    except TypeError:
+        return lambda: value
 
 
 @dataclass
@@ -422,8 +446,10 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     if not frame.f_code.co_flags & _OPTIMIZED:
         return found  # the namespace of a module or a class
     copied = dict(found)
-    if sys.version_info < (3, 13):
-        found.clear()  # a snapshot that the frame keeps: it would keep the batch alive
+    # A snapshot that the frame keeps: it would keep the batch alive. More references than the frame's, `found` and the
+    # argument: the program has it too (`config = locals()`).
+    if sys.version_info < (3, 13) and sys.getrefcount(found) <= 3:
+        found.clear()
     return copied
 
 

@@ -12,20 +12,21 @@ buffers                   cannot be put back, for a program may want the change:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.components import ModuleComponent
 from mindx_elastic.capture.rng import kept_rng
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["Evaluations", "WeightSample"]
+__all__ = ["Evaluations", "WeightSamples"]
 
 
 class Evaluations:
@@ -33,6 +34,7 @@ class Evaluations:
 
     def __init__(self, collector: Collector, gate: UpdateGate, loaders: Loaders, unmanaged: Unmanaged) -> None:
         self._collector, self._gate, self._loaders, self._unmanaged = collector, gate, loaders, unmanaged
+        self._samples = WeightSamples(collector)
         self._warned_of_buffers = False
         self._depth = 0
 
@@ -73,8 +75,9 @@ class Evaluations:
         if gate.others is not None or not gate.is_clean():
             yield
             return
-        sample = WeightSample(self._collector.parameters)
-        gate.others = lambda: "the weights are exchanged inside guard.outside_step()" if sample.has_changed() else None
+        samples, sample = self._samples, self._samples.take()
+        exchanged = "the weights are exchanged inside guard.outside_step()"
+        gate.others = lambda: exchanged if samples.changed_since(sample) else None
         try:
             yield
         finally:
@@ -83,26 +86,45 @@ class Evaluations:
                 gate.accept_changes()
 
 
-class WeightSample:
-    """Some elements of each parameter, to compare with them later."""
+class WeightSamples:
+    """Of each parameter of the named modules two elements, to compare with them later: whoever exchanges weights
+    changes some of them. One per guard, so that a sample takes microseconds."""
 
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters, self._sample = parameters, _sample(parameters)
+    def __init__(self, collector: Collector) -> None:
+        self._collector = collector
+        self._known: dict[str, tuple[list[int], list[list[torch.Tensor]]]] = {}
 
-    def has_changed(self) -> bool:
-        return not _same(self._sample, _sample(self._parameters))
+    @torch.no_grad()
+    def take(self) -> dict[str, list[torch.Tensor]]:
+        """By module."""
+        modules = self._collector.components.items()
+        return {
+            name: [torch.cat(group) for group in self._views_of(name, c)]
+            for name, c in modules
+            if isinstance(c, ModuleComponent)
+        }
+
+    def changed_since(self, sample: Mapping[str, Sequence[torch.Tensor]]) -> list[str]:
+        """The modules of which an element is another now."""
+        now = self.take()
+        return [name for name, before in sample.items() if not _same(before, now[name])]
+
+    def _views_of(self, name: str, component: ModuleComponent) -> list[list[torch.Tensor]]:
+        tensors = [t.to_local() if isinstance(t, DTensor) else t for t in component.live_parameters()]
+        usable = [t for t in tensors if t.layout is torch.strided and not t.is_meta and t.numel() and t.is_contiguous()]
+        places = [t.data_ptr() for t in usable]
+        if name not in self._known or self._known[name][0] != places:
+            self._known[name] = places, _first_and_last(usable)
+        return self._known[name][1]
 
 
-@torch.no_grad()
-def _sample(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The first and the last element of each tensor, a copy. Whoever exchanges weights changes some of them."""
+def _first_and_last(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Views of the first and the last element of each tensor, by device and type."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        if local.layout is torch.strided and not local.is_meta and local.numel() and local.is_contiguous():
-            flat = local.detach().view(-1)
-            groups.setdefault((local.device, local.dtype), []).extend((flat[:1], flat[-1:]))
-    return [torch.cat(group) for group in groups.values()]
+        flat = tensor.detach().view(-1)
+        groups.setdefault((tensor.device, tensor.dtype), []).extend((flat[:1], flat[-1:]))
+    return list(groups.values())
 
 
 def _same(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> bool:

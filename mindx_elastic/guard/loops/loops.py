@@ -26,13 +26,13 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.capture.components import ModuleComponent, PlainComponent
+from mindx_elastic.capture.components import PlainComponent
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.loops.evaluations import WeightSample
+from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
 from mindx_elastic.guard.loops.own_index import find_own_index
@@ -105,11 +105,12 @@ class Loops:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         """
-        self._is_clean, self._weights = is_clean, WeightSample(collector.parameters)
+        self._is_clean, self._samples = is_clean, WeightSamples(collector)
+        self._weights = self._samples.take()
         self._left = self._boundaries = 0
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._watches_tail = False
-        self._weights_at_tail: dict[str, WeightSample] = {}
+        self._weights_at_tail: Mapping[str, list[torch.Tensor]] = {}
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
@@ -215,7 +216,7 @@ class Loops:
         if self._between_loops:
             self._between_loops = False
             self._enter_step()
-        if self.is_layered or self._is_resuming or self._is_clean() or not self._weights.has_changed():
+        if self.is_layered or self._is_resuming or self._is_clean() or not self._samples.changed_since(self._weights):
             return
         if self.step == 0 and not self.asked:
             self._unmanaged.certain(*_WEIGHTS_CHANGED)
@@ -226,7 +227,7 @@ class Loops:
         """The loop has reached the resumed place: what the program's own begin has changed is put back."""
         if self.is_layered:
             return
-        if not self._is_clean() and self._weights.has_changed():
+        if not self._is_clean() and self._samples.changed_since(self._weights):
             self._unmanaged.certain(*_WEIGHTS_CHANGED)
         if changed := put_back_small_state(self._collector):
             logger.warning(
@@ -375,7 +376,7 @@ class Loops:
         evaluation, whose result such code may note."""
         if not self.is_layered:
             self._watches_tail = True
-            self._weights_at_tail = self._sample_modules() if self._is_clean() else {}
+            self._weights_at_tail = self._samples.take() if self._is_clean() else {}
             self._loaders.at_next_ask(self._look_at_tail)
 
     def _look_at_tail(self) -> None:
@@ -383,9 +384,9 @@ class Loops:
             return
         self._watches_tail = False
         moved, others = moved_since(self._collector)
-        samples, self._weights_at_tail = self._weights_at_tail, {}
+        sample, self._weights_at_tail = self._weights_at_tail, {}
         if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
-            moved += [name for name, sample in samples.items() if sample.has_changed()]
+            moved += self._samples.changed_since(sample)
         for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
             if names:
                 tell(
@@ -394,10 +395,6 @@ class Loops:
                     "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws "
                     "random numbers belongs into `with guard.outside_step():`",
                 )
-
-    def _sample_modules(self) -> dict[str, WeightSample]:
-        modules = self._collector.components.items()
-        return {name: WeightSample(c.parameters) for name, c in modules if isinstance(c, ModuleComponent)}
 
     # --- the streams at the resumed place ---
 

@@ -34,14 +34,15 @@ def put_back_small_state(collector: Collector) -> list[str]:
         elif isinstance(component, ModuleComponent):
             buffers += [f"{name}.{place}" for place in _put_back_buffers(component)]
         elif isinstance(component, PlainComponent) and not component.is_stream:
+            if component.is_heavy:
+                continue  # not copied at the boundary
             if isinstance(component.target, FollowedLoader):
                 cursor = component.target.engine.cursor
                 if cursor.live or cursor.pending:
                     continue  # the loop has begun to iterate, or nothing has
                 if equal_trees(component.look(), component.state()):
-                    component.put_back(
-                        component.state()
-                    )  # where an epoch was over, the next iteration would begin another
+                    # Where an epoch was over, the next iteration would begin another.
+                    component.put_back(component.state())
             if not equal_trees(component.look(), component.state()):
                 changed.append(name)
                 component.put_back(component.state())
@@ -58,6 +59,8 @@ def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
                 certain.append(name)
         elif not isinstance(component, PlainComponent) or isinstance(component.target, FollowedLoader):
             continue
+        elif component.is_heavy:
+            continue  # not copied at the boundary
         elif not equal_trees(component.look(), component.state()):
             is_known = component.is_stream or type(component.target).__module__.partition(".")[0] == "torch"
             (certain if is_known else others).append(name)

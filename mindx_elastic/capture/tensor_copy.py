@@ -1,0 +1,70 @@
+"""The copy of one tensor that is in no state_dict, made anew when the tensor has changed."""
+
+from __future__ import annotations
+
+import torch
+
+from mindx_elastic.capture.dtensors import local_part
+
+__all__ = ["TensorCopy"]
+
+_SMALL = 1 << 12  # bytes; compared in about a microsecond
+_FIRST = 10
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TensorCopy:
+    """Trusts the tensor's version counter, and looks from time to time whether it may.
+
+    Code can change a tensor without the counter (`.data`, a numpy array of the same memory). `recheck` compares the
+    contents, and so do renewals: the first ten, then 16, 32, 64, ...; all of a small tensor where `closely`. Once they
+    have found that, each renewal copies.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, is_original: bool = False, closely: bool = False) -> None:
+        """is_original: every start builds it again, so that it is copied only once it has changed."""
+        self.tensor = tensor
+        self.value: torch.Tensor | None = None
+        """The copy; None: the tensor has not changed since the program built it."""
+        self._always = tensor.is_inference()  # it has no counter
+        self._version = -1 if self._always else tensor._version
+        self._renewals = 0
+        self._compares = closely and tensor.nbytes <= _SMALL and tensor.device.type == "cpu"
+        self._sum = _sum_of_bits(tensor) if is_original else 0
+        if not is_original:
+            self._copy()
+
+    def renew(self) -> None:
+        """A boundary: copy the tensor if it has changed."""
+        if self._always or self._version != self.tensor._version:
+            self._copy()
+            return
+        count = self._renewals = self._renewals + 1
+        if self._compares or count <= _FIRST or count & (count - 1) == 0:
+            self.recheck()
+
+    def recheck(self) -> None:
+        """Compare the contents. For a moment in which the tensor is as at the boundary."""
+        if not self._always and not self._is_same():
+            self._always = True
+            self._copy()
+
+    @torch.no_grad()
+    def _copy(self) -> None:
+        self.value = self.tensor.detach().clone()
+        if not self._always:
+            self._version = self.tensor._version
+
+    @torch.no_grad()
+    def _is_same(self) -> bool:
+        if self.value is None:
+            return _sum_of_bits(self.tensor) == self._sum
+        return torch.equal(local_part(self.value), local_part(self.tensor))
+
+
+@torch.no_grad()
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    """A change of a tensor's values changes it, but for a few that cancel each other out."""
+    local = local_part(tensor).detach()
+    bits = _BITS.get(local.element_size())
+    return 0 if bits is None or local.is_quantized else int(local.view(bits).sum(dtype=torch.int64))
