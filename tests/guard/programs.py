@@ -333,6 +333,22 @@ EXACT = {
             with torch.no_grad():
                 for p in net.parameters(): p -= 0.1 * p.grad
         """,
+    "an optimizer of the program's own without state, or that is named": """
+        class Sgd:
+            def __init__(self, params):
+                self.params = list(params); self.buffers = [torch.zeros_like(p) for p in self.params]
+            def step(self):
+                with torch.no_grad():
+                    for p, b in zip(self.params, self.buffers): b.zero_(); p -= 0.1 * p.grad
+        own, scratch = Sgd(net.parameters()), [torch.zeros_like(p) for p in net.parameters()]
+        named = [torch.zeros_like(p) for p in net.parameters()]
+        PARTS = dict(model=net, stateful={"named": named})
+        def step():
+            global grads
+            net.zero_grad(); net(x).square().mean().backward(); own.step()
+            grads = [p.grad.clone() for p in net.parameters()]
+            for n, s, p in zip(named, scratch, net.parameters()): n.lerp_(p.grad, 0.1); s.fill_(0.0)
+        """,
     "objects that must not be touched": """
         class Wild:
             def __getattr__(self, name): raise AssertionError(name)
@@ -694,6 +710,38 @@ NOTED = {
         def after_epoch(): rng.permutation(10)
         """,
         'generator "rng" (Generator, train.py) draws numbers between epochs and is not kept',
+    ),
+    "an optimizer of the program's own": (
+        """
+        class Momentum:
+            def __init__(self, params):
+                self.params = list(params); self.m = [torch.zeros_like(p) for p in self.params]
+            @torch.no_grad()
+            def step(self):
+                for p, m in zip(self.params, self.m): m.mul_(0.9).add_(p.grad); p -= 0.1 * m
+        own = Momentum(net.parameters())
+        PARTS = dict(model=net)
+        def step(): net.zero_grad(); net(x).square().mean().backward(); own.step()
+        """,
+        (
+            'the weights change without any of torch\'s optimizers, and "own.m" (list, train.py) changes with them and '
+            "is not kept: that looks like the state of an optimizer of the program's own"
+        ),
+    ),
+    "an optimizer in functions": (
+        """
+        state = {p: dict(m=torch.zeros_like(p)) for p in net.parameters()}
+        PARTS = dict(model=net)
+        def step():
+            net.zero_grad(); net(x).square().mean().backward()
+            with torch.no_grad():
+                for p, s in state.items(): s["m"] = s["m"].lerp_(p.grad, 0.1); p -= 0.1 * s["m"]
+        """,
+        (
+            'the weights change without any of torch\'s optimizers, and "state[...]" (dict, train.py), "state[...]" '
+            "(dict, train.py) and 4 more change with them and are not kept: that looks like the state of an optimizer "
+            "of the program's own"
+        ),
     ),
     "a schedule of the program's own": (
         """

@@ -119,12 +119,13 @@ def ours(kind: str) -> Callable[[Run, Any], None]:
             run.train(next(iter(batches)))  # it goes on
 
     def one(run: Run, loader: Any) -> None:
-        batches: Any = {
+        makers: dict[str, Callable[[], Any]] = {
             "function": lambda: mx_data.from_function(drawn, BATCHES),
             "replay": lambda: mx_data.from_loader([drawn() for _ in range(BATCHES)]),
             "resumable": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True),
             "prefetched": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True, num_workers=1),
-        }[kind]()
+        }
+        batches = makers[kind]()
         own = mx_data.prefetch(batches) if kind == "prefetched" else batches
         for _ in run.guard.epochs(EPOCHS):
             for batch in own:

@@ -17,6 +17,8 @@ a generator                                                      it moves twice 
                                                                  between epochs: a risk
 a list or deque of tensors or arrays that grows, an average of   a risk
 weights in a dict, a ring buffer of arrays
+tensors shaped as the weights, where no optimizer of torch's     a risk
+updates these
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -52,6 +54,7 @@ from mindx_elastic.guard.checks.movements import (
     TensorsLook,
     is_sharded_in_part,
 )
+from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
@@ -122,6 +125,7 @@ class Checks:
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
+        self._own_optimizers, self._gate = OwnOptimizers(), UpdateGate()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
@@ -130,6 +134,7 @@ class Checks:
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
+        self._gate = gate
         gate.expected = self._strangers.expected
         gate.at_stranger = self._note_stranger
 
@@ -400,6 +405,10 @@ class Checks:
         plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
         for what, remedy in self._plain.look(plain, weights, kept.has):
             self._unmanaged.risk(what, remedy)
+        if self._gate.unguarded:
+            trained = [p for p in self._collector.parameters if p.requires_grad]
+            if told := self._own_optimizers.look(plain, trained, kept.has, self._stateful_line):
+                self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
@@ -416,6 +425,7 @@ class Checks:
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
         self._plain.forget()
+        self._own_optimizers.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:
@@ -535,9 +545,13 @@ class Checks:
         plain = "".join(c for c in last if c.isalnum() or c == "_") or "state"
         return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
 
+    def _stateful_line(self, names: Sequence[str]) -> str:
+        content = ", ".join(f'"{self._key(name)}": {name}' for name in names)
+        return f"Guard(stateful={{{content}}}, ...)"
+
     def _how_to_keep(self, found: Found) -> str:
         known = self._known_names.get(id(found.value), found)
-        line = f'Guard(stateful={{"{self._key(known.name)}": {known.name}}}, ...)'
+        line = self._stateful_line([known.name])
         return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
 
     def _how_to_name(self, argument: str, seen: Seen, found: Found) -> str:
