@@ -50,14 +50,27 @@ notes = guard._unmanaged.notes
 """
 
 
-def run(name: str, source: str, directory: Path, **options: Any) -> tuple[str, ...]:
-    """Train `source` for twelve steps; returns the notes. Raises what it raises."""
+_LOOP_OF_STEPS = """
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for number in guard.steps(EPOCHS * STEPS):
+        x = torch.randn(5, 3)
+        step()
+        if number % STEPS == 0: after_epoch()
+        guard.step_end()
+notes = guard._unmanaged.notes
+"""
+
+
+def run(name: str, source: str, directory: Path, *, file: Path | None = None, **options: Any) -> tuple[str, ...]:
+    """Train `source` for twelve steps; returns the notes. Raises what it raises. `file`: where to have it as text."""
     parts = {"STEPS": 6, "EPOCHS": 2, "after_epoch": lambda: None, "DIRECTORY": directory, "OPTIONS": options}
     space: dict[str, Any] = {"__name__": f"programs.{name}", **parts}
     body = textwrap.dedent(source)
-    body = body if "with Guard(" in body else body + _LOOP
+    body = body if "with Guard(" in body else body + (_LOOP if file is None else _LOOP_OF_STEPS)
     text = (_PRELUDE + body).replace("**PARTS)", "**PARTS, **OPTIONS)")
-    exec(compile(text, "/somewhere/train.py", "exec"), space)  # noqa: S102 - as Python runs a script
+    if file is not None:
+        file.write_text(text, encoding="utf-8")
+    exec(compile(text, str(file or "/somewhere/train.py"), "exec"), space)  # noqa: S102 - as Python runs a script
     notes: tuple[str, ...] = space["notes"]
     return notes
 
