@@ -74,6 +74,17 @@ LEFT_ALONE = {
             after = net.state_dict()
             net.load_state_dict({k: torch.where(v > 0, v, before[k]) for k, v in after.items()})
         """,
+    "made in each epoch for its evaluation": """
+        converted = None
+        PARTS = dict(model=net, optimizer=opt)
+        def step(): update(net(x).square().mean(), opt)
+        def after_epoch():
+            global converted
+            converted = copy.deepcopy(net).eval()
+            if converted is not None: converted = converted.double()
+            assert converted(x.double()).shape == (5, 3)
+        STEPS = 2
+        """,
     "the first ones": """
         first = copy.deepcopy(net.state_dict())
         PARTS = dict(model=net, optimizer=opt)

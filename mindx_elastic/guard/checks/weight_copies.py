@@ -130,7 +130,8 @@ def _is_carried(found: Found, copy: _Copy, sources: Sources) -> bool:
             isinstance(node, ast.Attribute) and node.attr == name
         )
 
-    if not any(_is_used(read, parents) for tree, parents in trees for read in steering_reads(tree, is_it, parents)):
+    reads = ((read, parents) for tree, parents in trees for read in steering_reads(tree, is_it, parents))
+    if not any(_is_used(read, parents) and not _is_set_before(read, parents, is_it) for read, parents in reads):
         return False
     if copy.has_stayed and copy.num_changes:
         return True
@@ -173,6 +174,24 @@ def _is_used(read: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
             return True
         node = parent
     return True
+
+
+def _is_set_before(read: ast.AST, parents: Mapping[int, ast.AST], is_it: Callable[[ast.AST], bool]) -> bool:
+    """Whether it is always set anew in front of that read, without a loop in between: then nothing is carried."""
+    node = read
+    while (parent := parents.get(id(node))) is not None and not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
+            if not isinstance(block, list) or node not in block:
+                continue
+            for earlier in reversed(block[: block.index(node)]):
+                if _set_to(earlier, is_it) is not None:
+                    return True
+                inner = list(ast.walk(earlier))
+                has_loop = any(isinstance(each, (ast.For, ast.While)) for each in inner)
+                if has_loop and any(_set_to(each, is_it) is not None for each in inner):
+                    return False
+        node = parent
+    return False
 
 
 def _called(call: ast.Call) -> str:
