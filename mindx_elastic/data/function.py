@@ -76,6 +76,7 @@ class FunctionLoader:
         batches = _Calls(self.function, partial(self._seed_of, epoch), first, left)
         return self._engine.iterate(
             (batches, None),
+            loader=self,
             progress=lambda count: (0, left is not None and count >= left),
             announce=self._announce,
         )

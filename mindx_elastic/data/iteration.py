@@ -13,12 +13,15 @@ from mindx_elastic.data.track import fetching
 from mindx_elastic.data.workers import WorkerSet, open_iterator
 from mindx_elastic.errors import UsageError
 
-__all__ = ["Engine", "Iteration"]
+__all__ = ["Engine", "Iteration", "at_unfollowed"]
 
 _CLOSE_GRACE_S = 5.0  # as torch: a worker in the middle of a batch may finish it
 _SHUTDOWN_GRACE_S = 0.5
 
 Progress = Callable[[int], "tuple[int, bool]"]
+
+at_unfollowed: list[Callable[[Iteration], None]] = []
+"""Called in the thread that asks, before each batch of a loader that no guard follows."""
 
 
 class Iteration(Iterator[Any]):
@@ -35,6 +38,7 @@ class Iteration(Iterator[Any]):
         cursor: Cursor,
         batches: Iterator[Any],
         *,
+        loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
         workers: WorkerSet | None,
@@ -42,6 +46,7 @@ class Iteration(Iterator[Any]):
         can_be_read_beside: bool = False,
     ) -> None:
         self._cursor = cursor
+        self.loader: weakref.ref[Any] = weakref.ref(loader)
         self.can_be_read_beside = can_be_read_beside
         """Whether another thread may fetch beside the training: it draws from no stream of this process."""
         self._source: Any = batches
@@ -56,10 +61,6 @@ class Iteration(Iterator[Any]):
         self._stopped = False
         self.outdated: Callable[[], None] | None = None
         """Called before each batch of an iterator that was made before its guard was entered."""
-
-    @property
-    def is_followed(self) -> bool:
-        return self._cursor.track is not None
 
     def read_ahead(self, make: Callable[[Iterator[Any]], Any]) -> None:
         """Fetch through the reader that `make` gives for the batches; it is closed with the iteration."""
@@ -80,8 +81,13 @@ class Iteration(Iterator[Any]):
             announce()
         track = self._cursor.track
         thread = threading.get_ident()
+        is_nested = thread in fetching  # in the data set of another loader
         if track is not None:
             track.ask()
+        elif at_unfollowed and not is_nested:
+            for see in at_unfollowed:
+                see(self)
+        if not is_nested:
             fetching.add(thread)
         try:
             batch = next(batches)
@@ -93,7 +99,8 @@ class Iteration(Iterator[Any]):
             self._advance()
             raise
         finally:
-            fetching.discard(thread)
+            if not is_nested:
+                fetching.discard(thread)
         if track is not None:
             track.see(batch)
         self._advance()
@@ -155,6 +162,7 @@ class Engine:
         self,
         opened: tuple[Iterator[Any], WorkerSet | None],
         *,
+        loader: Any,
         progress: Progress,
         announce: Callable[[], None] | None,
         can_be_read_beside: bool = False,
@@ -164,6 +172,7 @@ class Engine:
         iteration = Iteration(
             self.cursor,
             batches,
+            loader=loader,
             progress=progress,
             announce=announce,
             workers=workers,

@@ -151,6 +151,7 @@ class ResumableLoader(DataLoader[Any]):
             raise
         return self._engine.iterate(
             opened,
+            loader=self,
             progress=lambda count: (plan.consumed(count), count >= plan.num_batches),
             announce=self._announce,
             can_be_read_beside=self.num_workers > 0,

@@ -36,16 +36,15 @@ class Prefetch:
             )
         if not iterator.can_be_read_beside:
             return iterator  # loading draws from the training's streams: it happens in the training thread
-        followed = iterator.is_followed
-        iterator.read_ahead(lambda source: _Reader(source, self.num_batches, followed=followed))
+        iterator.read_ahead(lambda source: _Reader(source, self.num_batches))
         return iterator
 
 
 class _Reader(Iterator[Any]):
     """Reads `source` in a thread of its own, at most `ahead` batches."""
 
-    def __init__(self, source: Iterator[Any], ahead: int, *, followed: bool) -> None:
-        self._source, self._followed = source, followed
+    def __init__(self, source: Iterator[Any], ahead: int) -> None:
+        self._source = source
         self._ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
         self._stop = threading.Event()
         self._ended: BaseException | None = None
@@ -53,8 +52,7 @@ class _Reader(Iterator[Any]):
         self._started = False
 
     def _read(self) -> None:
-        if self._followed:
-            fetching.add(threading.get_ident())
+        fetching.add(threading.get_ident())
         try:
             self._fill()
         finally:

@@ -128,7 +128,7 @@ class ReplayLoader:
         except BaseException:
             cursor.abandon()
             raise
-        return self._engine.iterate(opened, progress=lambda count: (0, False), announce=announce)
+        return self._engine.iterate(opened, loader=self, progress=lambda count: (0, False), announce=announce)
 
     def state_dict(self) -> dict[str, Any]:
         """The position and what is needed to begin its epoch again.

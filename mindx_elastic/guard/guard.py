@@ -569,6 +569,8 @@ class Guard:
         if error is None or (isinstance(error, SystemExit) and not error.code and not isinstance(error, GracefulExit)):
             self._finish()
             return
+        if hint := self._loops.why_it_failed(error):
+            logger.error("%s", hint)
         if not isinstance(error, (GracefulExit, UnmanagedStateError)):
             self.stopper.pending = self._boundaries.complete(error, self._end_cut_step)
         self._loaders.shutdown()  # a stuck worker would delay the exit

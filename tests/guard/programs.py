@@ -50,14 +50,27 @@ notes = guard._unmanaged.notes
 """
 
 
-def run(name: str, source: str, directory: Path, **options: Any) -> tuple[str, ...]:
-    """Train `source` for twelve steps; returns the notes. Raises what it raises."""
+_LOOP_OF_STEPS = """
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for number in guard.steps(EPOCHS * STEPS):
+        x = torch.randn(5, 3)
+        step()
+        if number % STEPS == 0: after_epoch()
+        guard.step_end()
+notes = guard._unmanaged.notes
+"""
+
+
+def run(name: str, source: str, directory: Path, *, file: Path | None = None, **options: Any) -> tuple[str, ...]:
+    """Train `source` for twelve steps; returns the notes. Raises what it raises. `file`: where to have it as text."""
     parts = {"STEPS": 6, "EPOCHS": 2, "after_epoch": lambda: None, "DIRECTORY": directory, "OPTIONS": options}
     space: dict[str, Any] = {"__name__": f"programs.{name}", **parts}
     body = textwrap.dedent(source)
-    body = body if "with Guard(" in body else body + _LOOP
+    body = body if "with Guard(" in body else body + (_LOOP if file is None else _LOOP_OF_STEPS)
     text = (_PRELUDE + body).replace("**PARTS)", "**PARTS, **OPTIONS)")
-    exec(compile(text, "/somewhere/train.py", "exec"), space)  # noqa: S102 - as Python runs a script
+    if file is not None:
+        file.write_text(text, encoding="utf-8")
+    exec(compile(text, str(file or "/somewhere/train.py"), "exec"), space)  # noqa: S102 - as Python runs a script
     notes: tuple[str, ...] = space["notes"]
     return notes
 
@@ -333,6 +346,22 @@ EXACT = {
             with torch.no_grad():
                 for p in net.parameters(): p -= 0.1 * p.grad
         """,
+    "an optimizer of the program's own without state, or that is named": """
+        class Sgd:
+            def __init__(self, params):
+                self.params = list(params); self.buffers = [torch.zeros_like(p) for p in self.params]
+            def step(self):
+                with torch.no_grad():
+                    for p, b in zip(self.params, self.buffers): b.zero_(); p -= 0.1 * p.grad
+        own, scratch = Sgd(net.parameters()), [torch.zeros_like(p) for p in net.parameters()]
+        named = [torch.zeros_like(p) for p in net.parameters()]
+        PARTS = dict(model=net, stateful={"named": named})
+        def step():
+            global grads
+            net.zero_grad(); net(x).square().mean().backward(); own.step()
+            grads = [p.grad.clone() for p in net.parameters()]
+            for n, s, p in zip(named, scratch, net.parameters()): n.lerp_(p.grad, 0.1); s.fill_(0.0)
+        """,
     "objects that must not be touched": """
         class Wild:
             def __getattr__(self, name): raise AssertionError(name)
@@ -497,8 +526,8 @@ REFUSED = {
         """,
         (
             "steps use batches of a DataLoader over TensorDataset, beside the named ones: its position is not kept. It "
-            "was made after the guard was entered. Make each loader once, before "
-            "the guard, and write Guard(loader=loader, ...), a list where there are several"
+            "was made after the guard was entered. Make each loader once, before the guard, and write "
+            "Guard(loader=[loader, loader_2], ...). In place of a loader that is made anew in each round, make one"
         ),
     ),
     "one of two schedulers": (
@@ -694,6 +723,38 @@ NOTED = {
         def after_epoch(): rng.permutation(10)
         """,
         'generator "rng" (Generator, train.py) draws numbers between epochs and is not kept',
+    ),
+    "an optimizer of the program's own": (
+        """
+        class Momentum:
+            def __init__(self, params):
+                self.params = list(params); self.m = [torch.zeros_like(p) for p in self.params]
+            @torch.no_grad()
+            def step(self):
+                for p, m in zip(self.params, self.m): m.mul_(0.9).add_(p.grad); p -= 0.1 * m
+        own = Momentum(net.parameters())
+        PARTS = dict(model=net)
+        def step(): net.zero_grad(); net(x).square().mean().backward(); own.step()
+        """,
+        (
+            'the weights change without any of torch\'s optimizers, and "own.m" (list, train.py) changes with them and '
+            "is not kept: that looks like the state of an optimizer of the program's own"
+        ),
+    ),
+    "an optimizer in functions": (
+        """
+        state = {p: dict(m=torch.zeros_like(p)) for p in net.parameters()}
+        PARTS = dict(model=net)
+        def step():
+            net.zero_grad(); net(x).square().mean().backward()
+            with torch.no_grad():
+                for p, s in state.items(): s["m"] = s["m"].lerp_(p.grad, 0.1); p -= 0.1 * s["m"]
+        """,
+        (
+            'the weights change without any of torch\'s optimizers, and "state[...]" (dict, train.py), "state[...]" '
+            "(dict, train.py) and 4 more change with them and are not kept: that looks like the state of an optimizer "
+            "of the program's own"
+        ),
     ),
     "a schedule of the program's own": (
         """

@@ -112,6 +112,55 @@ def test_an_iterator_made_before_the_guard(tmp_path: Path, make: Any) -> None:
         run_loop(from_before, tmp_path, make=make, iterate_before=True)
 
 
+def ours(kind: str) -> Callable[[Run, Any], None]:
+    def endless(run: Run, loader: Any) -> None:
+        batches = mx_data.from_function(drawn)
+        for _ in run.guard.steps(6):
+            run.train(next(iter(batches)))  # it goes on
+
+    def one(run: Run, loader: Any) -> None:
+        makers: dict[str, Callable[[], Any]] = {
+            "function": lambda: mx_data.from_function(drawn, BATCHES),
+            "replay": lambda: mx_data.from_loader([drawn() for _ in range(BATCHES)]),
+            "resumable": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True),
+            "prefetched": lambda: mx_data.ResumableLoader(Pictures(), 2, shuffle=True, num_workers=1),
+        }
+        batches = makers[kind]()
+        own = mx_data.prefetch(batches) if kind == "prefetched" else batches
+        for _ in run.guard.epochs(EPOCHS):
+            for batch in own:
+                run.train(batch)
+
+    return endless if kind == "endless" else one
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("function", r"a FunctionLoader of drawn\(\), and no loader is named.*write Guard\(loader=batches, ...\)"),
+        ("replay", r"a ReplayLoader over list"),
+        ("resumable", r"a ResumableLoader over Pictures"),
+        ("prefetched", r"a ResumableLoader over Pictures"),
+        ("endless", r"a FunctionLoader of drawn\(\)"),
+    ],
+)
+def test_a_loader_of_ours_that_is_not_named_is_refused(kind: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match=words):
+        run_loop(ours(kind), tmp_path, unnamed=True)
+
+
+def in_lockstep(run: Run, loader: Any) -> None:
+    noise = iter(mx_data.from_function(drawn))
+    for _ in run.guard.epochs(EPOCHS):
+        for batch in loader:
+            run.train((batch[0] + next(noise)[0][:2], batch[1]))
+
+
+def test_the_line_to_write_has_the_loaders_that_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UnmanagedStateError, match=r"beside the named ones.*write Guard\(loader=\[loader, "):
+        run_loop(in_lockstep, tmp_path)
+
+
 def test_with_warn_it_is_said_and_recorded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run, _ = run_loop(another, tmp_path, unmanaged="warn")
     assert len(run.steps) == EPOCHS * BATCHES
@@ -183,6 +232,7 @@ def evaluates(run: Run, loader: Any) -> None:
     """With loaders of its own and with the training's, in all the free places."""
     held_out = DataLoader(points(), batch_size=4, shuffle=True)
     list(held_out)
+    ours = mx_data.from_function(drawn, 2)
     for _ in run.guard.epochs(EPOCHS):
         for batch in loader:
             if run.guard.position.step % 4 == 2:
@@ -191,7 +241,9 @@ def evaluates(run: Run, loader: Any) -> None:
                     assert len(list(loader)) == BATCHES
             list(held_out)  # in every step: part of it
             run.train(batch)
+            list(ours)
         list(held_out)
+        list(ours)
 
 
 class Nested(Dataset[Any]):

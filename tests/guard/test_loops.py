@@ -406,3 +406,27 @@ def test_a_named_generator_draws_the_epochs_begin_again(tmp_path: Path) -> None:
         return {"loader": None, "stateful": {"generator": torch.Generator().manual_seed(4)}}
 
     check_every_boundary(with_a_generator, tmp_path, steps=12, make_options=make)
+
+
+def test_code_that_fails_after_an_epoch_without_batches_gets_a_hint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def mean_of_each_epoch(p: Program) -> None:
+        for _ in p.guard.epochs(2):
+            count = 0
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+                count += 1
+            p.log.append(1 / count)
+
+    per_epoch = len(Program(tmp_path / "unused").loader)
+    first = Program(tmp_path, stop_at=per_epoch)
+    with pytest.raises(GracefulExit), first.guard:
+        mean_of_each_epoch(first)
+    assert not [r for r in caplog.records if "was resumed behind its last step" in r.getMessage()]
+    with pytest.raises(ZeroDivisionError):
+        run(mean_of_each_epoch, tmp_path)
+    (hint,) = [r.getMessage() for r in caplog.records if "was resumed behind its last step" in r.getMessage()]
+    assert hint.startswith("epoch 1 ")
+    assert "ZeroDivisionError" in hint

@@ -17,6 +17,9 @@ a generator                                                      it moves twice 
                                                                  between epochs: a risk
 a list or deque of tensors or arrays that grows, an average of   a risk
 weights in a dict, a ring buffer of arrays
+a copy of the weights that is chosen or replaced now and then    a risk
+tensors shaped as the weights, where no optimizer of torch's     a risk
+updates these
 ===============================================================  ==================================================
 
 What an evaluation inside ``guard.outside_step()`` does counts nowhere.
@@ -27,7 +30,7 @@ from __future__ import annotations
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,7 +42,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
@@ -52,20 +55,23 @@ from mindx_elastic.guard.checks.movements import (
     TensorsLook,
     is_sharded_in_part,
 )
+from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.plain_state import PlainState
+from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
-    Names,
     Seen,
     attributes_of,
     find_bound,
     inner_schedulers,
     look,
     places_of,
+    program_files,
     program_frames,
     reachable,
 )
+from mindx_elastic.guard.checks.weight_copies import WeightCopies
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -123,14 +129,15 @@ class Checks:
         self._boundaries, self._next = 0, 1
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
+        self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
-        self._known_names = Names()  # optimizers, schedulers and modules of the program, at entry
-        self._places: set[str] = set()  # where the program's variables were then
+        self._remedies = Remedies(targets)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
+        self._gate = gate
         gate.expected = self._strangers.expected
         gate.at_stranger = self._note_stranger
 
@@ -144,9 +151,7 @@ class Checks:
         """The state is back, the training begins: look from here on. Raises UnmanagedStateError."""
         self._is_on = True
         seen, kept = self._look(sys._getframe(1))
-        kinds = (seen.optimizers, seen.schedulers, seen.modules, seen.generators)
-        self._known_names = Names(found for kind in kinds for found in kind.values())
-        self._places = places_of(sys._getframe(1))
+        self._remedies.at_entry(seen, places_of(sys._getframe(1)))
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
@@ -178,6 +183,7 @@ class Checks:
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
             self._look_at_generators(seen, kept)
+            self._look_at_copies(seen, kept, sys._getframe(1))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -214,6 +220,7 @@ class Checks:
         self._look_at_generators(seen, kept)
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
+        self._look_at_copies(seen, kept, frame)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -224,6 +231,13 @@ class Checks:
         own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
         own |= {id(o) for c in components.values() if isinstance(c, OptimizerComponent) for o in (c.optimizer, c.local)}
         return own | self._strangers.covered_ids()
+
+    def _name_of(self, target: str, seen: Seen) -> str:
+        """``optimizer "opt"``: by the program's variable where there is one."""
+        found = seen.optimizers.get(id(self._targets[target])) or seen.optimizers.get(
+            id(self._named_optimizers().get(target))
+        )
+        return f'optimizer "{target if found is None or not found.place else found.name}"'
 
     # --- parameters ---
 
@@ -259,9 +273,11 @@ class Checks:
         what = f"{self._name_of(optimizer, seen)} trains {count} that none of the guard's objects holds: "
         what += listed(names, 3)
         if owners:
-            remedy = f"Write {self._line('model', seen, owners.values())}"
+            remedy = f"Write {self._remedies.line('model', seen, owners.values())}"
         elif variables:
-            content = ", ".join(f'"{self._key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3])
+            content = ", ".join(
+                f'"{self._remedies.key(v.name)}": torch.nn.ParameterList([{v.name}])' for v in variables[:3]
+            )
             remedy = f"Write Guard(stateful={{{content}}}, ...)"
         else:
             remedy = "Give the guard the module that has them (model=[...]), or name them in stateful="
@@ -285,7 +301,7 @@ class Checks:
             else:
                 what = f"optimizer {shown} steps and is not named"
                 own = Found(name, "" if found is None else found.place, optimizer)
-                remedy = self._how_to_name("optimizer", seen, own)
+                remedy = self._remedies.how_to_name("optimizer", seen, own)
             self._unmanaged.certain(what, remedy)
 
     def _path_of(self, optimizer: torch.optim.Optimizer, seen: Seen) -> str:
@@ -328,7 +344,7 @@ class Checks:
             # It may be unused, or left over from an earlier training: it is refused when it steps.
             steps = _steps_of(found.value)
             added = found if found.name else Found("the_scheduler", "", found.value)
-            remedy = self._how_to_name("lr_scheduler", seen, added)
+            remedy = self._remedies.how_to_name("lr_scheduler", seen, added)
             self._watch.schedulers[key] = _Watched(weakref.ref(found.value), _shown(found), steps, 0, remedy=remedy)
             if steps <= 1:
                 what = f"scheduler {_shown(found)} belongs to an optimizer of the guard and is not named"
@@ -388,7 +404,7 @@ class Checks:
             if (parameters or buffers) and not is_sharded_in_part(found.value):
                 claimed.update(map(id, (*parameters, *buffers)))
                 looks = TensorsLook.at(parameters), TensorsLook.at(buffers)
-                remedy = self._how_to_keep(found)
+                remedy = self._remedies.how_to_keep(found)
                 watch.modules[key] = _Watched(weakref.ref(found.value), _shown(found), looks, epoch, remedy=remedy)
         for key, found in seen.scalers.items():
             if key not in watch.scalers and key not in kept.objects:
@@ -399,10 +415,24 @@ class Checks:
             if key not in watch.scheduler_likes and key not in kept.objects and id(attributes["optimizer"]) in ours:
                 look = NumbersLook.at(attributes)
                 watch.scheduler_likes[key] = _Watched(_reference(found.value), _shown(found), look, epoch)
-        weights = [dict(c.named) for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
+        weights = self._weights()
         plain = [found for key, found in (*seen.containers.items(), *seen.instances.items()) if key not in kept.objects]
         for what, remedy in self._plain.look(plain, weights, kept.has):
             self._unmanaged.risk(what, remedy)
+        if self._gate.unguarded:
+            trained = [p for p in self._collector.parameters if p.requires_grad]
+            if told := self._own_optimizers.look(plain, trained, kept.has, self._remedies.stateful_line):
+                self._unmanaged.risk(*told)
+
+    def _weights(self) -> list[dict[str, torch.Tensor]]:
+        return [dict(c.named) for c in self._collector.components.values() if isinstance(c, ModuleComponent)]
+
+    def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
+        some = (*seen.containers.items(), *seen.modules.items())
+        known = kept.objects | self._plain.averages
+        found = [one for key, one in some if key not in known]
+        for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
+            self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
@@ -419,6 +449,8 @@ class Checks:
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
         self._plain.forget()
+        self._own_optimizers.forget()
+        self._copies.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:
@@ -504,7 +536,9 @@ class Checks:
             if now is None or len(self._watch.generators) >= _MOST_WATCHED:
                 continue
             old = before.get(key)
-            watched = _Watched(partial(_same, found.value), _shown(found), now, epoch, remedy=self._how_to_keep(found))
+            watched = _Watched(
+                partial(_same, found.value), _shown(found), now, epoch, remedy=self._remedies.how_to_keep(found)
+            )
             self._watch.generators[key] = watched
             if old is None or old.look is None:
                 continue
@@ -522,62 +556,6 @@ class Checks:
             self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
         if watched.moves >= _MOVES:
             self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
-
-    # --- words ---
-
-    def _name_of(self, target: str, seen: Seen) -> str:
-        """``optimizer "opt"``: by the program's variable where there is one."""
-        found = seen.optimizers.get(id(self._targets[target])) or seen.optimizers.get(
-            id(self._named_optimizers().get(target))
-        )
-        return f'optimizer "{target if found is None or not found.place else found.name}"'
-
-    def _key(self, name: str) -> str:
-        """The key in `stateful` for the variable `name`."""
-        last = name.rpartition(".")[2]
-        plain = "".join(c for c in last if c.isalnum() or c == "_") or "state"
-        return f"own_{plain}" if plain in self._targets or plain in RESERVED_NAMES else plain
-
-    def _how_to_keep(self, found: Found) -> str:
-        known = self._known_names.of(found.value) or found
-        line = f'Guard(stateful={{"{self._key(known.name)}": {known.name}}}, ...)'
-        return f"Make it once, before the guard, and write {line}" if self._is_later(found) else f"Write {line}"
-
-    def _how_to_name(self, argument: str, seen: Seen, found: Found) -> str:
-        """What to do about an optimizer or a scheduler that is not named."""
-        names = self._names_of(argument, seen)
-        if self._is_later(found) or found.name in names:
-            own = found.name.rpartition(".")[2]
-            own = f"own_{own}" if own in names else own
-            line = f"Guard({argument}=[{', '.join([*names, own])}], ...)" if names else f"Guard({argument}={own}, ...)"
-            return f"Make it once, before the guard, in a variable of its own, and write {line}"
-        return f"Write {self._line(argument, seen, [found])}"
-
-    def _is_later(self, found: Found) -> bool:
-        """Whether it was made after the guard, in a function that the program has entered after it.
-
-        Such a variable does not exist where the guard is made."""
-        known = found.value in self._known_names
-        return bool(self._places) and bool(found.place) and not known and found.place not in self._places
-
-    def _line(self, argument: str, seen: Seen, added: Iterable[Found]) -> str:
-        """The line to write: ``Guard(optimizer=[opt, disc_opt], ...)``."""
-        names = self._names_of(argument, seen)
-        for found in added:
-            names.append((self._known_names.of(found.value) or found).name)
-        return f"Guard({argument}={names[0] if len(names) == 1 else '[' + ', '.join(names) + ']'}, ...)"
-
-    def _names_of(self, argument: str, seen: Seen) -> list[str]:
-        """What the program calls the objects that the guard was given as `argument`."""
-        kinds: Mapping[str, dict[int, Found]] = {
-            "model": seen.modules, "optimizer": seen.optimizers, "lr_scheduler": seen.schedulers
-        }  # fmt: skip
-        names = []
-        for name, target in self._targets.items():
-            if name == argument or (name.startswith(f"{argument}_") and name[len(argument) + 1 :].isdigit()):
-                found = self._known_names.of(target) or kinds[argument].get(id(target))
-                names.append(found.name if found is not None and found.place else name)
-        return names
 
 
 def _same(value: Any) -> Any:

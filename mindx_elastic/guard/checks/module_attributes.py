@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.core.printable import listed
-from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
+from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 
 __all__ = ["ModuleAttributes"]
 
@@ -77,7 +76,7 @@ class ModuleAttributes:
         if not found:
             return None
         self._done.update(found)
-        sources = _Sources(files())
+        sources = _Classes(files())
         told = {k: m for k, m in found.items() if k in certain or sources.carries(m, k[1])}
         return _words(told, now) if told else None
 
@@ -118,12 +117,11 @@ def _is_torchs(module: nn.Module) -> bool:
     return type(module).__module__.partition(".")[0] == "torch"
 
 
-class _Sources:
+class _Classes:
     """The source of the program and of the classes of its modules."""
 
     def __init__(self, files: Iterable[str]) -> None:
-        self._trees: dict[str, tuple[ast.AST, dict[int, ast.AST]] | None] = {}
-        self._files = tuple(dict.fromkeys(files))
+        self._sources = Sources(files)
 
     def carries(self, module: nn.Module, name: str) -> bool:
         """Whether an attribute goes on from its own last value, and is read other than for a log."""
@@ -132,7 +130,7 @@ class _Sources:
         own = [(tree, up, is_it) for tree, up in self._classes(module)]
         if any(_is_flag(tree, is_it) for tree, _, _ in own):
             return True
-        places = [*own, *((tree, up, from_outside) for tree, up in filter(None, map(self._tree, self._files)))]
+        places = [*own, *((tree, up, from_outside) for tree, up in self._sources.trees())]
         goes_on = [node for tree, _, is_this in places for node in ast.walk(tree) if _goes_on(node, is_this)]
         if not goes_on:
             return False
@@ -142,16 +140,7 @@ class _Sources:
         reads = (read for tree, up, is_this in places for read in steering_reads(tree, is_this, up))
         return any(id(read) not in inside for read in reads)
 
-    def _tree(self, file: str) -> tuple[ast.AST, dict[int, ast.AST]] | None:
-        if file not in self._trees:
-            try:
-                tree = ast.parse("".join(linecache.getlines(file)))
-                self._trees[file] = tree, parents_of(tree)
-            except (SyntaxError, ValueError, RecursionError):
-                self._trees[file] = None
-        return self._trees[file]
-
-    def _classes(self, module: nn.Module) -> Iterator[tuple[ast.AST, dict[int, ast.AST]]]:
+    def _classes(self, module: nn.Module) -> Iterator[Tree]:
         for kind in type(module).__mro__:
             if kind.__module__.partition(".")[0] in ("torch", "builtins"):
                 continue
@@ -159,7 +148,7 @@ class _Sources:
                 file = inspect.getsourcefile(kind)
             except (TypeError, OSError):
                 continue
-            found = None if file is None else self._tree(file)
+            found = None if file is None else self._sources.tree(file)
             if found is None:
                 continue
             for node in ast.walk(found[0]):

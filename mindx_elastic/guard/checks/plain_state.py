@@ -62,6 +62,11 @@ class PlainState:
         """What has changed until the next look does not count."""
         self._before = {}
 
+    @property
+    def averages(self) -> set[int]:
+        """By `id`: those that change in the way of averages, at the last look."""
+        return {key[0] for key, state in self._before.items() if isinstance(state, _Average) and state.moves}
+
     def look(
         self, found: Iterable[Found], weights: _Weights, is_kept: Callable[[torch.Tensor], bool]
     ) -> Iterator[tuple[str, str]]:

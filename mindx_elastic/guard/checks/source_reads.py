@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+import linecache
+from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["parents_of", "steering_reads"]
+__all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
+
+Tree = tuple[ast.AST, dict[int, ast.AST]]
+"""A file's syntax tree, and the parents of its nodes."""
 
 _LOGS = frozenset(
     """
@@ -16,6 +20,28 @@ _LOGS = frozenset(
 )
 _LOGGERS = frozenset({"logger", "logging", "log", "wandb", "writer", "tqdm", "pbar", "progress", "bar", "tb", "mlflow"})
 _OWN_LOGS = ("step_end", "record_boundary")
+
+
+class Sources:
+    """The source of the program, each file parsed when it is asked for."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.files = tuple(dict.fromkeys(files))
+        self._trees: dict[str, Tree | None] = {}
+
+    def tree(self, file: str) -> Tree | None:
+        """None where there is no source, or none that can be read."""
+        if file not in self._trees:
+            try:
+                tree = ast.parse("".join(linecache.getlines(file)))
+                self._trees[file] = tree, parents_of(tree)
+            except (SyntaxError, ValueError, RecursionError):
+                self._trees[file] = None
+        return self._trees[file]
+
+    def trees(self) -> Iterator[Tree]:
+        """Those of all files."""
+        return filter(None, map(self.tree, self.files))
 
 
 def parents_of(tree: ast.AST) -> dict[int, ast.AST]:

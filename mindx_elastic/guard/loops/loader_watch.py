@@ -1,9 +1,10 @@
-"""Sees every batch of torch DataLoaders while a guard is entered, and tells of those that no position covers.
+"""Sees every batch of DataLoaders and of our loaders while a guard is entered, and tells of those that no position
+covers.
 
 ====================================================  ===========================================================
 seen                                                  certain, for
 ====================================================  ===========================================================
-an iterator of a DataLoader that is not named gives   steps use its batches, and a resumed run would begin anew
+an iterator of a loader that is not named gives       steps use its batches, and a resumed run would begin anew
 batches before a boundary and after it
 one begins right after a boundary, and the named      an evaluation that a stop at that boundary leaves out, with
 loader's epoch goes on                                the numbers that it draws; where the training draws any
@@ -20,14 +21,17 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from mindx_elastic.data import FunctionLoader, ReplayLoader
+from mindx_elastic.data.iteration import Iteration, at_unfollowed
 from mindx_elastic.data.random_streams import SeededDataset
 from mindx_elastic.data.track import fetching
 from mindx_elastic.guard.checks.surroundings import look
@@ -47,16 +51,20 @@ class LoaderWatch:
         """`adopted`: DataLoaders that are named, by name. `now`: how many batches the first named loader has handed
         out and in which iteration, or None between its epochs and without one."""
         self._unmanaged, self._adopted, self._now = unmanaged, adopted, now
+        self.in_use: Callable[[], Sequence[tuple[str, Any]]] = tuple
+        """Gives the loaders under the guard's `loader` that have handed out batches: name and the program's object."""
         self._thread = threading.get_ident()
         self._boundaries = 0
         self._fetched = 0  # by the first named loader up to the last boundary
-        self._crossing: tuple[str, str, bool] | None = None
+        self._crossing: tuple[str, str] | None = None  # what and the remedy
+        self._endless: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._known: dict[int, weakref.ref[Any]] = {}  # the program's loaders when the guard was entered
         self._told: set[str] = set()
         self._after: tuple[int, str] | None = None  # an evaluation right after a boundary: the iteration, what it read
         self._rng: Any = None  # torch's stream at the boundary before the last one
         self._evaluated = False
         self.has_named = bool(adopted)
+        self._names: dict[int, str] = {}
         self.is_outside = False
         self._active = False
 
@@ -64,8 +72,10 @@ class LoaderWatch:
         """Put the hooks in; `stack` takes them out."""
         stack.callback(self._leave)
         self._active = True
-        loaders = look(sys._getframe(1), {}).loaders.values()
-        self._known = {id(found.value): weakref.ref(found.value) for found in loaders}
+        loaders = look(sys._getframe(1), {}).loaders
+        self._known = {key: weakref.ref(found.value) for key, found in loaders.items()}
+        self._names = {key: found.name for key, found in loaders.items()}
+        at_unfollowed.append(self._see_ours)
         kind: Any = _BaseDataLoaderIter
         self._originals = {name: getattr(kind, name) for name in ("__init__", "__next__", "_reset")}
         first, following, again = self._originals.values()
@@ -91,6 +101,8 @@ class LoaderWatch:
 
     def _leave(self) -> None:
         self._active = False
+        if self._see_ours in at_unfollowed:
+            at_unfollowed.remove(self._see_ours)
         for name, hook in getattr(self, "_hooks", {}).items():
             if _BaseDataLoaderIter.__dict__.get(name) is hook:
                 setattr(_BaseDataLoaderIter, name, self._originals[name])
@@ -102,18 +114,52 @@ class LoaderWatch:
             state[_BEGAN] = self._boundaries
             if state.get(_MADE) is not self:
                 self._see_older(iterator)
-            elif self._boundaries and self._after is None and threading.get_ident() == self._thread:
-                self._see_first(iterator)
+            else:
+                self._see_first(iterator, iterator.__dict__[_LOADER]())
         elif began != self._boundaries and self._crossing is None:
-            self._crossing = _describe(iterator), _variable(iterator), self._is_later(iterator)
+            self._cross(_describe(iterator), iterator.__dict__.get(_LOADER, lambda: None)(), sys._getframe(2))
 
-    def _is_later(self, iterator: Any) -> bool:
-        """Whether its loader was made after the guard was entered."""
-        loader = iterator.__dict__.get(_LOADER, lambda: None)()
-        if loader is None or not self._known:
-            return False
-        known = self._known.get(id(loader))
-        return known is None or known() is not loader
+    def _see_ours(self, iteration: Iteration) -> None:
+        """A loader of ours that no guard follows is asked for a batch."""
+        if not self._active or self.is_outside:
+            return
+        loader = iteration.loader()
+        state = iteration.__dict__
+        began: int | None
+        if isinstance(loader, FunctionLoader) and loader.batches_per_epoch is None:
+            began = self._endless.setdefault(loader, self._boundaries)  # a new iterator goes on
+        elif (began := state.get(_BEGAN)) is None:
+            began = state[_BEGAN] = self._boundaries
+            self._see_first(iteration, loader)
+        if began != self._boundaries and self._crossing is None:
+            self._cross(_describe_ours(loader), loader, sys._getframe(2))
+
+    def _cross(self, described: str, loader: Any, frame: FrameType | None) -> None:
+        """Steps on both sides of a boundary have batches of the same iterator of `loader`."""
+        already = "beside the named ones" if self.has_named else "and no loader is named"
+        what = f"steps use batches of {described}, {already}: its position is not kept"
+        if what in self._told:
+            return
+        found = look(frame, {}).loaders.get(id(loader)) if loader is not None else None
+        known = self._known.get(id(loader), lambda: None)()
+        names = [self._names.get(id(named), name) for name, named in self.in_use()]
+        own = "loader" if found is None else found.name
+        evaluation = "for an evaluation, `with guard.outside_step():` around it"
+        if found is None or known is loader:
+            own = self._names.get(id(loader), own)
+            self._crossing = what, f"Write {_line([*names, own])}; {evaluation}"
+            return
+        own = own.rpartition(".")[2]
+        own = f"{own}_2" if own in names else own
+        self._crossing = (
+            what,
+            (
+                "It was made after the guard was entered. Make each loader once, before the guard, and write "
+                f"{_line([*names, own])}. In place of a loader that is made anew in each round, make one there "
+                "over a sampler or a data set that changes (sampler=SubsetRandomSampler(indices), and "
+                f'stateful={{"indices": indices}} for the list); {evaluation}'
+            ),
+        )
 
     def _see_older(self, iterator: Any) -> None:
         for name, loader in self._adopted.items():
@@ -124,12 +170,16 @@ class LoaderWatch:
                     "Make it inside of the block, after `with guard:`",
                 )
 
-    def _see_first(self, iterator: Any) -> None:
+    def _see_first(self, iterator: Any, loader: Any) -> None:
+        if not self._boundaries or self._after is not None or threading.get_ident() != self._thread:
+            return
         now = self._now()
-        loader = iterator.__dict__[_LOADER]()
-        draws = loader is None or loader.generator is None  # its base seed, from torch's stream
+        if isinstance(iterator, Iteration):
+            draws = isinstance(loader, ReplayLoader)
+        else:
+            draws = loader is None or loader.generator is None  # its base seed, from torch's stream
         if now is not None and now[0] == self._fetched and draws:
-            self._after = now[1], _describe(iterator)
+            self._after = now[1], _describe_ours(loader) if isinstance(iterator, Iteration) else _describe(iterator)
 
     def at_boundary(self, rng: Any) -> None:
         """A step has ended. `rng`: torch's stream as it was at the last boundary."""
@@ -141,16 +191,7 @@ class LoaderWatch:
         was_free, self._evaluated = not self._evaluated, after is not None
         self._fetched = now[0] if now is not None else -1
         if crossing is not None:
-            what, variable, is_later = crossing
-            already = "beside the named ones" if self.has_named else "and no loader is named"
-            remedy = f"Write Guard(loader={variable}, ...); for an evaluation, `with guard.outside_step():` around it"
-            if is_later:
-                remedy = (
-                    "It was made after the guard was entered. Make each loader once, before the guard, and write "
-                    f"Guard(loader={variable}, ...), a list where there are several; or make one loader over a data "
-                    "set that changes. For an evaluation, `with guard.outside_step():` around it"
-                )
-            self._tell(f"steps use batches of {what}, {already}: its position is not kept", remedy)
+            self._tell(*crossing)
         if after is None or now is None or now[1] != after[0] or before is None:
             return
         # Without such numbers in the training itself, those of the evaluation change nothing.
@@ -174,17 +215,18 @@ def _describe(iterator: Any) -> str:
     return f"a DataLoader over {type(dataset).__name__}"
 
 
-def _variable(iterator: Any) -> str:
-    """What the program calls the loader of `iterator`, else ``loader``."""
-    loader = iterator.__dict__.get(_LOADER, lambda: None)()
-    frame = sys._getframe(2)
-    while loader is not None and frame is not None:
-        for names in (frame.f_locals, frame.f_globals):
-            for name, value in list(names.items()):
-                if value is loader and name.isidentifier() and name != "self":
-                    return name
-        frame = frame.f_back  # type: ignore[assignment]
-    return "loader"
+def _describe_ours(loader: Any) -> str:
+    kind = f"a {type(loader).__name__}"
+    if isinstance(loader, FunctionLoader):
+        return f"{kind} of {getattr(loader.function, '__name__', 'a function')}()"
+    source = loader.loader if isinstance(loader, ReplayLoader) else loader
+    return f"{kind} over {type(getattr(source, 'dataset', source)).__name__}"
+
+
+def _line(names: Sequence[str]) -> str:
+    """``Guard(loader=[labelled, unlabelled], ...)``"""
+    own = list(dict.fromkeys(names))
+    return f"Guard(loader={own[0] if len(own) == 1 else '[' + ', '.join(own) + ']'}, ...)"
 
 
 def find_cycle(num_batches: int) -> bool:

@@ -142,6 +142,11 @@ class FollowedLoader:
             self.draws_ahead = _draws_from_the_running_streams(self.loader)
         return True
 
+    def has_begun(self) -> bool:
+        """Whether it has handed out batches, in this process or before."""
+        cursor = self.engine.cursor
+        return cursor.batch > 0 or cursor.epoch > 1 or cursor.finished
+
     def tell(self, unmanaged: Unmanaged) -> None:
         """What the fetches since the last boundary show."""
         track = self.track
@@ -184,11 +189,13 @@ class Loaders:
         """`loader`, `stateful`: as the guard was given them. Raises UsageError for what could not be resumed."""
         several = isinstance(loader, (list, tuple)) and bool(loader) and all(map(_is_loader, loader))
         self._followed: list[FollowedLoader] = []
+        self._given: list[tuple[str, Any, Any]] = []  # the name, the program's object, what is saved for it
         self.named: list[Any] = []
         """Every loader, the resumable one in place of an adopted one."""
         given = list(loader) if several else [] if loader is None else [loader]
         names = [f"loader_{number}" for number in range(len(given))] if several else ["loader"]
         targets = [self._target(name, one) for name, one in zip(names, given, strict=False)]
+        self._given = list(zip(names, given, targets, strict=False))
         self.argument: Any = targets if several else targets[0] if targets else None
         """What to save under the guard's `loader`."""
         self.stateful: Any = stateful
@@ -248,7 +255,7 @@ class Loaders:
         adopted = {f.name: f.adoption.loader for f in self._followed if f.adoption is not None}
         self._unmanaged = unmanaged
         self._watch = LoaderWatch(unmanaged, adopted, self._now)
-        self._watch.has_named = bool(self.named)
+        self._watch.has_named, self._watch.in_use = bool(self.named), self._in_use
         self._watch.enter(stack)
         self._has_fetched = self._told_idle = False
         self._idle_after_end = 0
@@ -278,6 +285,14 @@ class Loaders:
             followed.follow()
             if followed.adoption is not None:
                 logger.info("%s: %s", followed.name, followed.adoption.describe())
+
+    def _in_use(self) -> list[tuple[str, Any]]:
+        """The loaders under `loader`, without those that were never asked for a batch: another is used instead."""
+        return [
+            (name, given)
+            for name, given, target in self._given
+            if not isinstance(target, FollowedLoader) or target.has_begun()
+        ]
 
     def _now(self) -> tuple[int, int] | None:
         """Batches handed out by the first loader, and the number of its iteration, while there is one."""

@@ -75,6 +75,7 @@ class Loops:
         self._first = self._num_boundaries = 0
         self._restore: Callable[[], None] | None = None
         self._is_resuming = self._restores = False
+        self._empty_epoch = 0
 
     # --- around the block ---
 
@@ -124,6 +125,16 @@ class Loops:
         self._begin: dict[str, Any] | None = None
         if self._restore is not None:
             self._arm(restore=True)
+
+    def why_it_failed(self, error: BaseException) -> str:
+        """What an exception that leaves the block most likely comes from, where that is known here; else empty."""
+        if not self._empty_epoch or self.step != self._first or not isinstance(error, Exception):
+            return ""
+        return (
+            f"epoch {self._empty_epoch} was resumed behind its last step, so its loop over the loader has run without "
+            f"a batch, and then came {type(error).__name__}. Set what the code after that loop reads in front of it, "
+            "and let it do without: loss = None; losses = [], and `if losses:` around what needs them"
+        )
 
     @property
     def position(self) -> Position:
@@ -280,6 +291,7 @@ class Loops:
             assert self._restore is not None
             self._restore()
         self._restores = resuming and again
+        self._empty_epoch = epoch if self._restores and self._collector_says_finished() else 0
         if epoch != self.epoch:
             self.epoch, self.step_in_epoch = epoch, 0
         for loader in self.loaders[:1]:  # others may go at a pace of their own, and begin anew within an epoch
