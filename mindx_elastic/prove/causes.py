@@ -261,7 +261,11 @@ class _Explainer:
             return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
         if not one.batches and not other.batches:
             cause = "it comes from no loader that the guard knows, and its order, generator or counter is not kept"
-            remedy = "Name the loader, or what decides it (a generator, an array of indices): stateful={'generator': g}"
+            remedy = (
+                "Name the loader: loader=...; for a function that draws, write "
+                "loader = mindx_elastic.data.from_function(get_batch) and iterate that; or name what decides the batch "
+                "(a generator, an array of indices): stateful={'generator': g}"
+            )
             return what, cause, remedy
         cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
         return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"

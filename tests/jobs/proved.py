@@ -98,7 +98,7 @@ def main() -> None:
             network[3].eval()
         if FAULT == "enumerates" and own_steps % 2 == 0:
             model(inputs)
-        if FAULT == f"scaled_on_{os.environ.get('RANK', '0')}":
+        if FAULT.startswith("scaled_on_") and FAULT.endswith(os.environ.get("RANK", "0")):
             inputs = inputs * (1 + own_steps / 100)
         logits = model(inputs)
         loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
