@@ -28,6 +28,8 @@ class Found:
     """`mindx-elastic prove` finds it, with these words; a run by itself ends without an error."""
 
     words: str
+    variable: str = ""
+    """The variable of the program that it names as the likely cause."""
     often: bool = False
     """It is proved by each run of the tests, and not only by `make drill`."""
     stops: int = 3
@@ -141,7 +143,9 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 "guard.enumerate(loader, start=1)",
-                Warned("guard.enumerate(loader", Found("weights differ after step")),
+                Warned(
+                    "guard.enumerate(loader", Found("has updated them in this step, and the other one has not", "i")
+                ),
                 new="enumerate(loader, start=1)",
             )
         ],
@@ -217,7 +221,11 @@ LOOPS: Sequence[Loop] = (
         ],
     ),
     Loop("evaluate_with_dropout", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
-    Loop("early_stopping", EXACT, [Cut('    stateful={"stopping": stopping},\n', Found("went on for", stops=5))]),
+    Loop(
+        "early_stopping",
+        EXACT,
+        [Cut('    stateful={"stopping": stopping},\n', Found("went on for 5 steps too many", "stopping.bad", stops=5))],
+    ),
     Loop(
         "frozen_batch_norm",
         EXACT,
@@ -257,7 +265,11 @@ LOOPS: Sequence[Loop] = (
         ],
     ),
     Loop("dqn_deque", EXACT, [Cut(', "memory": memory', Warned("grows from step to step"))]),
-    Loop("reinforce", EXACT, [Cut(', "baseline": baseline', Found("weights differ", often=True))]),
+    Loop(
+        "reinforce",
+        EXACT,
+        [Cut(', "baseline": baseline', Found("weights differ after step", "baseline.mean", often=True))],
+    ),
     Loop(
         "sac_temperature",
         EXACT,
@@ -277,7 +289,12 @@ LOOPS: Sequence[Loop] = (
     Loop(
         "hidden_state_of_a_network",
         EXACT,
-        [Cut('stateful={"memory": memory}, ', Found("a part of what the model was given is equal", often=True))],
+        [
+            Cut(
+                'stateful={"memory": memory}, ',
+                Found("a part of what the model was given is equal", "memory.hidden", often=True),
+            )
+        ],
     ),
     Loop(
         "vae",
@@ -304,11 +321,14 @@ LOOPS: Sequence[Loop] = (
     Loop("hand_made_update", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a DataLoader"))]),
     Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("draws_after_the_boundary", Refused("a random stream moves after guard.step_end()")),
-    Loop("counter_of_its_own", Found("weights differ after step", often=True)),
+    Loop("counter_of_its_own", Found("weights differ after step", "passed", often=True)),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
-    Loop("best_weights", Found("weights differ", often=True)),
-    Loop("moving_average_of_the_loss", Found("optimizer lr differs at step", often=True)),
-    Loop("calls_of_the_data_set", Found("the samples are the same and their content differs", often=True)),
+    Loop("best_weights", Found("weights differ after step", "best_loss", often=True)),
+    Loop("moving_average_of_the_loss", Found("optimizer lr differs at step", "average", often=True)),
+    Loop(
+        "calls_of_the_data_set",
+        Found("the samples are the same and their content differs", "loader.dataset.calls", often=True),
+    ),
     Loop("not_deterministic", Found("the script itself is not deterministic", often=True)),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
     Loop("cycle", Refused("itertools.cycle(loader) keeps the batches")),
