@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -20,6 +21,7 @@ from rich.text import Text
 from typer.core import TyperCommand
 
 from mindx_elastic.cli.common import fail, make_console, printable
+from mindx_elastic.core.printable import listed
 
 if TYPE_CHECKING:
     from mindx_elastic.prove.proof import Proof, Row
@@ -52,32 +54,61 @@ def _split(args: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(args), []
 
 
+_Stops = Annotated[str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")]
+_Steps = Annotated[
+    int,
+    typer.Option(
+        min=0,
+        metavar="M",
+        help="Length of the runs; 0: until the end, at most 30 steps, a little over an epoch, or 100 quick ones.",
+    ),
+]
+_Seed = Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")]
+_Kill = Annotated[bool, typer.Option("--kill", help="Also kill a rank at as many boundaries, under mindx-elastic run.")]
+_Fresh = Annotated[bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")]
+_Timeout = Annotated[
+    float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
+]
+_Keep = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
+]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")]
+_Junit = Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Wanted:
+    """What the command line asks for."""
+
+    script: list[str]
+    agent: list[str]
+    """Options of ``mindx-elastic run``; empty: without the agent."""
+    stops: int | None
+    """None: at each boundary."""
+    steps: int
+    seed: int
+    kill: bool
+    fresh: bool
+    timeout: float
+    keep: Path | None
+
+    @property
+    def command(self) -> list[str]:
+        """As a report names it."""
+        return [*self.agent, *(["--"] if self.agent else []), *self.script]
+
+
 def prove_command(
     ctx: typer.Context,
-    stops: Annotated[
-        str, typer.Option(metavar="N|all", help="At how many boundaries the run is stopped and resumed.")
-    ] = str(_STOPS),
-    steps: Annotated[
-        int,
-        typer.Option(
-            min=0, metavar="M", help="Length of the runs; 0: until the end, at most 30 steps or a little over an epoch."
-        ),
-    ] = 0,
-    seed: Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")] = 0,
-    kill: Annotated[
-        bool, typer.Option("--kill", help="Also kill a rank at as many boundaries, under mindx-elastic run.")
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="A new interpreter for each run, in place of a forked process.")
-    ] = False,
-    timeout: Annotated[
-        float, typer.Option(min=1, metavar="SECONDS", help="A run without a step and without output for so long hangs.")
-    ] = 300.0,
-    keep: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep logs, witnesses and checkpoints in this new folder.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of a table.")] = False,
-    junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the result as JUnit's XML, too.")] = None,
+    stops: _Stops = str(_STOPS),
+    steps: _Steps = 0,
+    seed: _Seed = 0,
+    kill: _Kill = False,
+    fresh: _Fresh = False,
+    timeout: _Timeout = 300.0,
+    keep: _Keep = None,
+    as_json: _Json = False,
+    junit: _Junit = None,
 ) -> None:
     """Run your script without a stop, then stopped and resumed; compare every step and name the first difference.
 
@@ -103,7 +134,26 @@ def prove_command(
     mindx-elastic prove --junit prove.xml -- -m project.train
     """
     script, agent = list(ctx.meta[_MARK]), list(ctx.args)
-    number = _number_of(stops)
+    _check(script, agent)
+    wanted = _Wanted(
+        script=script,
+        agent=agent,
+        stops=_number_of(stops),
+        steps=steps,
+        seed=seed,
+        kill=kill,
+        fresh=fresh,
+        timeout=timeout,
+        keep=keep,
+    )
+    began = time.monotonic()
+    with _interruptible():
+        proof = _prove(wanted)
+    _tell(proof, wanted, time.monotonic() - began, as_json=as_json, junit=junit)
+    raise typer.Exit(proof.exit_code)
+
+
+def _check(script: Sequence[str], agent: Sequence[str]) -> None:
     if not script:
         fail('name the script behind "--": mindx-elastic prove -- train.py')
     if not agent and script[0] != "-m" and not os.path.isfile(script[0]):
@@ -112,12 +162,6 @@ def prove_command(
         fail("-m needs the name of a module")
     if agent and not agent[0].startswith("-"):
         fail(f'{agent[0]} is no option; the script comes behind "--"')
-    began = time.monotonic()
-    with _interruptible():
-        proof = _prove(script, agent, number, steps, seed, kill=kill, fresh=fresh, timeout=timeout, keep=keep)
-    seconds = time.monotonic() - began
-    _tell(proof, script, agent, seconds, as_json=as_json, junit=junit, keep=keep)
-    raise typer.Exit(proof.exit_code)
 
 
 def _number_of(stops: str) -> int | None:
@@ -143,18 +187,7 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _prove(
-    script: Sequence[str],
-    agent: Sequence[str],
-    stops: int | None,
-    steps: int,
-    seed: int,
-    *,
-    kill: bool,
-    fresh: bool,
-    timeout: float,
-    keep: Path | None,
-) -> Proof:
+def _prove(wanted: _Wanted) -> Proof:
     from mindx_elastic.prove.proof import prove
     from mindx_elastic.prove.runs import Command, Runs
 
@@ -177,67 +210,67 @@ def _prove(
         def on_step(step: int) -> None:
             bar.update(task, description=f"{now['what']}: {step} step{'s' * (step != 1)}")
 
-        command = Command(script=tuple(script), agent=tuple(agent) or None)
-        with Runs(command, fresh=fresh, keep=keep, timeout_s=timeout, on_step=on_step) as runs:
-            return prove(runs, stops=stops, steps=steps, seed=seed, kill=kill, show=show)
+        command = Command(script=tuple(wanted.script), agent=tuple(wanted.agent) or None)
+        with Runs(command, fresh=wanted.fresh, keep=wanted.keep, timeout_s=wanted.timeout, on_step=on_step) as runs:
+            return prove(runs, stops=wanted.stops, steps=wanted.steps, seed=wanted.seed, kill=wanted.kill, show=show)
 
 
-def _tell(
-    proof: Proof,
-    script: Sequence[str],
-    agent: Sequence[str],
-    seconds: float,
-    *,
-    as_json: bool,
-    junit: Path | None,
-    keep: Path | None,
-) -> None:
+def _tell(proof: Proof, wanted: _Wanted, seconds: float, *, as_json: bool, junit: Path | None) -> None:
     from mindx_elastic.prove.report import to_json, to_junit
 
-    command = [*agent, *(["--"] if agent else []), *script]
     if junit is not None:
         try:
-            junit.write_text(to_junit(proof, command=command, seconds=seconds), encoding="utf-8")
+            junit.write_text(to_junit(proof, command=wanted.command, seconds=seconds), encoding="utf-8")
         except OSError as error:
             fail(f"--junit {junit}: {error.strerror}")
     if as_json:
-        typer.echo(json.dumps(to_json(proof, command=command, seconds=seconds), indent=2))
-    else:
-        _print(make_console(), proof, seconds, keep)
+        typer.echo(json.dumps(to_json(proof, command=wanted.command, seconds=seconds), indent=2))
+        return
+    console = make_console()
+    console.print(_table(proof))
+    console.print()
+    _print_result(console, proof, seconds)
+    _print_notes(console, proof, wanted.keep)
 
 
-def _print(console: Console, proof: Proof, seconds: float, keep: Path | None) -> None:
-    from mindx_elastic.prove.report import describe
-
+def _table(proof: Proof) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "resumed from", "steps compared", "result"):
         table.add_column(name, justify="right" if name in ("resumed from", "steps compared") else "left", no_wrap=True)
     for row in proof.rows:
         table.add_row(*(Text(printable(cell)) for cell in _cells(row, proof)))
-    console.print(table)
-    console.print()
+    return table
+
+
+def _print_result(console: Console, proof: Proof, seconds: float) -> None:
+    from mindx_elastic.prove.report import describe
+
     first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
     if first is None:
-        whole = ", the whole training" if proof.has_ended else ""
         ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
-        console.print(f"all equal: {proof.steps} steps{ranks}{whole}, in {seconds:.0f} s", style="bold green")
-    else:
-        what, *others = describe(first)
-        rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
-        stopped = f"{first.name}: " if first.resumed is not None else ""
-        console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)
-        for line in others:
-            console.print(printable(f"  {line}"), soft_wrap=True)
-        for line in first.verdict.lines:
-            console.print(printable(f"  | {line}"), style="dim", soft_wrap=True)
-    for note in proof.notes:
-        console.print(printable(f"note: {note}"), soft_wrap=True)
-    if proof.writes:
-        from mindx_elastic.core.printable import listed
+        rest = ", the whole training" if proof.has_ended else ""
+        console.print(f"all equal: {proof.steps} steps{ranks}{rest}, in {seconds:.0f} s", style="bold green")
+        if not proof.has_ended:
+            console.print(f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
+        return
+    what, *others = describe(first)
+    rank = f" (rank {first.verdict.rank})" if proof.num_ranks > 1 and first.verdict.rank is not None else ""
+    stopped = f"{first.name}: " if first.resumed is not None else ""
+    console.print(printable(f"{stopped}{what}{rank}"), style="bold red", soft_wrap=True)
+    for line in others:
+        console.print(printable(f"  {line}"), soft_wrap=True)
+    for line in first.verdict.lines:
+        console.print(printable(f"  | {line}"), style="dim", soft_wrap=True)
 
-        console.print(printable(f"note: the script itself has written to {listed(proof.writes, 3)}"), soft_wrap=True)
+
+def _print_notes(console: Console, proof: Proof, keep: Path | None) -> None:
+    notes = [f"note: {note}" for note in proof.notes]
+    if proof.writes:
+        notes.append(f"note: the script itself has written to {listed(proof.writes, 3)}")
     if keep is not None:
-        console.print(printable(f"logs and witnesses: {keep}"), soft_wrap=True)
+        notes.append(f"logs and witnesses: {keep}")
+    for note in notes:
+        console.print(printable(note), soft_wrap=True)
 
 
 def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:

@@ -7,7 +7,7 @@ places:
 * the first forward of a named module in training mode: streams, weights, options of the optimizers, flags;
 * what the modules are given: the tensors of the first forwards;
 * the boundary: all that the guard saves, and what it does not (flags, buffers that are not persistent, parameters in no
-  named module), and the streams.
+  named module), and the streams; and the program's own variables, which are not compared, but may explain a difference.
 
 Where the whole training was done, the weights are looked at once more when the script ends.
 
@@ -22,6 +22,8 @@ import json
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -39,10 +41,12 @@ from mindx_elastic.capture.rng import capture_rng, pack_rng
 from mindx_elastic.config import ProveSettings, RankInfo
 from mindx_elastic.core.position import Position
 from mindx_elastic.data.position import PositionedLoader
+from mindx_elastic.guard.checks.surroundings import attributes_of
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
-from mindx_elastic.prove.control import Control, read_control
+from mindx_elastic.guard.variables import own_variables
+from mindx_elastic.prove.control import STEPS, Control, read_control
 from mindx_elastic.prove.digests import digest, leaves, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
 
@@ -82,9 +86,13 @@ class Witness:
         """What the program has given to the step's `step_end`."""
         self._targets: Mapping[str, Any] = {}
         self._known: dict[str, str] = {}
+        self._kept: set[int] = set()
         self._file = -1
         self._series = 0
         self._passed = 0
+        self._entered_at = time.monotonic()
+        self._took_s: float | None = None
+        """What the first steps took; see `Control.is_last`."""
         self._outside: Callable[[], bool] = lambda: False
         self._may_be_restored = False  # the first batch's iterator may still put the streams back
         self._is_fetching = False
@@ -132,6 +140,8 @@ class Witness:
         signals = [number for policy in policies for number in policy.signals]
         self._signal = signal.SIGTERM if signal.SIGTERM in signals or not signals else signals[0]
         self._may_be_restored = resumed is not None
+        kept = [target for name, target in targets.items() if not self._is_loader(name)]  # its data set is not
+        self._kept = {*map(id, kept), *(id(held) for target in kept for held in _held(target))}
         self._open_file()
         stack.callback(self._close)
         if not _entered:
@@ -154,7 +164,7 @@ class Witness:
             epoch=position.epoch,
             step=position.step,
             num_batches=position.batch_num,
-            end=self._changes({**self._state(), **self._options()}),
+            end=self._changes({**self._state(), **self._options(), **self._variables()}),
         )
 
     def leave(self, outcome: str, notes: Sequence[str]) -> None:
@@ -239,6 +249,8 @@ class Witness:
     def at_boundary(self, position: Position, *, is_cut: bool) -> bool:
         """The step is over. Returns whether a stop is on its way: the boundary waits for it."""
         self._passed += 1
+        if self._passed == STEPS and self._ranks.world_size == 1:
+            self._took_s = time.monotonic() - self._entered_at
         self._may_be_restored = False
         self._write(
             "step",
@@ -253,7 +265,7 @@ class Witness:
             inputs=self._inputs,
             scalars={name: digest(value) for name, value in self.scalars.items()},
             streams=self._streams(),
-            end=self._changes({**self._state(), **self._options(), **self._flags()}),
+            end=self._changes({**self._state(), **self._options(), **self._flags(), **self._variables()}),
         )
         self._begin_step()
         return self._act(position)
@@ -262,7 +274,7 @@ class Witness:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        if control.is_last(self._series, position.step, self._passed, position.batch_num):
+        if control.is_last(self._series, position.step, self._passed, position.batch_num, self._took_s):
             self._is_ended = True
             self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
             self._stopper.request("the proof ends here", 0)
@@ -377,9 +389,18 @@ class Witness:
                 found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in leaves(state))
         return found
 
+    def _variables(self) -> dict[str, str]:
+        return {f"variable|{name}": d for name, d in own_variables(sys._getframe(1), self._kept).items()}
+
     def _is_loader(self, name: str) -> bool:
         target = self._targets.get(name)
         return bool(_LOADER.fullmatch(name)) or isinstance(target, (DataLoader, FollowedLoader, PositionedLoader))
+
+
+def _held(target: Any) -> Iterator[Any]:
+    """What an adapter around an object of the program holds."""
+    if type(target).__module__.startswith("mindx_elastic."):
+        yield from attributes_of(target).values()
 
 
 def _parts(batch: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ Moves = Callable[[str, str, str], "int | None"]
 other."""
 Words = tuple[str, str, str]
 _NAMED = 3
+_VARIABLES = 5
+_HASHED = re.compile(r"[0-9a-f]{16}")
+_WHOLE = re.compile(r"-?\d+")
 _AHEAD = 16
 _DIGITS = 16  # of a digest
 
@@ -29,6 +33,8 @@ class Explained:
     remedy: str
     also: str = ""
     """What else differs at the same step."""
+    variables: str = ""
+    """Those of the program that the resumed run did not have as the stopped one had left them."""
 
 
 def explain(reference: Reference, difference: Difference, moves: Moves) -> Explained:
@@ -40,7 +46,8 @@ def explain(reference: Reference, difference: Difference, moves: Moves) -> Expla
         what, cause, remedy = known  # says more than the numbers that an iterator has drawn on its way there
     else:
         what, cause, remedy = found.describe(part)
-    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts))
+    variables = ", ".join(found.lost_variables(_VARIABLES))
+    return Explained(what=what, cause=cause, remedy=remedy, also=_also(difference.parts), variables=variables)
 
 
 def explain_chance(difference: Difference, *, by_hash: bool, unseeded: tuple[str, ...]) -> Explained:
@@ -105,6 +112,28 @@ class _Explainer:
     def before(self) -> Step | None:
         """The step before, in the reference."""
         return None if self.one is None else self.reference.step_before(self.difference.rank, self.one)
+
+    def lost_variables(self, most: int) -> Iterator[str]:
+        """Variables of the program that were other ones when the resumed run began than at the boundary that it went
+        on from; and counts in the loop's own functions, which begin later, at the end of the step."""
+        entered, resumed = self.difference.entered, self.difference.resumed
+        steps = self.reference.by_rank.get(self.difference.rank, {})
+        saved = steps.get((self.difference.series, resumed or 0))
+        pairs: list[tuple[str, str, str]] = []
+        if saved is not None:
+            pairs += [(key, value, entered[key]) for key, value in saved.end.items() if key in entered]
+        if self.one is not None and self.other_step is not None:
+            ends = self.one.end, self.other_step.end
+            late = [key for key in ends[0] if key in ends[1] and key not in entered]
+            pairs += [(k, ends[0][k], ends[1][k]) for k in late if _WHOLE.fullmatch(ends[0][k])]
+        told = [
+            f"{key.partition('|')[2]}{_values(first, second)}"
+            for key, first, second in pairs
+            if key.startswith("variable|") and first != second and key not in self.reference.varying
+        ]
+        yield from told[:most]
+        if len(told) > most:
+            yield f"{len(told) - most} more"
 
     # --- random streams ---
 
@@ -194,12 +223,12 @@ class _Explainer:
         steps, more = int(part.first), "or more " * bool(part.second)
         what = f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for "
         what += f"{_counted(steps, 'step')} {more}too many"
-        cause = "the loop does not read its position: it counts from 0 again after a resume"
-        return (
-            what,
-            cause,
-            ("Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step"),
+        cause = "the loop counts from 0 again after a resume, or what ends it (an early stop) is not kept"
+        remedy = (
+            "Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step; "
+            "name what decides an early stop: Guard(stateful={'stopping': stopping})"
         )
+        return what, cause, remedy
 
     # --- the batch ---
 
@@ -261,7 +290,11 @@ class _Explainer:
             return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
         if not one.batches and not other.batches:
             cause = "it comes from no loader that the guard knows, and its order, generator or counter is not kept"
-            remedy = "Name the loader, or what decides it (a generator, an array of indices): stateful={'generator': g}"
+            remedy = (
+                "Name the loader: loader=...; for a function that draws, write "
+                "loader = mindx_elastic.data.from_function(get_batch) and iterate that; or name what decides the batch "
+                "(a generator, an array of indices): stateful={'generator': g}"
+            )
             return what, cause, remedy
         cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
         return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
@@ -312,11 +345,34 @@ class _Explainer:
             cause = f"they were changed after the boundary of {step - 1}, and no checkpoint has that"
             return what, cause, "Change weights (clipping, averaging, freezing) before step_end()"
         what = f"weights differ after step {step}: {names}"
-        cause = (
-            "the step began alike, so the update was another one: an optimizer that is not named, a counter of the "
-            "program, or an operation that gives other bits after a new start"
+        remedy = (
+            "Keep such a variable in an object that is named: Guard(stateful={'counts': counts}), or compute it from "
+            "guard.position.step; name every optimizer: Guard(optimizer=[...])"
         )
-        return what, cause, "Name every optimizer: Guard(optimizer=[...]), and what counts in stateful="
+        if (updated := self._updated_alone(part)) is not None:
+            what += f": the {updated} run has updated them in this step, and the other one has not"
+            cause = (
+                "a counter decides when optimizer.step() is called (the i of `enumerate(loader)`, a count of batches), "
+                "and it began anew"
+            )
+            return what, cause, f"Write `for i, batch in guard.enumerate(loader):`. {remedy}"
+        cause = (
+            "the step began alike, so something else has decided the update: a variable of the program (a counter, a "
+            "running average, weights put aside), an optimizer that is not named, or an operation that gives other "
+            "bits after a new start"
+        )
+        return what, cause, remedy
+
+    def _updated_alone(self, part: Part) -> str | None:
+        """Which of the two runs has changed weights in this step that the other one has left as they were."""
+        one, other = self.one, self.other_step
+        if one is None or other is None or one.given is None or other.given is None:
+            return None
+        keys = [key for name in part.names if (key := f"weights|{name}") in one.given and key in other.given]
+        changed = [[key for key in keys if step.end.get(key) != step.given.get(key)] for step in (one, other)]
+        if not keys or bool(changed[0]) == bool(changed[1]):
+            return None
+        return "uninterrupted" if changed[0] else "resumed"
 
     def _weights_at_entry(self, part: Part) -> Words:
         names = listed(part.names, _NAMED)
@@ -397,6 +453,11 @@ def _is_equal_in_part(one: Step, other: Step) -> bool:
                 parts = [{part for part in each.split(",") if len(part) == _DIGITS} for each in (first, second)]
                 return bool(parts[0] & parts[1])
     return False
+
+
+def _values(first: str, second: str) -> str:
+    hashed = _HASHED.fullmatch(first) or _HASHED.fullmatch(second)
+    return "" if hashed else f": {first}, and {second} in the resumed run"
 
 
 def _times(count: str) -> str:

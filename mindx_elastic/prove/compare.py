@@ -52,6 +52,8 @@ class Difference:
     one: Step | None
     """The step in the reference; None: it does not exist there."""
     other: Step | None
+    entered: Sample = field(default_factory=dict)
+    """What the process had when it entered the guard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ class Reference:
     unseeded: frozenset[str] = frozenset()
     """Streams that begin at random in each process."""
     varying: frozenset[str] = frozenset()
-    """Scalars and parts of stateful objects (``kind|name``) that no run shares with another, such as times."""
+    """Scalars, parts of stateful objects and variables (``kind|name``) that differ in each run, such as times."""
     by_rank: Mapping[int, Mapping[tuple[int, int], Step]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -113,6 +115,7 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
                 parts=parts,
                 one=one,
                 other=step,
+                entered=life.entered,
             )
     if entry and not life.steps:  # resumed at the very end: nothing else would show it
         number = life.resumed or 0
@@ -125,6 +128,7 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             parts=entry,
             one=None,
             other=None,
+            entered=life.entered,
         )
     if ends := tuple(_at_exit(reference, life)):
         number = life.steps[-1].number if life.steps else life.resumed or 0
@@ -137,6 +141,7 @@ def compare_life(reference: Reference, life: Life) -> Difference | None:
             parts=ends,
             one=None,
             other=None,
+            entered=life.entered,
         )
     return None
 

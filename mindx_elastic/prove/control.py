@@ -15,8 +15,9 @@ from mindx_elastic.errors import UsageError
 __all__ = ["MOST_STEPS", "STEPS", "Alarm", "Control", "read_control"]
 
 STEPS = 30
-"""Steps of a proof where the user names no number; more if that reaches into the second epoch."""
+"""Steps of a proof where the user names no number; more if that reaches into the second epoch, or if they are quick."""
 MOST_STEPS = 100
+_QUICK_S = 5.0
 _INTO_THE_NEXT_EPOCH = 5
 
 
@@ -52,15 +53,18 @@ class Control:
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
 
-    def is_last(self, series: int, step: int, passed: int, num_batches: int) -> bool:
+    def is_last(self, series: int, step: int, passed: int, num_batches: int, took_s: float | None) -> bool:
         """Whether the run ends at the boundary `step`, the process's boundary number `passed`.
 
-        `num_batches`: of an epoch; 0: unknown.
+        `num_batches`: of an epoch; 0: unknown. `took_s`: seconds that the first `STEPS` took; None: unknown, or other
+        ranks may have another number.
         """
         if self.last is not None:
             return (series, step) >= self.last
         if self.steps >= 0:
             return 0 < self.steps <= passed
+        if took_s is not None and took_s < _QUICK_S:
+            return passed >= MOST_STEPS
         into_the_second = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else 0
         return passed >= (max(STEPS, into_the_second) if into_the_second <= MOST_STEPS else STEPS)
 

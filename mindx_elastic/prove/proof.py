@@ -178,8 +178,9 @@ class _Prover:
         self.reference = replace(self.reference, varying=_varying(self.reference, again.lives))
         verdict = _failure(again, "the second uninterrupted run") or self._chance(first, again)
         self.proof.rows.append(Row(name="uninterrupted, again", verdict=verdict, compared=_count(again.lives)))
-        if self.reference.varying and verdict.outcome == "equal":
-            names = listed(sorted(_shown(key) for key in self.reference.varying), 5)
+        left_out = sorted(_shown(key) for key in self.reference.varying if split_kinds(key)[0] != "variable")
+        if left_out and verdict.outcome == "equal":
+            names = listed(left_out, 5)
             self.proof.notes.append(f"not compared, because it differs in each run: {names}")
         return verdict.outcome == "equal"
 
@@ -353,7 +354,7 @@ def _unseeded(first: Sequence[Life], again: Sequence[Life]) -> frozenset[str]:
 
 
 def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
-    """Scalars and parts of stateful objects that differ between the two runs at any step."""
+    """Scalars, parts of stateful objects and variables that differ between the two runs at any step."""
     found: set[str] = set()
     for life in again:
         known = reference.by_rank.get(life.rank, {})
@@ -361,7 +362,7 @@ def _varying(reference: Reference, again: Sequence[Life]) -> frozenset[str]:
             if (one := known.get(step.place)) is not None:
                 ends = [{**each.end, **each.scalars} for each in (one, step)]
                 keys = (key for key in {**ends[0], **ends[1]} if ends[0].get(key) != ends[1].get(key))
-                found |= {key for key in keys if key.startswith(("scalar|", "stateful|"))}
+                found |= {key for key in keys if key.startswith(("scalar|", "stateful|", "variable|"))}
         exits = [one.exit for one in reference.lives if (one.rank, one.series) == (life.rank, life.series) and one.exit]
         if exits and life.exit:
             found |= {key for key in {**exits[-1], **life.exit} if exits[-1].get(key) != life.exit.get(key)}

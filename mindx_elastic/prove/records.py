@@ -12,7 +12,7 @@ from typing import Any
 __all__ = ["MOST_FORWARDS", "Life", "Sample", "Step", "Streams", "parse_life", "read_lives"]
 
 Sample = Mapping[str, str]
-"""``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful."""
+"""``kind|name`` -> digest. Kinds: weights, option, flag, optimizer, stateful, and variable, which is not compared."""
 Streams = Mapping[str, str]
 """Name of a random stream -> digest of its state."""
 MOST_FORWARDS = 8

@@ -15,7 +15,7 @@ SCHEMA = 1
 
 
 def describe(row: Row) -> list[str]:
-    """A row's difference in lines: what, the usual cause, what to write, what else differs."""
+    """A row's difference in lines: what, the usual cause, what to write, what else differs, which variables."""
     found = row.verdict.explained
     if found is None:
         return []
@@ -23,6 +23,9 @@ def describe(row: Row) -> list[str]:
     lines += [f"usual cause: {found.cause}"] if found.cause else []
     lines += [f"what to write: {found.remedy}"] if found.remedy else []
     lines += [f"at the same step differ: {found.also}"] if found.also else []
+    lines += [f"variables of the program that the resumed run did not get back: {found.variables}"] * bool(
+        found.variables
+    )
     return lines
 
 
@@ -60,6 +63,7 @@ def _row(row: Row) -> dict[str, Any]:
             "cause": found.cause or None,
             "remedy": found.remedy or None,
             "also": found.also or None,
+            "variables": found.variables or None,
         },
         "last_lines": list(verdict.lines),
     }

@@ -57,11 +57,13 @@ def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
 
 def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     words = ["--stops", 1, "--steps", 4, "--junit", "prove.xml", "--json", "--keep", "kept", "--seed", 3]
-    result = run(*words, "--", JOBS / "proved.py", "draw", "ckpt", cwd=tmp_path)
+    result = run(*words, "--", JOBS / "proved.py", "scaled_on_0", "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stderr
     document = json.loads(result.stdout)
     assert (document["outcome"], document["steps"], document["exit_code"]) == ("differs", 4, 1)
-    assert "something drew 2 numbers between the boundary of" in document["runs"][-1]["first_difference"]["what"]
+    found = document["runs"][-1]["first_difference"]
+    assert "the loader handed out the same, and the model was given something else" in found["what"]
+    assert found["rank"] == 0 and "counter" in found["cause"]
     suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
     assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]
@@ -82,9 +84,9 @@ def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path) -> Non
 
 def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     words = ["--stops", 1, "--steps", 4, "--nproc-per-node", 2]
-    result = run(*words, "--", JOBS / "proved.py", "draw_on_1", tmp_path / "ckpt", cwd=tmp_path)
+    result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
-    assert "something drew 3 numbers" in result.stdout and "(rank 1)" in result.stdout
+    assert "the model was given something else (rank 1)" in result.stdout
 
 
 def test_an_interrupted_proof_leaves_nothing(tmp_path: Path) -> None:

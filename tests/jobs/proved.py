@@ -98,6 +98,8 @@ def main() -> None:
             network[3].eval()
         if FAULT == "enumerates" and own_steps % 2 == 0:
             model(inputs)
+        if FAULT.startswith("scaled_on_") and FAULT.endswith(os.environ.get("RANK", "0")):
+            inputs = inputs * (1 + own_steps / 100)
         logits = model(inputs)
         loss = cross_entropy(head(logits) if FAULT == "loose" else logits, targets)
         optimizer.zero_grad()
@@ -115,8 +117,8 @@ def main() -> None:
                 ready.write(str(os.getpid()))
             os.rename(ready.name, os.environ["MINDX_TEST_READY"])
             time.sleep(600)
-        if FAULT in ("draw", f"draw_on_{os.environ.get('RANK', '0')}"):
-            torch.rand(2 + int(os.environ.get("RANK", "0")))
+        if FAULT == "draw":
+            torch.rand(2)
         if FAULT == "clip":
             with torch.no_grad():
                 network[0].weight.clamp_(-0.1, 0.1)

@@ -1,7 +1,8 @@
 """``run.py STOP SCRIPT ARGUMENTS``: runs a script as Python would, and sends SIGTERM to this process in step STOP.
 
 The signal comes before the step's boundary, and the step ends when the ranks have agreed to stop there: so the job
-always leaves at that boundary. 0: no signal. Prints how many steps the script has done (``STEPS``).
+always leaves at that boundary, or, within an accumulation window, at the end of that. 0: no signal. Prints how many
+steps the script has done (``STEPS``).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ def stop_in(stop: int, rank: int) -> None:
 
     def boundary(guard: Guard) -> Any:
         nonlocal signalled
-        collector = guard._collector  # not `guard.step`: that the script reads its position is a thing to be tested
-        if not signalled and collector.position.step + 1 >= stop > 0 and int(os.environ.get("RANK", "0")) == rank:
+        step = guard._loops.step  # not `guard.step`: that the script reads its position is a thing to be tested
+        if not signalled and step + 1 >= stop > 0 and int(os.environ.get("RANK", "0")) == rank:
             signalled = True
             os.kill(os.getpid(), signal.SIGTERM)
             end = time.monotonic() + 60
@@ -43,7 +44,7 @@ def count_steps() -> list[int]:
     original = Guard._finish
 
     def finish(guard: Guard) -> None:
-        steps[0] = guard._collector.position.step
+        steps[0] = guard._loops.step
         original(guard)
 
     setattr(Guard, "_finish", finish)  # noqa: B010

@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,19 @@ _RUN = Path(__file__).parent / "run.py"
 _ENVIRONMENT = {"MINDX_GRACE_S": "60"}
 _EXACT = [loop for loop in LOOPS if isinstance(loop.verdict, Exact)]
 _REFUSED = [loop for loop in LOOPS if isinstance(loop.verdict, Refused)]
-_FOUND = [loop for loop in LOOPS if isinstance(loop.verdict, Found)]
 _CUTS = [(loop, cut) for loop in LOOPS for cut in loop.cuts]
 _TOLD = [(loop, cut) for loop, cut in _CUTS if not isinstance(cut.verdict, Found)]
-_PROVED = [(loop, cut) for loop, cut in _CUTS if isinstance(cut.verdict, Found)]
+
+
+def _proved() -> Iterator[Any]:
+    """Each loop and each cut that `prove` must find, and how."""
+    pairs: list[tuple[Loop, Cut | None]] = [*((loop, None) for loop in LOOPS), *_CUTS]
+    for loop, cut in pairs:
+        verdict = cut.verdict if cut else loop.verdict
+        found = verdict.found if isinstance(verdict, Warned) else verdict
+        if isinstance(found, Found):
+            name = f"{loop.name}, cut" if cut else loop.name
+            yield pytest.param(loop, cut, found, id=name, marks=() if found.often else pytest.mark.drill)
 
 
 def run(loop: Loop, directory: Path, *, stop: int = 0, code: int = 0, script: Path | None = None, rank: int = 0) -> Job:
@@ -47,10 +57,13 @@ def check_exact(loop: Loop, tmp_path: Path, *, seed: int, stops: int) -> None:
     total = int(straight.matches(r"STEPS (\d+)")[0][1])
     draw = random.Random(f"{loop.name} {seed}")
     chosen = sorted(draw.sample(range(1, total + 1), min(stops, total)))
+    saved = 0
     for stop in chosen:
         rank = draw.randrange(loop.ranks)
-        job = run(loop, tmp_path / "stopped", stop=stop, code=143, rank=rank)
-        assert f"STOPPING {stop}" in job.lines, job.report()
+        if stop > saved:  # else the stop before has waited for the end of an accumulation window
+            job = run(loop, tmp_path / "stopped", stop=stop, code=143, rank=rank)
+            assert f"STOPPING {stop}" in job.lines, job.report()
+            saved = int(job.matches(r"step (\d+) saved in")[0][1])
     resumed = run(loop, tmp_path / "stopped")
     assert any("resumed from" in line for line in resumed.lines), resumed.report()
     assert result(resumed) == result(straight), f"stopped at {chosen} of {total}\n{resumed.report()}"
@@ -76,13 +89,14 @@ def check_refused(loop: Loop, verdict: Refused, tmp_path: Path, script: Path) ->
 
 
 def check_found(loop: Loop, verdict: Found, tmp_path: Path, script: Path) -> None:
-    command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", "3", "--seed", "1"]
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "prove", "--stops", str(verdict.stops), "--seed", "1"]
     command += ["--nproc-per-node", str(loop.ranks)] if loop.ranks > 1 else []
     command += ["--", str(script), str(tmp_path / "never")]
     proved = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False, env=_environment())
     shown = " ".join(proved.stdout.split())
     assert proved.returncode != 0, proved.stdout + proved.stderr
     assert verdict.words in shown, f"{verdict.words!r} is not said\n{proved.stdout}{proved.stderr}"
+    assert not verdict.variable or f'"{verdict.variable}" ({script.name})' in shown, proved.stdout
     assert not (tmp_path / "never").exists()
 
 
@@ -102,38 +116,29 @@ def test_what_cannot_be_kept_is_refused(loop: Loop, tmp_path: Path) -> None:
     check_refused(loop, loop.verdict, tmp_path, loop.path)
 
 
-@pytest.mark.drill
-@pytest.mark.parametrize("loop", _FOUND, ids=lambda loop: loop.name)
-def test_prove_finds_what_nothing_else_can_see(loop: Loop, tmp_path: Path) -> None:
-    assert isinstance(loop.verdict, Found)
-    check_found(loop, loop.verdict, tmp_path, loop.path)
+@pytest.mark.parametrize(("loop", "cut", "found"), [*_proved()])
+def test_prove_finds_what_nothing_else_can_see(loop: Loop, cut: Cut | None, found: Found, tmp_path: Path) -> None:
+    check_found(loop, found, tmp_path, loop.path if cut is None else _write_cut(loop, cut, tmp_path))
 
 
 def _cut_id(value: Any) -> str:
     return value.name if isinstance(value, Loop) else str(value.old).strip()[:30]
 
 
-def _check_cut(loop: Loop, cut: Cut, tmp_path: Path) -> None:
+def _write_cut(loop: Loop, cut: Cut, tmp_path: Path) -> Path:
     script = tmp_path / f"{loop.name}.py"
     script.write_text(loop.source(cut), encoding="utf-8")
-    if isinstance(cut.verdict, Refused):
-        check_refused(loop, cut.verdict, tmp_path, script)
-    elif isinstance(cut.verdict, Warned):
-        check_warned(loop, cut.verdict, tmp_path, script)
-    else:
-        assert isinstance(cut.verdict, Found)
-        check_found(loop, cut.verdict, tmp_path, script)
+    return script
 
 
 @pytest.mark.parametrize(("loop", "cut"), _TOLD, ids=_cut_id)
 def test_a_line_of_state_that_is_taken_away_is_told(loop: Loop, cut: Cut, tmp_path: Path) -> None:
-    _check_cut(loop, cut, tmp_path)
-
-
-@pytest.mark.drill
-@pytest.mark.parametrize(("loop", "cut"), _PROVED, ids=_cut_id)
-def test_a_line_of_state_that_is_taken_away_is_found_by_prove(loop: Loop, cut: Cut, tmp_path: Path) -> None:
-    _check_cut(loop, cut, tmp_path)
+    script = _write_cut(loop, cut, tmp_path)
+    if isinstance(cut.verdict, Refused):
+        check_refused(loop, cut.verdict, tmp_path, script)
+    else:
+        assert isinstance(cut.verdict, Warned)
+        check_warned(loop, cut.verdict, tmp_path, script)
 
 
 def test_every_loop_has_a_verdict() -> None:

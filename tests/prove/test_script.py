@@ -160,9 +160,9 @@ def test_the_control_file_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_the_length_of_a_run(tmp_path: Path) -> None:
-    def last(num_batches: int, **more: object) -> int:
+    def last(num_batches: int, took_s: float | None = None, **more: object) -> int:
         control = Control(folder=tmp_path, directories=tmp_path, streams=tmp_path, **more)  # type: ignore[arg-type]
-        return next(number for number in range(1, 1000) if control.is_last(0, number, number, num_batches))
+        return next(n for n in range(1, 1000) if control.is_last(0, n, n, num_batches, took_s if n >= 30 else None))
 
     assert last(0, steps=7) == 7
     assert last(0, last=(0, 9)) == 9
@@ -170,6 +170,9 @@ def test_the_length_of_a_run(tmp_path: Path) -> None:
     assert last(50, steps=-1) == 55, "into the second epoch"
     assert last(500, steps=-1) == 30, "which is too far"
     assert last(6, steps=-1) == 30
+    assert last(6, 0.5, steps=-1) == 100, "quick ones"
+    assert last(500, 60.0, steps=-1) == 30
+    assert last(6, 0.5, steps=40) == 40
 
 
 def test_a_module_of_the_scripts_own_that_another_has_the_name_of(tmp_path: Path) -> None:

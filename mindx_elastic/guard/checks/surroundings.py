@@ -43,6 +43,7 @@ __all__ = [
     "program_files",
     "program_frames",
     "reachable",
+    "variables_of",
 ]
 
 _MOST_OBJECTS = 6000
@@ -146,13 +147,19 @@ class Seen:
 def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable[int] = ()) -> Seen:
     """Look from `frame` and its callers, and from `roots`. `tensors`: ids of tensors whose names are wanted."""
     walk = _Walk(set(tensors))
-    for each in program_frames(frame):
-        walk.add_variables(_locals_of(each), _place_of(each))
-    for module in _program_modules():
-        file = getattr(module, "__file__", None)
-        walk.add_variables(vars(module), PurePath(file).name if file else module.__name__)
+    for place, variables in variables_of(frame):
+        walk.add_variables(variables, place)
     walk.add_variables(roots, "")
     return walk.run()
+
+
+def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Place (see `Found`) and variables of the functions that called the guard, and of the program's own modules."""
+    for each in program_frames(frame):
+        yield _place_of(each), _locals_of(each)
+    for module in _program_modules():
+        file = getattr(module, "__file__", None)
+        yield PurePath(file).name if file else module.__name__, vars(module)
 
 
 def places_of(frame: FrameType | None) -> set[str]:

@@ -12,33 +12,7 @@ from torch.nn import functional as F
 
 import mindx_elastic as mx
 from tests.natural.tools import done
-
-
-class Walk:
-    """A small world: walk to +3 on a line; the wind is drawn from a generator of its own."""
-
-    def __init__(self):
-        self.wind = np.random.default_rng(2)
-        self.reset()
-
-    def reset(self):
-        self.at, self.time = 0.0, 0
-        return self.look()
-
-    def look(self):
-        return torch.tensor([self.at, self.time / 10])
-
-    def step(self, action):
-        self.at += (1 if action else -1) + self.wind.normal(0, 0.3)
-        self.time += 1
-        return self.look(), -abs(3 - self.at), self.time >= 10
-
-    def state_dict(self):
-        return {"at": self.at, "time": self.time, "wind": self.wind.bit_generator.state}
-
-    def load_state_dict(self, state):
-        self.at, self.time = state["at"], state["time"]
-        self.wind.bit_generator.state = state["wind"]
+from tests.natural.walk import Walk
 
 
 class Replay:

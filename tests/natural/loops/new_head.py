@@ -1,4 +1,4 @@
-"""Gets a new last layer in mid-run: a parameter that the optimizer of the file does not have."""
+"""Gets a new last layer at the head of epoch 2, and the optimizer its parameters."""
 
 import sys
 

@@ -1,0 +1,73 @@
+"""The program's own variables, as `mindx-elastic prove` notes them at each step: what no checkpoint has.
+
+Numbers, texts, small tensors and arrays, and the length of containers, by the name that the program has for them. It
+runs no code of the program (see `checks.surroundings`), and it is bounded.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterator, Sized
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mindx_elastic.guard.checks.surroundings import attributes_of, kind_of, variables_of
+from mindx_elastic.prove.digests import digest
+
+__all__ = ["own_variables"]
+
+_MOST = 2000
+_MOST_ITEMS = 64
+_MOST_BYTES = 1 << 20
+_DEPTH = 3
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_TENSORS = (torch.Tensor, np.ndarray)
+
+
+def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, str]:
+    """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out."""
+    found: dict[str, str] = {}
+    known = set(kept)
+    waiting: deque[tuple[str, str, Any, int]] = deque()
+    for place, variables in variables_of(frame):
+        for name, value in list(variables.items()):
+            if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
+                waiting.append((name, place, value, 0))
+    while waiting and len(found) < _MOST:
+        name, place, value, depth = waiting.popleft()
+        if (text := _shown(value)) is not None:
+            if type(value) in _PLAIN or id(value) not in kept:  # numbers are shared
+                found.setdefault(f'"{name}" ({place})', text)
+        elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
+            known.add(id(value))
+            if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
+                found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
+            waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in _children(value))
+    return found
+
+
+def _shown(value: Any) -> str | None:
+    """None: it is no plain value, or too large."""
+    if type(value) in _PLAIN:
+        return digest(value)
+    if type(value) not in _TENSORS or value.nbytes > _MOST_BYTES:
+        return None
+    return None if isinstance(value, np.ndarray) and value.dtype.hasobject else digest(value)
+
+
+def _children(value: Any) -> Iterator[tuple[str, Any]]:
+    kind = kind_of(type(value))
+    if kind == "instance":
+        own = attributes_of(value)
+        shared = (item for each in reversed(type(value).__mro__) for item in vars(each).items())
+        first = {name: item for name, item in shared if type(item) in _PLAIN and not name.startswith("__")}
+        yield from ((f".{name}", item) for name, item in {**first, **own}.items())
+    elif kind == "loader":
+        yield ".dataset", attributes_of(value).get("dataset")
+    elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
+        yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
+    elif type(value) is dict and len(value) <= _MOST_ITEMS:
+        yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if type(key) in (str, int))
