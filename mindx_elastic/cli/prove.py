@@ -243,13 +243,15 @@ def _table(proof: Proof) -> Table:
 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:
+    from mindx_elastic.prove.proof import steps_in_words
     from mindx_elastic.prove.report import describe
 
     first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
     if first is None:
         ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
         rest = ", the whole training" if proof.has_ended else ""
-        console.print(f"all equal: {proof.steps} steps{ranks}{rest}, in {seconds:.0f} s", style="bold green")
+        steps = steps_in_words(proof.steps)
+        console.print(f"all equal: {steps}{ranks}{rest}, in {seconds:.0f} s", style="bold green")
         if not proof.has_ended:
             console.print(f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
         return
@@ -274,10 +276,12 @@ def _print_notes(console: Console, proof: Proof, keep: Path | None) -> None:
 
 
 def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
+    from mindx_elastic.prove.proof import steps_in_words
+
     is_first = row is proof.rows[0]
     result = row.verdict.outcome
     if result == "equal" and is_first:
-        result = f"{proof.steps} steps{', the whole training' if proof.has_ended else ''}"
+        result = f"{steps_in_words(proof.steps)}{', the whole training' if proof.has_ended else ''}"
     if result == "differs" and row.verdict.step is not None:
         result = f"differs at step {row.verdict.step}"
     resumed = "" if row.resumed is None else f"step {row.resumed}"

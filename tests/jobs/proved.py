@@ -126,7 +126,7 @@ def main() -> None:
     with guard:
         if FAULT == "resume_crash" and guard.resumed_from_step is not None:
             raise KeyError("not yet")
-        if FAULT == "refused":
+        if FAULT == "refused" or (FAULT == "refused_later" and guard.resumed_from_step is not None):
             raise mx.errors.UnmanagedStateError("the queue is not named. Write Guard(stateful={'queue': queue})")
         if FAULT == "counter":
             for _ in range(EPOCHS):

@@ -162,6 +162,12 @@ def test_a_refused_script(runs: Runs, tmp_path: Path) -> None:
     assert "is refused: the queue is not named. Write Guard(stateful={'queue': queue})" in text_of(proof)
 
 
+def test_a_resumed_run_that_is_refused(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "refused_later", stops=1)
+    assert proof.exit_code == 1, "the uninterrupted run was not"
+    assert "the resumed run is refused: the queue is not named" in text_of(proof)
+
+
 def test_a_script_without_a_guard(runs: Runs, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('no guard')")
@@ -190,6 +196,16 @@ def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
     assert proof.exit_code == 0, text_of(proof)
     assert (proof.steps, proof.has_ended) == (5, False)
     assert [row.name for row in proof.rows[2:]] == [f"stopped after step {step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("steps", "kill"), [(1, False), (2, True)])
+def test_a_proof_without_a_stop_or_a_kill_is_not_equal(runs: Runs, tmp_path: Path, steps: int, kill: bool) -> None:
+    runs.command = Command(script=(str(JOBS / "proved.py"), "exact", str(tmp_path / "ckpt")))
+    proof = prove(runs, stops=3, steps=steps, seed=0, kill=kill)
+    assert proof.exit_code == 4 and len(proof.rows) == 3
+    what = "kill" if kill else "stop"
+    assert f"the runs have no boundary to {what} at: the proof is {steps} step" in text_of(proof)
+    assert f"Give --steps {steps + 1} or more" in text_of(proof)
 
 
 def test_model_with_callbacks(runs: Runs, tmp_path: Path) -> None:
