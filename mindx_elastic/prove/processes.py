@@ -86,7 +86,8 @@ class FreshProcess(Process):
         with open(request.log, "ab") as log:
             self._popen = subprocess.Popen(
                 [*shim, sys.executable, *wrapper, *request.command],
-                env=dict(request.env),
+                # A line must be seen at once: silence counts as hanging.
+                env={**request.env, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
