@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from mindx_elastic.prove.causes import explain, explain_chance
 from mindx_elastic.prove.compare import Difference, Reference, compare_life, compare_steps
@@ -139,15 +140,51 @@ def test_a_known_batch_says_more_than_what_its_iterator_drew() -> None:
 def test_batches_of_other_content() -> None:
     batches = (f"{'c' * 16},label",)
     assert words(step(15, inputs={"model": ("new",)}, batches=batches)) == "the batch of step 15 is another one"
-    half = (f"{'c' * 16},{'d' * 16}",)
-    reference = Reference(lives=[life([step(n, batches=(f"{'e' * 16},{'d' * 16}",)) for n in range(1, 21)])])
-    changed = step(15, inputs={"model": ("new",)}, batches=half)
-    assert "the samples are the same and their content differs" in words(changed, reference=reference)
-    one = Reference(lives=[life([step(n, inputs={"model": (f"{'a' * 16},{'h' * 16}",)}) for n in range(1, 21)])])
-    hidden = step(15, inputs={"model": (f"{'a' * 16},{'i' * 16}",)})
-    assert "a part of what the model was given is equal, and another part is not" in words(hidden, reference=one)
     same = step(15, inputs={"model": ("new",)})
     assert "the loader handed out the same, and the model was given something else" in words(same)
+
+
+def part(letter: str, number: int = 0) -> str:
+    """As a digest looks."""
+    return f"{letter * 14}{number:02}"
+
+
+def handed_out(*parts: Callable[[int], str]) -> Reference:
+    """The reference with batches of these parts, by the step's number."""
+    steps = [step(n, batches=(",".join(each(n) for each in parts),)) for n in range(1, 21)]
+    return Reference(lives=[life(steps)])
+
+
+def test_samples_are_the_same_where_what_tells_them_apart_is_equal() -> None:
+    def found(reference: Reference, batch: str) -> str:
+        return words(step(15, inputs={"model": ("new",)}, batches=(batch,)), reference=reference)
+
+    def targets(n: int) -> str:
+        return part("e", n)
+
+    noisy = handed_out(partial(part, "d"), targets)
+    assert "the samples are the same and their content differs" in found(noisy, f"{part('c')},{part('e', 15)}")
+    assert found(noisy, f"{part('c')},{part('f')}") == "the batch of step 15 is another one"
+    few_classes = handed_out(partial(part, "d"), lambda n: part("e", n % 3))
+    assert found(few_classes, f"{part('c')},{part('e', 0)}") == "the batch of step 15 is another one"
+    with_index = handed_out(partial(part, "d"), targets, partial(part, "a"))
+    by_chance = found(with_index, f"{part('c')},{part('e', 15)},{part('b')}")
+    assert by_chance == "the batch of step 15 is another one: 2 parts of it differ, and the rest is equal"
+    same_order = handed_out(partial(part, "d"), lambda n: part("e", (n - 1) % PER_EPOCH))
+    assert "the samples are the same" in found(same_order, f"{part('c')},{part('e', 4)}"), "no shuffle: 5, and 15"
+
+
+def test_a_hidden_state_is_told_from_a_mask_of_ones() -> None:
+    def given(*parts: Callable[[int], str]) -> Reference:
+        steps = [step(n, inputs={"model": (",".join(each(n) for each in parts),)}) for n in range(1, 21)]
+        return Reference(lives=[life(steps)])
+
+    in_part = "a part of what the model was given is equal, and another part is not"
+    hidden = given(partial(part, "a"), partial(part, "d"))
+    assert in_part in words(step(15, inputs={"model": (f"{part('a', 15)},{part('c')}",)}), reference=hidden)
+    masked = given(partial(part, "a"), lambda n: part("d"))
+    other = step(15, inputs={"model": (f"{part('c')},{part('d')}",)})
+    assert in_part not in words(other, reference=masked)
 
 
 def test_what_is_fetched_ahead_and_handed_out_again_is_equal() -> None:
