@@ -45,14 +45,27 @@ def test_the_line_is_divided_at_the_script() -> None:
     [
         ([], "name the script"),
         (["--", "none.py"], "none.py: no such file"),
-        (["--stops", "0", "--", "none.py"], "--stops 0: give a number from 1, or all"),
+        (["--stops", "0", "--", "s.py"], "--stops 0: give a number from 1, or all"),
         (["--", "-m"], "-m needs the name of a module"),
-        (["word", "--", "none.py"], "word is no option"),
+        (["word", "--", "s.py"], "word is no option"),
+        (["--", "-m", "no_such_module.part"], "-m no_such_module.part: no such module"),
+        (["--nproc-per-node", "2", "--", "none.py"], "none.py: no such file"),
+        (["--stop", "3", "--", "s.py"], "--stop: no such option; neither of prove nor of mindx-elastic run (did you"),
+        (["--bogus=3", "--", "s.py"], "--bogus: no such option"),
+        (["--nproc-per-node", "none", "--", "s.py"], "none"),
+        (["--nproc-per-node", "0", "--", "s.py"], "give at least 1"),
+        (["--nproc-per-node", "2", "3", "--", "s.py"], "3 is no option"),
+        (["--nnodes", "2", "--", "s.py"], "--nnodes 2: this runs on one node; leave it out"),
+        (["--nproc-per-node", "2", "--monitor-interval", "0", "--", "s.py"], "give seconds above 0"),
+        (["--junit", "none/prove.xml", "--", "s.py"], "--junit none/prove.xml: no file can be written there"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
     result = run(*words, cwd=tmp_path)
-    assert result.returncode == 2 and said in result.stderr, result.stderr
+    assert result.returncode == 2 and said in " ".join(result.stderr.split()), result.stderr
+    assert "usage:" not in result.stderr and "not started" not in result.stdout + result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
 def test_one_rank_with_all_reports(tmp_path: Path) -> None:
