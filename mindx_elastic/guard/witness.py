@@ -18,6 +18,7 @@ before are left out (`prove.records` puts them back). Training thread only.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import re
@@ -60,6 +61,8 @@ _LOADER = re.compile(r"loader(_\d+)?")
 _series: list[tuple[str, str]] = []
 """Directory and prefix of the guards of this process, in the order in which they were first entered."""
 
+_passed = itertools.count(1)
+"""Numbers the boundaries of this process, in all its guards."""
 _entered: dict[int, Witness] = {}
 """The newest one of each series of this process."""
 
@@ -274,7 +277,8 @@ class Witness:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        if control.is_last(self._series, position.step, self._passed, position.batch_num, self._took_s):
+        place = self._series, position.step, self._passed, position.batch_num, self._took_s
+        if control.is_last(*place, in_all=next(_passed)):
             self._is_ended = True
             self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
             self._stopper.request("the proof ends here", 0)

@@ -73,6 +73,11 @@ class Proof:
     writes: Sequence[str] = ()
 
     @property
+    def repeating_steps(self) -> int:
+        """The `steps` that give runs of this length on a machine of any speed; 0: there was no run."""
+        return self.steps + self.has_ended  # a training that ends by itself must not be ended at its last boundary
+
+    @property
     def verdict(self) -> Verdict:
         """Of the whole: the first that is not equal."""
         return next((row.verdict for row in self.rows if row.verdict.outcome != "equal"), Verdict(outcome="equal"))
@@ -94,16 +99,16 @@ def steps_in_words(count: int) -> str:
 
 
 def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
-    """Series and number of the boundaries to stop at, in order: an epoch's end and the training's, where there are any,
-    the first one, and others by `seed`. Where the training goes on after `places`, a stop is carried out before the
-    last of them: at its own boundary or, within an accumulation window, at the end of that."""
+    """Series and number of the boundaries to stop at, in order: the training's end, an epoch's and the first one, where
+    there are any, and others by `seed`, at least one. Where the training goes on after `places`, a stop is carried out
+    before the last of them: at its own boundary or, within an accumulation window, at the end of that."""
     known = [step.place for step in places]
     cuts = [step.place for step in places[:-1] if step.cut]
     candidates = known if has_ended else [place for place in known[:-1] if not cuts or place <= cuts[-1]]
     if stops is None or stops >= len(candidates):
         return candidates
     ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
-    special = [*ends[:1], *([known[-1]] if has_ended and stops > 2 + len(ends[:1]) else []), *known[:1]]
+    special = [*([known[-1]] if has_ended else []), *ends[:1], *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
     return sorted([*chosen, *random.Random(seed).sample(others, stops - len(chosen))])

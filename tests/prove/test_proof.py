@@ -33,7 +33,7 @@ def runs() -> Iterator[Runs]:
             yield made
 
 
-def prove_job(runs: Runs, *words: object, stops: int | None = 3, steps: int = 0, seed: int = 0) -> Proof:
+def prove_job(runs: Runs, *words: object, stops: int | None = 4, steps: int = 0, seed: int = 0) -> Proof:
     runs.command = Command(script=tuple(map(str, words)))
     return prove(runs, stops=stops, steps=steps, seed=seed, kill=False)
 
@@ -218,7 +218,9 @@ def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(Path(__file__).parents[2])
     proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)
     assert proof.exit_code == 0, text_of(proof)
-    assert proof.steps == 10
+    assert (proof.steps, proof.has_ended, proof.repeating_steps) == (10, True, 11)
+    cut = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=1, steps=7)
+    assert (cut.steps, cut.has_ended, cut.repeating_steps) == (7, False, 7)
 
 
 def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
@@ -233,6 +235,10 @@ def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
     assert choose_stops(places[:1], 3, seed=0, has_ended=False) == []
     one_epoch = [replace(place, epoch=1) for place in places]
     assert {1, 20} <= {number for _, number in choose_stops(one_epoch, 3, seed=0, has_ended=True)}
+    for stops, ends in ((2, {20}), (3, {20, 8}), (4, {20, 8, 1})):
+        assert ends <= {number for _, number in choose_stops(places, stops, seed=0, has_ended=True)}
+        by_seed = [set(choose_stops(places, stops, seed=seed, has_ended=True)) for seed in range(5)]
+        assert len(set.union(*by_seed)) > stops, "one is chosen by the seed"
 
 
 def test_a_stop_is_carried_out_before_the_proof_ends() -> None:

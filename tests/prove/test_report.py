@@ -30,8 +30,9 @@ def test_the_exit_code_is_that_of_the_first_verdict_that_is_not_equal() -> None:
 
 
 def test_json() -> None:
-    document = to_json(proof_with(EQUAL, DIFFERS), command=["train.py"], seconds=1.25)
+    document = to_json(proof_with(EQUAL, DIFFERS), command=["train.py"], seconds=1.25, repeat=["x", "9"])
     assert (document["schema"], document["outcome"], document["exit_code"], document["ranks"]) == (1, "differs", 1, 2)
+    assert document["repeat"] == ["x", "9"]
     good, bad = document["runs"]
     assert good["first_difference"] is None
     assert bad["first_difference"] == {
@@ -41,6 +42,7 @@ def test_json() -> None:
         "cause": "a scheduler",
         "remedy": "Name it",
         "also": "weights",
+        "variables": None,
     }
 
 
