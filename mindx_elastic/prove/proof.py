@@ -71,6 +71,7 @@ class Proof:
     notes: list[str] = field(default_factory=list)
     """What a user should know besides."""
     writes: Sequence[str] = ()
+    """Files of the user's that the script itself has written to, in any of the runs."""
 
     @property
     def repeating_steps(self) -> int:
@@ -152,6 +153,7 @@ class _Prover:
     def _run(self, chain: Chain, what: str, **control: object) -> Outcome:
         self._show(self._done, self._planned, what)
         outcome = self.runs.run(chain, **control)  # type: ignore[arg-type]
+        self.proof.writes = list(dict.fromkeys([*self.proof.writes, *outcome.writes]))
         self._done += 1
         self._show(self._done, self._planned, what)
         return outcome
@@ -167,7 +169,6 @@ class _Prover:
             outcome = self._reference_run()
         if self.runs.why_fresh and self.runs.why_fresh != "--fresh":
             self.proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
-        self.proof.writes = outcome.writes
         verdict = _failure(outcome, "the uninterrupted run")
         steps = self._steps_of(outcome)
         if verdict is None and not steps:

@@ -99,7 +99,12 @@ FAULTS = [
         *("is in no named module", "Guard(model=[model, other])"),
     ),
     ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary of 1", ""),
-    ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
+    (
+        "counter",
+        "the resumed one went on for 12 steps too many",
+        "the loop counts from 0 again after a resume",
+        "guard.epochs(n)",
+    ),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
@@ -188,7 +193,7 @@ def test_what_the_script_writes_is_named(runs: Runs, tmp_path: Path, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("MINDX_TEST_WRITES", str(home))
     proof = prove_job(runs, JOBS / "proved.py", "writes", tmp_path / "ckpt", stops=1, steps=3)
-    assert list(proof.writes) == [str(home)]
+    assert list(proof.writes) == [str(home), f"{home}.pt", f"{home}.resumed"]
 
 
 def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:

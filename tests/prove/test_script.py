@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -73,32 +72,31 @@ def test_it_is_as_under_the_interpreter(
     assert '"pickle": 1' in plain.stdout and "atexit Thing(number=3) __main__" in plain.stdout
 
 
-def test_what_it_does_is_noted(tmp_path: Path, zygote: Zygote) -> None:
-    script, home = tmp_path / "writes.py", tmp_path / "home"
-    home.mkdir()
-    (home / "temporary").mkdir()
-    script.write_text(
+@pytest.mark.parametrize("how", ["forked", "fresh"])
+def test_what_it_does_is_noted(tmp_path: Path, zygote: Zygote, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    home, folder = tmp_path / "home", tmp_path / "proof" / "run"
+    (home / "temporary").mkdir(parents=True)
+    folder.mkdir(parents=True)
+    (home / "writes.py").write_text(
         "import os, tempfile\n"
         "open('kept.txt', 'w').write('x'); open('kept.txt', 'a'); open('/dev/null', 'w')\n"
         "tempfile.NamedTemporaryFile().write(b'x')\n"
         "open(__file__).read()\n"
+        "import torch\n"
+        "torch.save({}, 'best.pt'); torch.save({}, os.environ['TMPDIR'] + '/other.pt')\n"
+        "assert torch.load('best.pt') == {}\n"
         "os.environ['OMP_NUM_THREADS'] = '3'; os.environ['OTHER'] = '1'\n"
         "raise ValueError('no')\n"
     )
-    script.rename(home / "writes.py")
-    notes = tmp_path / "proof" / "run" / NOTES_FILE
-    notes.parent.mkdir(parents=True)
-    env = environment(TMPDIR=str(home / "temporary"), OMP_NUM_THREADS="1")
-    request = Request(command=["writes.py"], env=env, log=tmp_path / "log", notes=notes)
-    before = Path.cwd()
-    os.chdir(home)
-    try:
-        assert wait_for(zygote.start(request)) == 1
-    finally:
-        os.chdir(before)
-    found = [json.loads(line) for line in notes.read_text().splitlines()]
+    control = Control(folder=folder, directories=tmp_path, streams=tmp_path).write(tmp_path / "control.json")
+    env = environment(TMPDIR=str(home / "temporary"), OMP_NUM_THREADS="1", MINDX_PROVE=str(control))
+    request = Request(command=["writes.py"], env=env, log=tmp_path / "log", notes=folder / NOTES_FILE)
+    monkeypatch.chdir(home)
+    assert wait_for(zygote.start(request) if how == "forked" else FreshProcess(request)) == 1
+    found = [json.loads(line) for line in (folder / NOTES_FILE).read_text().splitlines()]
     assert [(note["kind"], note["text"]) for note in found] == [
         ("write", str(home / "kept.txt")),
+        ("write", str(home / "best.pt")),
         ("variable", "OMP_NUM_THREADS"),
         ("error", "no"),
     ]
