@@ -1,7 +1,8 @@
 """The program's own variables, as `mindx-elastic prove` notes them at each step: what no checkpoint has.
 
 Numbers, texts, small tensors and arrays, and the length of containers, by the name that the program has for them. It
-runs no code of the program (see `checks.surroundings`), and it is bounded.
+runs no code of the program (see `checks.surroundings`), and it is bounded. Of texts only a hash is noted, because one
+may be a password.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)
 
 
@@ -51,6 +53,8 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
 
 def _shown(value: Any) -> str | None:
     """None: it is no plain value, or too large."""
+    if type(value) is str:
+        return digest(value.encode("utf-8", "surrogatepass"))
     if type(value) in _PLAIN:
         return digest(value)
     if type(value) not in _TENSORS or value.nbytes > _MOST_BYTES:
@@ -70,4 +74,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
     elif type(value) is dict and len(value) <= _MOST_ITEMS:
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if type(key) in (str, int))
+        items = list(value.items())
+        yield from ((f"[{key!r}]", item) for key, item in items if type(key) is int or _is_name(key))
+
+
+def _is_name(key: Any) -> bool:
+    """Of an entry, and no text that is looked up."""
+    return type(key) is str and len(key) <= _LONGEST_KEY
