@@ -48,7 +48,7 @@ from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.prove.control import STEPS, Control, read_control
-from mindx_elastic.prove.digests import digest, leaves, stream_bytes
+from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
 
 __all__ = ["HEARD_S", "Witness", "open_witness"]
@@ -382,7 +382,7 @@ class Witness:
                 continue
             if isinstance(component, ModuleComponent):
                 extras = {k: v for k, v in state.items() if f"weights|{target}.{k}" not in found}
-                found.update((f"stateful|{target}.{name}", value) for name, value in leaves(extras) if name)
+                found.update((f"stateful|{target}.{name}", value) for name, value in outline(extras) if name)
             elif isinstance(component, OptimizerComponent):
                 parameters = component.parameters
                 for key, value in state["state"].items():
@@ -390,7 +390,7 @@ class Witness:
                     name = names.get(id(parameters[key]), str(key)) if known else str(key)
                     found.update((f"optimizer|{target} {leaf} of {name}", d) for leaf, d in leaves(value))
             else:
-                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in leaves(state))
+                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in outline(state))
         return found
 
     def _variables(self) -> dict[str, str]:
