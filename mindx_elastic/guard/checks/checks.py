@@ -131,7 +131,7 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._global_generators = _global_generators()
-        self._strangers = Strangers(self._named_optimizers().values())
+        self._strangers = Strangers(self._all_named())
         self._is_outside = False
         self._remedies = Remedies(targets)
 
@@ -226,6 +226,11 @@ class Checks:
         components = self._collector.components.items()
         return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
 
+    def _all_named(self) -> list[torch.optim.Optimizer]:
+        """Also the one that a ZeroRedundancyOptimizer steps on each rank."""
+        components = [c for c in self._collector.components.values() if isinstance(c, OptimizerComponent)]
+        return list({id(o): o for c in components for o in (c.optimizer, c.local)}.values())
+
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
         own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
@@ -286,7 +291,7 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._named_optimizers().values()):
+        for optimizer in self._strangers.at_boundary(self._all_named()):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
