@@ -56,6 +56,7 @@ from mindx_elastic.guard.checks.movements import (
     is_sharded_in_part,
 )
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
+from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.strangers import Strangers
@@ -130,6 +131,7 @@ class Checks:
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
+        self._own_tensors = OwnTensors()
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
@@ -428,9 +430,14 @@ class Checks:
 
     def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
         some = (*seen.containers.items(), *seen.modules.items())
-        known = kept.objects | self._plain.averages
+        told_of = self._plain.changing
+        known = kept.objects | told_of
         found = [one for key, one in some if key not in known]
         for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
+            self._unmanaged.risk(*told)
+        holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
+        line = self._remedies.stateful_line
+        for told in self._own_tensors.look(holders, kept.has, lambda: program_files(frame), line):
             self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
@@ -450,6 +457,7 @@ class Checks:
         self._plain.forget()
         self._own_optimizers.forget()
         self._copies.forget()
+        self._own_tensors.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:

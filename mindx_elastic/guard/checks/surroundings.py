@@ -112,6 +112,8 @@ class Seen:
     """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
     instances: dict[int, Found] = field(default_factory=dict)
     """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
+    holders: dict[int, Found] = field(default_factory=dict)
+    """The same, also those without whole numbers."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -284,8 +286,10 @@ class _Walk:
     def _note_instance(self, found: Found) -> None:
         attributes = attributes_of(found.value)
         kinds = list(map(type, attributes.values()))
-        if int in kinds and any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
-            self.seen.instances[id(found.value)] = found
+        if any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
+            self.seen.holders[id(found.value)] = found
+            if int in kinds:
+                self.seen.instances[id(found.value)] = found
         if "optimizer" in attributes:
             has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
             if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
