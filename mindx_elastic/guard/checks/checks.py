@@ -533,8 +533,9 @@ class Checks:
         weakly, so they are held, as small as they are, until the program has them no more."""
         epoch, before = self._epoch(), self._watch.generators
         in_loaders: set[int] = set()
-        for loader in seen.loaders.values():  # a loader's own business
-            in_loaders |= reachable(loader.value, models=False).keys()
+        for loader_key, loader in seen.loaders.items():  # a loader's own business
+            if loader_key not in kept.objects and loader_key not in in_loaders:
+                in_loaders |= reachable(loader.value, models=False).keys()
         self._watch.generators = {}
         for key, found in seen.generators.items():
             if key in kept.objects or key in in_loaders or key in self._global_generators:
