@@ -27,17 +27,14 @@ What an evaluation inside ``guard.outside_step()`` does counts nowhere.
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,10 +43,10 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
 from mindx_elastic.guard.checks.movements import (
-    GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
@@ -79,9 +76,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["Checks"]
 
 _FIRST_LOOKS = 4
-_MOVES = 2
 _ORDER_COUNTS = 3
-_MOST_WATCHED = 256
 
 
 @dataclass
@@ -99,7 +94,6 @@ class _Watched:
 @dataclass
 class _Watch:
     modules: dict[int, _Watched] = field(default_factory=dict)
-    generators: dict[int, _Watched] = field(default_factory=dict)
     scalers: dict[int, _Watched] = field(default_factory=dict)
     scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
     schedulers: dict[int, _Watched] = field(default_factory=dict)
@@ -132,10 +126,10 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors = OwnTensors()
-        self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
         self._remedies = Remedies(targets)
+        self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -184,7 +178,7 @@ class Checks:
         with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
-            self._look_at_generators(seen, kept)
+            self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
 
     @contextmanager
@@ -218,7 +212,7 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=self._boundaries == 1)
         self._compare(kept)
-        self._look_at_generators(seen, kept)
+        self._generators.look(seen, kept, self._epoch())
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
@@ -449,8 +443,7 @@ class Checks:
             if (module := watched.reference()) is not None:
                 parameters, buffers = _extra_tensors(module, kept)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
-        for watched in watch.generators.values():
-            watched.look = None  # the next look begins anew
+        self._generators.forget()
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
@@ -528,47 +521,6 @@ class Checks:
         if told is not None:
             self._unmanaged.risk(*told)
 
-    def _look_at_generators(self, seen: Seen, kept: Kept) -> None:
-        """Compare the generators that the program has now with those of the look before. Some cannot be referred to
-        weakly, so they are held, as small as they are, until the program has them no more."""
-        epoch, before = self._epoch(), self._watch.generators
-        in_loaders: set[int] = set()
-        for loader_key, loader in seen.loaders.items():  # a loader's own business
-            if loader_key not in kept.objects and loader_key not in in_loaders:
-                in_loaders |= reachable(loader.value, models=False).keys()
-        self._watch.generators = {}
-        for key, found in seen.generators.items():
-            if key in kept.objects or key in in_loaders or key in self._global_generators:
-                continue
-            now = GeneratorLook.at(found.value)
-            if now is None or len(self._watch.generators) >= _MOST_WATCHED:
-                continue
-            old = before.get(key)
-            watched = _Watched(
-                partial(_same, found.value), _shown(found), now, epoch, remedy=self._remedies.how_to_keep(found)
-            )
-            self._watch.generators[key] = watched
-            if old is None or old.look is None:
-                continue
-            watched.moves = old.moves
-            if old.look.movement(now) is Movement.MOVED:
-                watched.moves += old.epoch == epoch
-                self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
-
-    def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
-        remedy = f"{watched.remedy}, or seed it anew in each step"
-        owner = watched.name.split('"')[1].rpartition(".")[0]
-        if owner:
-            remedy += f". Name whatever else of {owner} changes in the training, too"
-        if between_epochs and watched.moves < _MOVES:
-            self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
-        if watched.moves >= _MOVES:
-            self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
-
-
-def _same(value: Any) -> Any:
-    return value
-
 
 def _shown(found: Found) -> str:
     return str(found) if found.name else f"({type(found.value).__name__})"
@@ -623,12 +575,3 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: None
-
-
-def _global_generators() -> set[int]:
-    """The generators that the guard keeps anyway."""
-    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
-    found.add(id(np.random.mtrand._rand._bit_generator))
-    if torch.cuda.is_available():
-        found.update(map(id, torch.cuda.default_generators))
-    return found
