@@ -63,6 +63,20 @@ step = trainer.step
         '"trainer.hidden" (Trainer, ',
         "keep it in a dict, trainer.state = {'hidden': ...}",
     ),
+    "an order that is shuffled in place": (
+        """
+class Batches:
+    def __init__(self): self.order = np.arange(50)
+    def __getitem__(self, i): return torch.tensor(self.order[i : i + 5]).float()
+    def on_epoch_end(self): np.random.shuffle(self.order)
+batches = Batches()
+def step():
+    if number % 2 == 0: batches.on_epoch_end()
+    update(net(x + batches[number].mean()).square().mean(), opt)
+""",
+        '"batches.order" (Batches, ',
+        'Guard(stateful={"order": batches.order}, ...)',
+    ),
     "an environment of arrays": (
         """
 class World:
@@ -88,7 +102,33 @@ pool = Pool()
 def step(): update(net(pool.query(x)).square().mean(), opt)
 """
 
+_WEIGHTED = """
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
+sampler = WeightedRandomSampler(torch.ones(20), 20)
+loader = DataLoader(TensorDataset(torch.randn(20, 3)), 5, sampler=sampler)
+PARTS = dict(model=net, optimizer=opt, loader=loader, stateful=STATEFUL)
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for epoch in guard.epochs(4):
+        HEAD
+        for x, in loader:
+            update(net(x).square().mean(), opt); guard.step_end()
+        TAIL
+notes = guard._unmanaged.notes
+"""
+_SET = "sampler.weights = torch.full((20,), float(epoch))"
+_FILL = "sampler.weights.fill_(float(epoch))"
+
 LEFT_ALONE = {
+    "an order that is made anew": """
+class Batches:
+    def __init__(self): self.order = np.arange(50)
+    def __getitem__(self, i): return torch.tensor(self.order[i : i + 5]).float()
+    def on_epoch_end(self): self.order = np.arange(50); np.random.shuffle(self.order)
+batches = Batches()
+def step():
+    if number % 2 == 0: batches.on_epoch_end()
+    update(net(x + batches[number].mean()).square().mean(), opt)
+""",
     "meters": """
 class Meter:
     def __init__(self): self.val = self.sum = self.avg = torch.zeros(3); self.count = 0
@@ -135,6 +175,17 @@ criterion = Loss()
 PARTS = dict(model=net, optimizer=opt, stateful={"criterion": criterion})
 def step(): update(criterion(net(x)), opt)
 """,
+    "an order that is named": """
+class Batches:
+    def __init__(self): self.order = np.arange(50)
+    def __getitem__(self, i): return torch.tensor(self.order[i : i + 5]).float()
+    def on_epoch_end(self): np.random.shuffle(self.order)
+batches = Batches()
+PARTS = dict(model=net, optimizer=opt, stateful={"order": batches.order})
+def step():
+    if number % 2 == 0: batches.on_epoch_end()
+    update(net(x + batches[number].mean()).square().mean(), opt)
+""",
     "lists that are filled anew": """
 class Hooks:
     def __init__(self): self.outputs = []
@@ -149,6 +200,7 @@ def step():
 
 def train(source: str, tmp_path: Path) -> tuple[str, ...]:
     parts = "" if "PARTS" in source else _PARTS
+    tmp_path.mkdir(exist_ok=True)
     return run("own", parts + source, tmp_path / "ckpt", file=tmp_path / "train.py")
 
 
@@ -166,6 +218,53 @@ def test_what_is_carried_on_is_told_with_the_line_to_write(
 def test_a_pool_of_constant_length(tmp_path: Path) -> None:
     (note,) = train(POOL, tmp_path)
     assert note.startswith('"pool.images" (list, ')
+
+
+SAMPLER = """
+from torch.utils.data import DataLoader, Sampler, TensorDataset
+class Order(Sampler):
+    def __init__(self): self.order = list(range(20))
+    def __iter__(self): random.shuffle(self.order); return iter(self.order)
+    def __len__(self): return 20
+loader = DataLoader(TensorDataset(torch.randn(20, 3)), 5, sampler=Order())
+PARTS = dict(model=net, optimizer=opt, loader=loader)
+with Guard(directory=DIRECTORY, **PARTS) as guard:
+    for epoch in guard.epochs(4):
+        for x, in loader:
+            update(net(x).square().mean(), opt); guard.step_end()
+notes = guard._unmanaged.notes
+"""
+
+
+def test_a_sampler_that_shuffles_its_last_order(tmp_path: Path) -> None:
+    (note,) = train(SAMPLER, tmp_path)
+    assert note.startswith('"loader.sampler.order" (Order) is carried')
+    anew = SAMPLER.replace("random.shuffle", "self.order = list(range(20)); random.shuffle")
+    assert train(anew, tmp_path / "anew") == ()
+
+
+def weighted(head: str, tail: str, stateful: str = "{}") -> str:
+    return _WEIGHTED.replace("HEAD", head).replace("TAIL", tail).replace("STATEFUL", stateful)
+
+
+@pytest.mark.parametrize("tail", [_SET, _FILL])
+def test_weights_of_a_sampler_that_follow_the_training(tail: str, tmp_path: Path) -> None:
+    (note,) = train(weighted("pass", tail), tmp_path)
+    assert note.startswith("the weights of loader.sampler (WeightedRandomSampler) change in the training")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        weighted(_SET, "pass"),
+        weighted(_FILL, "pass"),
+        weighted("pass", "pass"),
+        weighted("pass", _FILL, '{"w": sampler.weights}'),
+    ],
+    ids=["set", "filled", "constant", "named"],
+)
+def test_weights_of_a_sampler_that_the_head_of_the_epoch_sets(source: str, tmp_path: Path) -> None:
+    assert train(source, tmp_path) == ()
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)

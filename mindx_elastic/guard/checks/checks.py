@@ -56,6 +56,7 @@ from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.remedies import Remedies
+from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
@@ -125,7 +126,7 @@ class Checks:
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
-        self._own_tensors = OwnTensors()
+        self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
         self._remedies = Remedies(targets)
@@ -430,8 +431,13 @@ class Checks:
         for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
             self._unmanaged.risk(*told)
         holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
+        holders += samplers_of(self._loaders)
         line = self._remedies.stateful_line
-        for told in self._own_tensors.look(holders, kept.has, lambda: program_files(frame), line):
+        for told in self._weights_of_samplers.look(
+            self._loaders, self._epoch(), kept.has, lambda: program_files(frame)
+        ):
+            self._unmanaged.risk(*told)
+        for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
             self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
@@ -451,6 +457,7 @@ class Checks:
         self._own_optimizers.forget()
         self._copies.forget()
         self._own_tensors.forget()
+        self._weights_of_samplers.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:

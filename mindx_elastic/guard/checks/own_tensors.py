@@ -7,6 +7,7 @@ also be used in the method that sets it, as the source of its class shows:
 ===================================================  ===================================================================
 ``self.c = 0.9 * self.c + x``, ``self.labels[i] *= a``  and the method reads it elsewhere, other than for a log or
                                                      for another attribute (``self.mean = self.sum / self.count``)
+``shuffle(self.order)``                              it is read anywhere, and not made anew in front of it
 ``y, h = net(x, self.h)``, then ``self.h = h``       it is read first and set afterwards, unless it was missing
 ===================================================  ===================================================================
 
@@ -25,8 +26,10 @@ from typing import Any
 import numpy as np
 import torch
 import xxhash
+from torch.utils.data import Dataset, Sampler
 
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.movements import TensorsLook
 from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of
@@ -35,6 +38,7 @@ __all__ = ["OwnTensors"]
 
 _MOST = 256
 _MOST_BYTES = 1 << 20
+_MOST_ITEMS = 20_000
 _OVERWRITES = ("zero_", "copy_", "fill_", "normal_", "uniform_", "random_", "fill", "set_")
 _OF_NO_VALUE = ("shape", "size", "device", "dtype", "ndim", "dim", "numel")
 _NOT_OF_A_STEP = (
@@ -70,7 +74,7 @@ class OwnTensors:
     def look(
         self,
         found: Iterable[Found],
-        is_kept: Callable[[torch.Tensor], bool],
+        kept: Kept,
         files: Callable[[], Collection[str]],
         line_of: Callable[[list[str]], str],
     ) -> Iterator[tuple[str, str]]:
@@ -79,8 +83,11 @@ class OwnTensors:
         sources: Sources | None = None
         for one in found:
             moved = []
+            in_loader = id(one.value) in kept.objects  # and so is all that it has
             for name, value in attributes_of(one.value).items():
-                if (type(one.value), name) in self._done or len(self._before) >= _MOST or not _is_state(value, is_kept):
+                if id(value) in kept.objects and not in_loader:
+                    continue
+                if (type(one.value), name) in self._done or len(self._before) >= _MOST or not _is_state(value, kept):
                     continue
                 try:
                     now = _Value(weakref.ref(one.value), _look_at(value))
@@ -96,29 +103,45 @@ class OwnTensors:
             self._done.update((type(one.value), name) for name in moved)
             sources = sources or Sources(files())
             trees = list(_classes(type(one.value), sources))
-            if carried := [name for name in moved if any(_carries(tree, parents, name) for tree, parents in trees)]:
+            own = attributes_of(one.value)
+            carried = [
+                name
+                for name in moved
+                if any(_carries(*tree, name, shuffled=isinstance(own[name], list)) for tree in trees)
+            ]
+            if carried:
                 yield _words(one, carried, line_of)
 
 
-def _is_state(value: Any, is_kept: Callable[[torch.Tensor], bool]) -> bool:
+def _is_state(value: Any, kept: Kept) -> bool:
     if type(value) is torch.Tensor:
         is_plain = value.grad_fn is None and not value.requires_grad and not value.is_inference()
-        return is_plain and value.numel() > 1 and not is_kept(value)
+        return is_plain and value.numel() > 1 and not kept.has(value)
+    if type(value) is list:
+        return 1 < len(value) <= _MOST_ITEMS and type(value[0]) is int
     return isinstance(value, np.ndarray) and value.size > 1 and value.dtype != object
 
 
 def _look_at(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return tuple(value.shape), value._version, repr(TensorsLook.at([value]).sample)
+    if isinstance(value, list):
+        return len(value), hash(tuple(value)) if all(type(one) is int for one in value) else 0
     part = value if value.nbytes <= _MOST_BYTES else value.reshape(-1)[:: max(1, value.size // 1024)]
     return value.shape, xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).tobytes())
 
 
 def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) -> tuple[str, str]:
     shown = listed([f'"{found.name}.{name}"' for name in names], 4)
-    kind = f"{type(found.value).__name__}{', ' * bool(found.place)}{found.place}"
+    whose = f"{type(found.value).__name__}{', ' * bool(found.place)}{found.place}"
     are = "is" if len(names) == 1 else "are"
-    what = f"{shown} ({kind}) {are} carried from one step into another and not kept"
+    what = f"{shown} ({whose}) {are} carried from one step into another and not kept"
+    kind = type(found.value)
+    if issubclass(kind, (Sampler, Dataset)):
+        why = "If the order of the samples depends on it, make it anew in each epoch, or give"
+        return what, f"{why} {kind.__name__} state_dict() and load_state_dict(), which the loader then keeps"
+    if any(hasattr(kind, method) for method in ("__getitem__", "__iter__", "__next__")):
+        return what, f"If the training depends on it, write {line_of([f'{found.name}.{name}' for name in names])}"
     if all(_is_plain(value) for value in attributes_of(found.value).values()):
         return what, f"If the training depends on it, write {line_of([found.name])}"
     own = f"{found.name}.state"
@@ -156,8 +179,9 @@ def _classes(kind: type, sources: Sources) -> Iterator[Tree]:
                     yield node, found[1]
 
 
-def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str) -> bool:
-    """Whether a method of a class uses the last value of ``self.<name>`` and sets another."""
+def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str, *, shuffled: bool) -> bool:
+    """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`: only in that
+    way."""
 
     def is_it(node: ast.AST) -> bool:
         return (
@@ -170,8 +194,13 @@ def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str) -> bool:
     for method in ast.walk(tree):
         if not isinstance(method, ast.FunctionDef) or method.name in _NOT_OF_A_STEP or "reset" in method.name:
             continue
-        writes = [node for node in ast.walk(method) if isinstance(node, ast.stmt) and _writes(node, is_it)]
-        if not writes:
+        nodes = list(ast.walk(method))
+        writes = [node for node in nodes if isinstance(node, ast.stmt) and _writes(node, is_it)]
+        for call in (node for node in nodes if isinstance(node, ast.Call) and _shuffles(node, is_it)):
+            anew = any(_overwrites(node, is_it) and _place(node) < _place(call) for node in writes)
+            if not anew and any(_is_read(node, is_it) and parents.get(id(node)) is not call for node in ast.walk(tree)):
+                return True
+        if not writes or shuffled:
             continue
         inside = {id(inner) for node in writes for inner in ast.walk(node)}
         reads = [
@@ -190,6 +219,15 @@ def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str) -> bool:
         ):
             return True
     return False
+
+
+def _shuffles(call: ast.Call, is_it: Callable[[ast.AST], bool]) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name == "shuffle" and bool(call.args) and is_it(call.args[0])
+
+
+def _is_read(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    return is_it(node) and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
 
 
 def _place(node: Any) -> tuple[int, int]:

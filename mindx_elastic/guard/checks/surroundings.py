@@ -114,7 +114,7 @@ class Seen:
     instances: dict[int, Found] = field(default_factory=dict)
     """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
     holders: dict[int, Found] = field(default_factory=dict)
-    """The same, also those without whole numbers."""
+    """The same, also those without whole numbers, and with lists of whole numbers."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -303,6 +303,8 @@ class _Walk:
     def _note_instance(self, found: Found) -> None:
         attributes = attributes_of(found.value)
         kinds = list(map(type, attributes.values()))
+        if list in kinds and any(type(v) is list and len(v) > 1 and type(v[0]) is int for v in attributes.values()):
+            self.seen.holders[id(found.value)] = found
         if any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
             self.seen.holders[id(found.value)] = found
             if int in kinds:
