@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -29,8 +31,11 @@ def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False)
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("mindx-prove-*")}
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A memory file system for this test alone: other tests prove at the same time."""
+    with tempfile.TemporaryDirectory(prefix="mindx-test-", dir="/dev/shm") as folder:
+        yield Path(folder)
 
 
 def test_the_line_is_divided_at_the_script() -> None:
@@ -64,6 +69,7 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     found = document["runs"][-1]["first_difference"]
     assert "the loader handed out the same, and the model was given something else" in found["what"]
     assert found["rank"] == 0 and "counter" in found["cause"]
+    assert '"own_steps" (main() in proved.py)' in found["variables"]
     suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
     assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]
@@ -71,15 +77,16 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     assert run("--keep", "kept", "--", JOBS / "proved.py", "exact", "ckpt", cwd=tmp_path).returncode == 2
 
 
-def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path) -> None:
-    before = shared_memory()
+def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory: Path) -> None:
     words = ["--stops", 1, "--steps", 5, "--kill", "--nproc-per-node", 2]
-    result = run(*words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path)
+    result = run(
+        *words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path, MINDX_ARENA_DIR=str(memory)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all equal: 5 steps of 2 ranks" in result.stdout
     assert "killed after step" in result.stdout and "stopped after step" in result.stdout
     assert not list(tmp_path.iterdir()), "not even the agent's run directory"
-    assert shared_memory() <= before
+    assert not list(memory.iterdir())
 
 
 def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
@@ -89,11 +96,12 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     assert "the model was given something else (rank 1)" in result.stdout
 
 
-def test_an_interrupted_proof_leaves_nothing(tmp_path: Path) -> None:
-    temporary, before = tmp_path / "temporary", shared_memory()
+def test_an_interrupted_proof_leaves_nothing(tmp_path: Path, memory: Path) -> None:
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, "-m", "mindx_elastic", "prove", "--", str(JOBS / "proved.py"), "slow", "ckpt"]
-    job = Job(command, environment(TMPDIR=str(temporary), MINDX_TEST_READY=str(tmp_path / "ready")))
+    ready = str(tmp_path / "ready")
+    job = Job(command, environment(TMPDIR=str(temporary), MINDX_TEST_READY=ready, MINDX_ARENA_DIR=str(memory)))
     try:
         while not (tmp_path / "ready").exists():
             assert job.process.poll() is None, job.report()
@@ -102,7 +110,7 @@ def test_an_interrupted_proof_leaves_nothing(tmp_path: Path) -> None:
     finally:
         job.end()
     assert not list(temporary.glob("mindx-prove-*"))
-    assert shared_memory() <= before
+    assert not list(memory.iterdir())
     pid = int((tmp_path / "ready").read_text())
     state = Path(f"/proc/{pid}/stat")
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
