@@ -127,7 +127,7 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
-        self._strangers = Strangers(self._all_named())
+        self._strangers = Strangers(self._collector.optimizers())
         self._is_outside = False
         self._remedies = Remedies(targets)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
@@ -223,11 +223,6 @@ class Checks:
         components = self._collector.components.items()
         return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
 
-    def _all_named(self) -> list[torch.optim.Optimizer]:
-        """Also the one that a ZeroRedundancyOptimizer steps on each rank."""
-        components = [c for c in self._collector.components.values() if isinstance(c, OptimizerComponent)]
-        return list({id(o): o for c in components for o in (c.optimizer, c.local)}.values())
-
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
         own = {id(t) for t in self._targets.values() if isinstance(t, torch.optim.Optimizer)}
@@ -288,7 +283,7 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._all_named()):
+        for optimizer in self._strangers.at_boundary(self._collector.optimizers()):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
