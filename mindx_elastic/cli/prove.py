@@ -146,11 +146,12 @@ def prove_command(
     mindx-elastic prove --junit prove.xml -- -m project.train
     """
     script, agent = list(ctx.meta[_MARK]), list(ctx.args)
+    number = _number_of(stops)
     _check(script, agent, junit, [name for parameter in ctx.command.params for name in parameter.opts])
     wanted = _Wanted(
         script=script,
         agent=agent,
-        stops=_number_of(stops),
+        stops=number,
         steps=steps,
         seed=seed,
         kill=kill,

@@ -23,16 +23,18 @@ __all__ = ["own_variables"]
 _MOST = 2000
 _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
+_MOST_BYTES_IN_ALL = 1 << 26
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _LONGEST_KEY = 32
-_TENSORS = (torch.Tensor, np.ndarray)
+_TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
 
 def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out."""
     found: dict[str, str] = {}
     known = set(kept)
+    left = _MOST_BYTES_IN_ALL
     waiting: deque[tuple[str, str, Any, int]] = deque()
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
@@ -40,9 +42,12 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
                 waiting.append((name, place, value, 0))
     while waiting and len(found) < _MOST:
         name, place, value, depth = waiting.popleft()
-        if (text := _shown(value)) is not None:
-            if type(value) in _PLAIN or id(value) not in kept:  # numbers are shared
-                found.setdefault(f'"{name}" ({place})', text)
+        if type(value) in _PLAIN:
+            found.setdefault(f'"{name}" ({place})', _noted(value))
+        elif type(value) in _TENSORS:
+            if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
+                left -= nbytes
+                found.setdefault(f'"{name}" ({place})', digest(value))
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
             if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
@@ -51,15 +56,18 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
     return found
 
 
-def _shown(value: Any) -> str | None:
-    """None: it is no plain value, or too large."""
-    if type(value) is str:
-        return digest(value.encode("utf-8", "surrogatepass"))
-    if type(value) in _PLAIN:
-        return digest(value)
-    if type(value) not in _TENSORS or value.nbytes > _MOST_BYTES:
-        return None
-    return None if isinstance(value, np.ndarray) and value.dtype.hasobject else digest(value)
+def _num_bytes(value: Any) -> float:
+    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, whose text their code makes."""
+    plain = (
+        not value.dtype.hasobject
+        if isinstance(value, np.ndarray)
+        else (value.layout is torch.strided and not value.is_nested)
+    )
+    return value.nbytes if plain else float("inf")
+
+
+def _noted(value: Any) -> str:
+    return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -222,7 +222,10 @@ class _Explainer:
         steps, more = int(part.first), "or more " * bool(part.second)
         what = f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for "
         what += f"{_counted(steps, 'step')} {more}too many"
-        cause = "the loop counts from 0 again after a resume, or what ends it (an early stop) is not kept"
+        cause = (
+            "the loop does not read its position and counts from 0 again after a resume, or what ends it (an early "
+            "stop) is not kept"
+        )
         remedy = (
             "Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step; "
             "name what decides an early stop: Guard(stateful={'stopping': stopping})"
@@ -395,12 +398,13 @@ class _Explainer:
 
     def _updated_alone(self, part: Part) -> str | None:
         """Which of the two runs has changed weights in this step that the other one has left as they were."""
-        one, other = self.one, self.other_step
-        if one is None or other is None or one.given is None or other.given is None:
-            return None
-        keys = [key for name in part.names if (key := f"weights|{name}") in one.given and key in other.given]
-        changed = [[key for key in keys if step.end.get(key) != step.given.get(key)] for step in (one, other)]
-        if not keys or bool(changed[0]) == bool(changed[1]):
+        changed: list[bool] = []
+        for step in (self.one, self.other_step):
+            if step is None or step.given is None:
+                return None
+            keys = [f"weights|{name}" for name in part.names]
+            changed.append(any(step.end.get(key) != step.given.get(key) for key in keys))
+        if changed[0] == changed[1]:
             return None
         return "uninterrupted" if changed[0] else "resumed"
 

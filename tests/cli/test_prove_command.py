@@ -85,6 +85,7 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     found = document["runs"][-1]["first_difference"]
     assert "the loader handed out the same, and the model was given something else" in found["what"]
     assert found["rank"] == 0 and "counter" in found["cause"]
+    assert '"own_steps" (main() in proved.py)' in found["variables"]
     suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
     assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]

@@ -77,7 +77,13 @@ def test_texts_are_noted_by_a_hash_only() -> None:
 
 
 def test_tensors_and_arrays_up_to_a_size() -> None:
-    found = noted(centre=torch.zeros(3), table=np.zeros(4), large=torch.zeros(1 << 19), objects=np.array([Trainer()]))
+    found = noted(
+        centre=torch.zeros(3),
+        table=np.zeros(4),
+        large=torch.zeros(1 << 19),
+        objects=np.array([Trainer()]),
+        sparse=torch.eye(3).to_sparse(),
+    )
     assert {name for name in found if name.startswith('"values[')} == {"\"values['centre']\"", "\"values['table']\""}
     assert found["\"values['centre']\""] != noted(centre=torch.ones(3))["\"values['centre']\""]
 

@@ -26,7 +26,6 @@ def runs() -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("MINDX_", "MS_", "TORCHELASTIC", "PYTHONHASH"))]:
             patch.delenv(name)
-        patch.setenv("MINDX_UNMANAGED", "warn")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         with Runs(Command(script=()), timeout_s=600) as made:

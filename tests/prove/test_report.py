@@ -16,7 +16,7 @@ def proof_with(*verdicts: Verdict) -> Proof:
     return Proof(steps=9, has_ended=True, num_ranks=2, rows=rows)
 
 
-FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", also="weights")
+FOUND = Explained(what="lr <differs>", cause="a scheduler", remedy="Name it", also="weights", variables="n: 2, and 0")
 EQUAL = Verdict(outcome="equal")
 DIFFERS = Verdict(outcome="differs", explained=FOUND, rank=1, step=4)
 
@@ -42,7 +42,7 @@ def test_json() -> None:
         "cause": "a scheduler",
         "remedy": "Name it",
         "also": "weights",
-        "variables": None,
+        "variables": "n: 2, and 0",
     }
 
 
@@ -55,6 +55,7 @@ def test_junit() -> None:
     failure, error = cases[1].find("failure"), cases[2].find("error")
     assert failure is not None and failure.attrib["message"] == "lr <differs>"
     assert "what to write: Name it" in (failure.text or "")
+    assert "variables of the program that the resumed run did not get back: n: 2, and 0" in (failure.text or "")
     assert error is not None and "\\x1b[1m" in (error.text or "")
 
 
