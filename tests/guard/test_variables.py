@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.variables import own_variables
 
@@ -103,3 +104,56 @@ def test_of_long_containers_the_length_is_noted() -> None:
 def test_it_is_bounded() -> None:
     nested: list[Any] = [[[index] * 60 for index in range(60)] for _ in range(60)]
     assert len(noted(nested=nested)) <= 2000
+
+
+PLACE = "found_in() in test_variables.py"
+
+
+REPLAY = [1, 2]
+
+
+class Stopping:
+    best = 9.0  # until an instance has its own
+
+    def __init__(self) -> None:
+        self.bad = 0
+
+    @property
+    def never(self) -> int:
+        raise AssertionError("code of the program ran")
+
+
+class Counting(Dataset[int]):
+    calls = 0
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 3
+
+
+def found_in(*kept: object) -> dict[str, str]:
+    stopping, names, table, mean = Stopping(), {"x": 1, "y": [2.5]}, np.zeros(3), torch.ones(2)  # noqa: F841
+    loader, huge, model, window = DataLoader(Counting()), torch.zeros(1 << 20), torch.nn.Linear(2, 2), deque([5])  # noqa: F841
+    return own_variables(sys._getframe(), set(map(id, kept)))
+
+
+def test_plain_values_are_found_by_their_names() -> None:
+    found = found_in()
+    expected = {"stopping.bad": "0", "stopping.best": "9.0", "names['x']": "1", "names['y'][0]": "2.5",
+                "loader.dataset.calls": "0"}  # fmt: skip
+    assert {name: found.get(f'"{name}" ({PLACE})') for name in expected} == expected
+    assert found['the length of "REPLAY" (test_variables.py)'] == "2"
+    assert found[f'the length of "window" ({PLACE})'] == "1"
+    assert len(found[f'"mean" ({PLACE})']) == len(found[f'"table" ({PLACE})']) == 16
+    assert not [name for name in found if name.startswith(('"huge', '"model', '"found_in', '"__'))]
+
+
+def test_a_list_that_the_guard_keeps_is_left_out() -> None:
+    assert '"REPLAY[0]" (test_variables.py)' in found_in()
+    assert not [name for name in found_in(REPLAY) if "REPLAY" in name]
+
+
+def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
+    assert f'"stopping.bad" ({PLACE})' in found_in(0)
