@@ -74,7 +74,10 @@ def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_pat
     assert (proof.steps, proof.has_ended, len(proof.rows)) == (8, True, 10)
 
 
-def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_UNMANAGED", "warn")
     proof = prove_job(runs, NATURAL / "draws_after_the_boundary.py", tmp_path / "ckpt", stops=None, steps=6)
     assert proof.exit_code == 1
     found = {row.verdict.step: row.verdict.explained for row in proof.rows if row.verdict.explained is not None}
@@ -98,12 +101,7 @@ FAULTS = [
         *("is in no named module", "Guard(model=[model, other])"),
     ),
     ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary of 1", ""),
-    (
-        "counter",
-        "the resumed one went on for 12 steps too many",
-        "the loop counts from 0 again after a resume",
-        "guard.epochs(n)",
-    ),
+    ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
     ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
@@ -112,12 +110,27 @@ FAULTS = [
 ]
 
 
+REFUSED = ("draw", "scheduler", "order", "loose", "clip", "counter")
+"""By themselves the guard refuses these; told to, it warns of them only."""
+
+
 @pytest.mark.parametrize(("fault", "what", "cause", "remedy"), FAULTS, ids=[fault[0] for fault in FAULTS])
-def test_a_fault_is_named(runs: Runs, tmp_path: Path, fault: str, what: str, cause: str, remedy: str) -> None:
+def test_a_fault_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, what: str, cause: str, remedy: str
+) -> None:
+    if fault in REFUSED:
+        monkeypatch.setenv("MINDX_UNMANAGED", "warn")
     proof = prove_fault(runs, tmp_path, fault)
     assert proof.exit_code == 1, [row.verdict for row in proof.rows]
     text = text_of(proof)
     assert what in text and cause in text and remedy in text, text
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: Path, fault: str) -> None:
+    proof = prove_fault(runs, tmp_path, fault, stops=1)
+    assert proof.exit_code == 4, text_of(proof)
+    assert "the uninterrupted run is refused: " in text_of(proof)
 
 
 @pytest.mark.parametrize(
