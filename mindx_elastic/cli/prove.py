@@ -133,10 +133,11 @@ def prove_command(
     \b
     [bold]Exit code[/bold]
     0  every step of every run is equal
-    1  a resumed run differs, never resumed, or failed
+    1  a resumed run differs, never resumed, failed, or is refused
     2  wrong usage
     3  the script itself is not deterministic: two runs without a stop differ
-    4  nothing could be compared: the script fails, is refused, or has no guard
+    4  nothing could be compared: the script fails, is refused, has no guard, or makes too few steps for a stop
+    130, 143  interrupted
 
     \b
     [bold]Examples[/bold]
