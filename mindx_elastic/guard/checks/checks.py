@@ -71,6 +71,7 @@ from mindx_elastic.guard.checks.surroundings import (
     reachable,
 )
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
+from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -152,6 +153,7 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
+        tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
 
     def at_boundary(self) -> None:
