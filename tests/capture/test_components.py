@@ -429,7 +429,7 @@ def test_torchscript_modules_keep_buffers_and_modes() -> None:
     def make() -> nn.Module:
         torch.manual_seed(1)
         inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-        return nn.Sequential(torch.jit.script(inner), nn.Linear(4, 2))  # type: ignore[no-untyped-call]
+        return nn.Sequential(torch.jit.script(inner), nn.Linear(4, 2))
 
     one = make()
     component = ModuleComponent("model", one)

@@ -410,7 +410,7 @@ def test_ranks_make_as_many_calls() -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_torchscript_is_named_unless_it_always_runs_the_same_code() -> None:
-    targets = {"model": nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1))}  # type: ignore[no-untyped-call]
+    targets = {"model": nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1))}
     unmanaged = Unmanaged("warn")
     tell_of_torchscript(targets, unmanaged)
     assert [note.partition(":")[0] for note in unmanaged.notes] == ["TorchScript runs model.0"]

@@ -129,7 +129,7 @@ class Checks:
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
-        self._is_outside = False
+        self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._remedies = Remedies(targets)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
@@ -190,15 +190,20 @@ class Checks:
         if self._is_outside:
             yield
             return
+        count = self._evaluations = self._evaluations + 1
+        # A program may have such a block in every step: it is not to cost a look each time.
+        closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
         self._is_outside = True
         try:
-            if self._boundaries:
+            if closely and not self._is_stale:
                 self._compare(self._kept())
             yield
         finally:
             self._is_outside = False
-            if self._boundaries:
+            if closely:
                 self._watch_anew()
+            else:
+                self._is_stale = True
 
     # --- looking ---
 
@@ -206,6 +211,8 @@ class Checks:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
+        if self._is_stale:
+            self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
         return look(frame, self._roots, map(id, loose)), kept
@@ -445,6 +452,7 @@ class Checks:
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
+        self._is_stale = False
         watch = self._watch
         epoch = self._epoch()
         kept = self._kept()
