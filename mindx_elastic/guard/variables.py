@@ -1,7 +1,8 @@
 """The program's own variables, as `mindx-elastic prove` notes them at each step: what no checkpoint has.
 
 Numbers, texts, small tensors and arrays, and the length of containers, by the name that the program has for them. It
-runs no code of the program (see `checks.surroundings`), and it is bounded.
+runs no code of the program (see `checks.surroundings`), and it is bounded. Of texts only a hash is noted, because one
+may be a password.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _MOST_BYTES = 1 << 20
 _MOST_BYTES_IN_ALL = 1 << 26
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_LONGEST_KEY = 32
 _TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
 
@@ -41,10 +43,10 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
     while waiting and len(found) < _MOST:
         name, place, value, depth = waiting.popleft()
         if type(value) in _PLAIN:
-            found.setdefault(f'"{name}" ({place})', digest(value))
+            found.setdefault(f'"{name}" ({place})', _noted(value))
         elif type(value) in _TENSORS:
-            if id(value) not in known and value.nbytes <= min(left, _MOST_BYTES):
-                left -= value.nbytes
+            if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
+                left -= nbytes
                 found.setdefault(f'"{name}" ({place})', digest(value))
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
@@ -52,6 +54,20 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
                 found.setdefault(f'the length of "{name}" ({place})', str(len(value)))
             waiting.extend((f"{name}{suffix}", place, child, depth + 1) for suffix, child in _children(value))
     return found
+
+
+def _num_bytes(value: Any) -> float:
+    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, whose text their code makes."""
+    plain = (
+        not value.dtype.hasobject
+        if isinstance(value, np.ndarray)
+        else (value.layout is torch.strided and not value.is_nested)
+    )
+    return value.nbytes if plain else float("inf")
+
+
+def _noted(value: Any) -> str:
+    return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -66,4 +82,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
     elif type(value) is dict and len(value) <= _MOST_ITEMS:
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if type(key) in (str, int))
+        items = list(value.items())
+        yield from ((f"[{key!r}]", item) for key, item in items if type(key) is int or _is_name(key))
+
+
+def _is_name(key: Any) -> bool:
+    """Of an entry, and no text that is looked up."""
+    return type(key) is str and len(key) <= _LONGEST_KEY
