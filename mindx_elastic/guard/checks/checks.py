@@ -17,6 +17,8 @@ a generator                                                      it moves twice 
                                                                  between epochs: a risk
 a list or deque of tensors or arrays that grows, an average of   a risk
 weights in a dict, a ring buffer of arrays
+a tensor or container of `stateful` whose variable the loop      a step reads what an earlier one has left
+binds anew
 a copy of the weights that is chosen or replaced now and then    a risk
 tensors shaped as the weights, where no optimizer of torch's     a risk
 updates these
@@ -57,6 +59,7 @@ from mindx_elastic.guard.checks.movements import (
 )
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.plain_state import PlainState
+from mindx_elastic.guard.checks.rebound import ReboundState
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
@@ -133,7 +136,7 @@ class Checks:
         self._global_generators = _global_generators()
         self._strangers = Strangers(self._named_optimizers().values())
         self._is_outside = False
-        self._remedies = Remedies(targets)
+        self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -156,6 +159,7 @@ class Checks:
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
         self._look_at_attributes(kept, sys._getframe(1))
+        self._rebound.at_entry(self._targets, sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -184,6 +188,7 @@ class Checks:
             self._compare(kept)
             self._look_at_generators(seen, kept)
             self._look_at_copies(seen, kept, sys._getframe(1))
+            self._rebound.look(sys._getframe(1))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -221,6 +226,7 @@ class Checks:
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
+        self._rebound.look(frame)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _spans, _value, _where
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _value, _where, spans
 
 __all__ = ["find_own_index"]
 
@@ -126,7 +126,7 @@ def _steering_line(
     inside: set[int] = set()  # of tests whose windows end where the boundaries are
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
-            holds = any(_spans(statement, boundary) for statement in node.body)
+            holds = any(spans(statement, boundary) for statement in node.body)
             if holds or _is_window(node, index if starts_at_1 else f"{index} + 1"):
                 fits = any(map(divides, ast.walk(node.test)))
                 reads = [n for n in ast.walk(node.test) if is_it(n)]
