@@ -29,17 +29,14 @@ What an evaluation inside ``guard.outside_step()`` does counts nowhere.
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -48,19 +45,21 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
 from mindx_elastic.guard.checks.movements import (
-    GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
+from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.rebound import ReboundState
 from mindx_elastic.guard.checks.remedies import Remedies
+from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
@@ -81,9 +80,7 @@ from mindx_elastic.guard.unmanaged import Unmanaged
 __all__ = ["Checks"]
 
 _FIRST_LOOKS = 4
-_MOVES = 2
 _ORDER_COUNTS = 3
-_MOST_WATCHED = 256
 
 
 @dataclass
@@ -101,7 +98,6 @@ class _Watched:
 @dataclass
 class _Watch:
     modules: dict[int, _Watched] = field(default_factory=dict)
-    generators: dict[int, _Watched] = field(default_factory=dict)
     scalers: dict[int, _Watched] = field(default_factory=dict)
     scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
     schedulers: dict[int, _Watched] = field(default_factory=dict)
@@ -133,10 +129,11 @@ class Checks:
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
-        self._global_generators = _global_generators()
-        self._strangers = Strangers(self._named_optimizers().values())
+        self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
+        self._strangers = Strangers(self._all_named())
         self._is_outside = False
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
+        self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -186,7 +183,7 @@ class Checks:
         with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
-            self._look_at_generators(seen, kept)
+            self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
             self._rebound.look(sys._getframe(1))
 
@@ -222,7 +219,7 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=self._boundaries == 1)
         self._compare(kept)
-        self._look_at_generators(seen, kept)
+        self._generators.look(seen, kept, self._epoch())
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
@@ -231,6 +228,11 @@ class Checks:
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
         return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
+
+    def _all_named(self) -> list[torch.optim.Optimizer]:
+        """Also the one that a ZeroRedundancyOptimizer steps on each rank."""
+        components = [c for c in self._collector.components.values() if isinstance(c, OptimizerComponent)]
+        return list({id(o): o for c in components for o in (c.optimizer, c.local)}.values())
 
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
@@ -292,7 +294,7 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._named_optimizers().values()):
+        for optimizer in self._strangers.at_boundary(self._all_named()):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
@@ -435,9 +437,19 @@ class Checks:
 
     def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
         some = (*seen.containers.items(), *seen.modules.items())
-        known = kept.objects | self._plain.averages
+        told_of = self._plain.changing
+        known = kept.objects | told_of
         found = [one for key, one in some if key not in known]
         for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
+            self._unmanaged.risk(*told)
+        holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
+        holders += samplers_of(self._loaders)
+        line = self._remedies.stateful_line
+        for told in self._weights_of_samplers.look(
+            self._loaders, self._epoch(), kept.has, lambda: program_files(frame)
+        ):
+            self._unmanaged.risk(*told)
+        for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
             self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
@@ -449,14 +461,15 @@ class Checks:
             if (module := watched.reference()) is not None:
                 parameters, buffers = _extra_tensors(module, kept)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
-        for watched in watch.generators.values():
-            watched.look = None  # the next look begins anew
+        self._generators.forget()
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
         self._plain.forget()
         self._own_optimizers.forget()
         self._copies.forget()
+        self._own_tensors.forget()
+        self._weights_of_samplers.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:
@@ -527,46 +540,6 @@ class Checks:
         if told is not None:
             self._unmanaged.risk(*told)
 
-    def _look_at_generators(self, seen: Seen, kept: Kept) -> None:
-        """Compare the generators that the program has now with those of the look before. Some cannot be referred to
-        weakly, so they are held, as small as they are, until the program has them no more."""
-        epoch, before = self._epoch(), self._watch.generators
-        in_loaders: set[int] = set()
-        for loader in seen.loaders.values():  # a loader's own business
-            in_loaders |= reachable(loader.value, models=False).keys()
-        self._watch.generators = {}
-        for key, found in seen.generators.items():
-            if key in kept.objects or key in in_loaders or key in self._global_generators:
-                continue
-            now = GeneratorLook.at(found.value)
-            if now is None or len(self._watch.generators) >= _MOST_WATCHED:
-                continue
-            old = before.get(key)
-            watched = _Watched(
-                partial(_same, found.value), _shown(found), now, epoch, remedy=self._remedies.how_to_keep(found)
-            )
-            self._watch.generators[key] = watched
-            if old is None or old.look is None:
-                continue
-            watched.moves = old.moves
-            if old.look.movement(now) is Movement.MOVED:
-                watched.moves += old.epoch == epoch
-                self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
-
-    def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
-        remedy = f"{watched.remedy}, or seed it anew in each step"
-        owner = watched.name.split('"')[1].rpartition(".")[0]
-        if owner:
-            remedy += f". Name whatever else of {owner} changes in the training, too"
-        if between_epochs and watched.moves < _MOVES:
-            self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
-        if watched.moves >= _MOVES:
-            self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
-
-
-def _same(value: Any) -> Any:
-    return value
-
 
 def _shown(found: Found) -> str:
     return str(found) if found.name else f"({type(found.value).__name__})"
@@ -621,12 +594,3 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: None
-
-
-def _global_generators() -> set[int]:
-    """The generators that the guard keeps anyway."""
-    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
-    found.add(id(np.random.mtrand._rand._bit_generator))
-    if torch.cuda.is_available():
-        found.update(map(id, torch.cuda.default_generators))
-    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 __all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
 
@@ -23,25 +24,35 @@ _OWN_LOGS = ("step_end", "record_boundary")
 
 
 class Sources:
-    """The source of the program, each file parsed when it is asked for."""
+    """The source of the program, each file parsed once in a process, when it is asked for."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = tuple(dict.fromkeys(files))
-        self._trees: dict[str, Tree | None] = {}
 
     def tree(self, file: str) -> Tree | None:
         """None where there is no source, or none that can be read."""
-        if file not in self._trees:
-            try:
-                tree = ast.parse("".join(linecache.getlines(file)))
-                self._trees[file] = tree, parents_of(tree)
-            except (SyntaxError, ValueError, RecursionError):
-                self._trees[file] = None
-        return self._trees[file]
+        return _parsed(file)[0]
 
     def trees(self) -> Iterator[Tree]:
         """Those of all files."""
         return filter(None, map(self.tree, self.files))
+
+    def trees_with(self, name: str) -> list[Tree]:
+        """Those in which a variable or an attribute has that name."""
+        found = map(_parsed, self.files)
+        return [tree for tree, names in found if tree is not None and name in names]
+
+
+@cache
+def _parsed(file: str) -> tuple[Tree | None, frozenset[str]]:
+    """The tree, and the names of its variables and attributes."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None, frozenset()
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return (tree, parents_of(tree)), frozenset(names | {n.attr for n in nodes if isinstance(n, ast.Attribute)})
 
 
 def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
