@@ -58,6 +58,7 @@ from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
 from mindx_elastic.guard.checks.rebound import ReboundState
+from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
@@ -131,7 +132,7 @@ class Checks:
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._all_named())
-        self._is_outside = False
+        self._is_outside, self.refreshed = False, RefreshedModules()
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
@@ -169,11 +170,13 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
+        self.refreshed.at_boundary()
         if self._uneven and self._boundaries == 1:
             self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
+            self._look_at_refreshed()
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -194,6 +197,7 @@ class Checks:
             yield
             return
         self._is_outside = True
+        self.refreshed.leave()
         try:
             if self._boundaries:
                 self._compare(self._kept())
@@ -519,6 +523,9 @@ class Checks:
             between_epochs = watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
             remedy = watched.remedy
+            if trained or other:
+                is_set, has_buffers = self.refreshed.are_set(module)
+                trained, other = trained and not is_set, other and not has_buffers
             if trained and not between_epochs:
                 watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
@@ -531,6 +538,11 @@ class Checks:
                     f"buffers of module {watched.name}, which is not named, change in the training",
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
+
+    def _look_at_refreshed(self) -> None:
+        found = [watched.reference() for watched in self._watch.modules.values()]
+        named = [t for t in self._targets.values() if isinstance(t, nn.Module)]
+        self.refreshed.watch([m for m in found if m is not None and not is_sharded_in_part(m)], named)
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
