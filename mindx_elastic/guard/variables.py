@@ -57,7 +57,7 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
 
 
 def _num_bytes(value: Any) -> float:
-    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, whose text their code makes."""
+    """Infinite for what has no plain bytes: sparse and nested tensors, and arrays of objects."""
     plain = (
         not value.dtype.hasobject
         if isinstance(value, np.ndarray)
