@@ -70,7 +70,7 @@ def test_an_optimizer_that_nobody_named_is_seen_where_it_changes_what_is_kept(ga
     backward(other)
     probe = torch.optim.AdamW(other.parameters())
     probe.step()
-    assert gate.state is GateState.CLEAN
+    assert problem(gate) is None
     probe.add_param_group({"params": list(gate._parameters)})
     probe.step()
     assert gate.state is GateState.DIRTY

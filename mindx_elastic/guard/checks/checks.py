@@ -17,6 +17,8 @@ a generator                                                      it moves twice 
                                                                  between epochs: a risk
 a list or deque of tensors or arrays that grows, an average of   a risk
 weights in a dict, a ring buffer of arrays
+a tensor or container of `stateful` whose variable the loop      a step reads what an earlier one has left
+binds anew
 a copy of the weights that is chosen or replaced now and then    a risk
 tensors shaped as the weights, where no optimizer of torch's     a risk
 updates these
@@ -55,6 +57,8 @@ from mindx_elastic.guard.checks.movements import (
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
 from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
+from mindx_elastic.guard.checks.rebound import ReboundState
+from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
 from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
@@ -71,6 +75,7 @@ from mindx_elastic.guard.checks.surroundings import (
     reachable,
 )
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
+from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -128,8 +133,9 @@ class Checks:
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
-        self._is_outside = False
-        self._remedies = Remedies(targets)
+        self._is_outside, self._is_stale, self._evaluations = False, False, 0
+        self.refreshed = RefreshedModules()
+        self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
@@ -152,7 +158,9 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
+        tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
+        self._rebound.at_entry(self._targets, sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -165,11 +173,13 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
+        self.refreshed.at_boundary()
         if self._uneven and self._boundaries == 1:
             self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
+            self._look_at_refreshed()
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -181,6 +191,7 @@ class Checks:
             self._compare(kept)
             self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
+            self._rebound.look(sys._getframe(1))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -188,15 +199,21 @@ class Checks:
         if self._is_outside:
             yield
             return
+        count = self._evaluations = self._evaluations + 1
+        # A program may have such a block in every step: it is not to cost a look each time.
+        closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
         self._is_outside = True
+        self.refreshed.leave()
         try:
-            if self._boundaries:
+            if closely and not self._is_stale:
                 self._compare(self._kept())
             yield
         finally:
             self._is_outside = False
-            if self._boundaries:
+            if closely:
                 self._watch_anew()
+            else:
+                self._is_stale = True
 
     # --- looking ---
 
@@ -204,6 +221,8 @@ class Checks:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
+        if self._is_stale:
+            self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
         return look(frame, self._roots, map(id, loose)), kept
@@ -218,6 +237,7 @@ class Checks:
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
+        self._rebound.look(frame)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -443,6 +463,7 @@ class Checks:
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
+        self._is_stale = False
         watch = self._watch
         epoch = self._epoch()
         kept = self._kept()
@@ -508,6 +529,9 @@ class Checks:
             between_epochs = watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
             remedy = watched.remedy
+            if trained or other:
+                is_set, has_buffers = self.refreshed.are_set(module)
+                trained, other = trained and not is_set, other and not has_buffers
             if trained and not between_epochs:
                 watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
@@ -520,6 +544,11 @@ class Checks:
                     f"buffers of module {watched.name}, which is not named, change in the training",
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
+
+    def _look_at_refreshed(self) -> None:
+        found = [watched.reference() for watched in self._watch.modules.values()]
+        named = [t for t in self._targets.values() if isinstance(t, nn.Module)]
+        self.refreshed.watch([m for m in found if m is not None and not is_sharded_in_part(m)], named)
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}

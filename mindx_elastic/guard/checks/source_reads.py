@@ -60,19 +60,27 @@ def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
     return {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def steering_reads(tree: ast.AST, is_it: Callable[[ast.AST], bool], parents: dict[int, ast.AST]) -> Iterator[ast.expr]:
+def steering_reads(
+    tree: ast.AST,
+    is_it: Callable[[ast.AST], bool],
+    parents: dict[int, ast.AST],
+    is_off: Callable[[ast.expr], bool] = lambda test: False,
+) -> Iterator[ast.expr]:
     """The places below `tree` that read what `is_it` accepts, other than those that print, log or keep it for that.
 
-    A test that decides only whether something is logged is none of them.
+    A test that decides only whether something is logged is none of them. `is_off`: whether a test is known to fail
+    (``if args.dry_run: break``), so that what stands below it does not count.
     """
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load) or not is_it(node):
             continue
-        if not _is_for_a_log(node, tree, parents):
+        if not _is_for_a_log(node, tree, parents, is_off):
             yield node
 
 
-def _is_for_a_log(node: ast.AST, root: ast.AST, parents: dict[int, ast.AST]) -> bool:
+def _is_for_a_log(
+    node: ast.AST, root: ast.AST, parents: dict[int, ast.AST], is_off: Callable[[ast.expr], bool]
+) -> bool:
     child = node
     while child is not root and (parent := parents.get(id(child))) is not None:
         if isinstance(parent, (ast.JoinedStr, ast.FormattedValue)):
@@ -82,7 +90,7 @@ def _is_for_a_log(node: ast.AST, root: ast.AST, parents: dict[int, ast.AST]) -> 
         if isinstance(parent, ast.Call) and child is not parent.func and _logs(parent):
             return True
         if isinstance(parent, (ast.If, ast.IfExp)) and child is parent.test:
-            return isinstance(parent, ast.If) and all(map(_only_logs, (*parent.body, *parent.orelse)))
+            return isinstance(parent, ast.If) and all(_only_logs(s, is_off) for s in (*parent.body, *parent.orelse))
         child = parent
     return False
 
@@ -102,13 +110,14 @@ def _logs(call: ast.Call) -> bool:
     return func.attr in _LOGS or func.attr in _OWN_LOGS or name.strip("_").lower() in _LOGGERS
 
 
-def _only_logs(statement: ast.stmt) -> bool:
+def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
     """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
     if isinstance(statement, ast.Expr):
         value = statement.value
         return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _logs(value))
     if isinstance(statement, ast.If):
-        return all(map(_only_logs, (*statement.body, *statement.orelse)))
+        body = () if is_off(statement.test) else statement.body
+        return all(_only_logs(inner, is_off) for inner in (*body, *statement.orelse))
     if isinstance(statement, ast.With):
-        return all(map(_only_logs, statement.body))
+        return all(_only_logs(inner, is_off) for inner in statement.body)
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass))

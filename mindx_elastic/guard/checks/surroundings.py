@@ -39,6 +39,7 @@ __all__ = [
     "inner_schedulers",
     "kind_of",
     "look",
+    "place_of",
     "places_of",
     "program_files",
     "program_frames",
@@ -158,7 +159,7 @@ def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable
 def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place (see `Found`) and variables of the functions that called the guard, and of the program's own modules."""
     for each in program_frames(frame):
-        yield _place_of(each), _locals_of(each)
+        yield place_of(each), _locals_of(each)
     for module in _program_modules():
         file = getattr(module, "__file__", None)
         yield PurePath(file).name if file else module.__name__, vars(module)
@@ -168,7 +169,7 @@ def places_of(frame: FrameType | None) -> set[str]:
     """The places (see `Found`) of the variables that `look` begins with."""
     files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
     modules = {PurePath(file).name if file else name for name, file in files.items()}
-    return modules | set(map(_place_of, program_frames(frame)))
+    return modules | set(map(place_of, program_frames(frame)))
 
 
 def program_files(frame: FrameType | None) -> list[str]:
@@ -501,7 +502,8 @@ def _file_name(path: str) -> str:
     return PurePath(path).name
 
 
-def _place_of(frame: FrameType) -> str:
+def place_of(frame: FrameType) -> str:
+    """The place (see `Found`) of the variables of a running function."""
     code = frame.f_code
     file = "the notebook" if "ipykernel" in code.co_filename or code.co_filename.startswith("<ipython") else ""
     file = file or _file_name(code.co_filename)
