@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
@@ -134,6 +135,7 @@ class Checks:
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
+        self._has_told_of_size = False
         self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
@@ -225,7 +227,11 @@ class Checks:
             self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
-        return look(frame, self._roots, map(id, loose)), kept
+        seen = look(frame, self._roots, map(id, loose))
+        if not seen.complete and not self._has_told_of_size:
+            self._has_told_of_size = True
+            logger.info("the program has more objects than the checks look at, so what is not named may go unnoticed")
+        return seen, kept
 
     def _look_again(self, frame: FrameType | None) -> None:
         self._strangers.look_again()
