@@ -446,7 +446,11 @@ class Guard:
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
         self._around.at_boundary(step, cut=self._cut and not tail.is_pending)
-        if self._witness is not None and not at_tail and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
+        if (
+            self._witness is not None
+            and not at_tail
+            and self._witness.at_boundary(self._loops.position, is_cut=self._cut)
+        ):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(step):
             self._checks.before_save(refuse=False)
