@@ -144,6 +144,7 @@ class TensorAdapter:
             self._copy.recheck()
         else:
             self._copy.renew()
+        assert self._copy.value is not None
         return {"kind": "torch.Tensor", "value": local_part(self._copy.value)}
 
     @torch.no_grad()
@@ -279,7 +280,7 @@ def adapted(name: str, target: object, others: Collection[int] = ()) -> Adapter 
             f"{name} is a {type(target).__name__}, which cannot be changed in place at a resume: keep it in a dict "
             f'that the loop reads and writes, as state = {{"{name}": ...}} and stateful={{"state": state}}'
         )
-    if isinstance(target, (*_NO_STATE, Iterator)) or callable(target):
+    if isinstance(target, (*_NO_STATE, Iterator)) or (callable(target) and not _is_own(target)):
         return None
     if any(hasattr(type(target), method) for method in ("__next__", "__iter__", "__getitem__")):
         return None  # a container or an iterator of an unknown kind
@@ -301,6 +302,12 @@ def _generator(name: str, target: object) -> Adapter | None:
         if isinstance(target, numpy.random.RandomState):
             return _NumpyRandomState(name, target)
     return None
+
+
+def _is_own(target: object) -> bool:
+    """Whether it is of a class that the program may have written: a loss that can be called, with tensors in it."""
+    root = type(target).__module__.partition(".")[0]
+    return (root not in ("torch", "numpy", "builtins") and root not in sys.stdlib_module_names) or root == "__main__"
 
 
 def _attributes(target: object) -> Iterator[tuple[str, Any]]:

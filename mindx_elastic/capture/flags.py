@@ -99,7 +99,7 @@ class Flags:
 
 
 class _Property:
-    """Of a module whose class answers for the flag, as `torch.compile`'s wrapper does."""
+    """Of a module that does not keep the flag in its dictionary: `torch.compile`'s wrapper, TorchScript."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -110,7 +110,7 @@ class _Property:
 
 def _attributes(module: nn.Module) -> Any:
     """Where the flag can be read, in half the time of an attribute."""
-    return _Property(module) if hasattr(type(module), "training") and "training" not in vars(module) else vars(module)
+    return vars(module) if "training" in vars(module) else _Property(module)
 
 
 def _set_training(module: nn.Module, flag: bool) -> bool:

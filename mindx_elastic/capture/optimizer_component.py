@@ -243,13 +243,13 @@ def _keep_objects(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]
             if loaded is not group:
                 group.clear()
                 group.update(loaded)
-        for each in (optimizer, *inner):
+        for each in (*inner, optimizer):  # of a wrapper it may be a property that gives the inner one's
             if each.param_groups is loaded_groups:
                 each.param_groups = groups
     if loaded_state is not state:
         state.clear()
         state.update(loaded_state)
-        for each in (optimizer, *inner):
+        for each in (*inner, optimizer):
             if each.state is loaded_state:
                 each.state = state
 

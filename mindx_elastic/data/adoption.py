@@ -52,6 +52,8 @@ class Adoption:
             self._own_seed = not (given or hasattr(loader.sampler, "num_replicas"))
             if not hasattr(loader.sampler, "num_replicas"):
                 sampler.ranks = partial(rank_and_world_size, 0, 1)
+            else:  # programs rely on batches of equal size (losses over an `all_gather`)
+                sampler.filled_rounds = not sampler.whole_rounds
 
     def begin(self) -> None:
         if self._own_seed:

@@ -245,7 +245,7 @@ class ResumableLoader(DataLoader[Any]):
         )
 
     def _warn_of_padding(self, plan: EpochPlan) -> None:
-        if plan.padding and not self._warned_of_padding:
+        if plan.padding and not plan.fill and not self._warned_of_padding:
             self._warned_of_padding = True
             logger.warning(
                 "%d samples do not divide evenly over %d ranks with batch size %d: the last step of each epoch repeats "

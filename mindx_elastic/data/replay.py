@@ -171,10 +171,12 @@ class ReplayLoader:
     def set_aside(self) -> Iterator[None]:
         """As `ResumableLoader.set_aside`. The generators and states of the samplers are put back, too."""
         found = {name: _capture_part(part, self.loader) for name, part in self._parts().items()}
+        following, self._following = self._following, []
         try:
             with self._engine.set_aside(self):
                 yield
         finally:
+            self._following = following
             for name, part in self._parts().items():
                 _restore_part(part, found.get(name, {}), self.loader)
 

@@ -50,6 +50,9 @@ class EpochPlan:
     world_size: int = 1
     drop_last: bool = False
     start: int = 0
+    fill: bool = False
+    """All ranks get as many samples in the last step, some of them twice, as ``DistributedSampler(drop_last=False)``
+    gives them; else the remainder is split as evenly as it goes."""
     step: int = field(init=False)
     """Samples of a full step over all ranks."""
     full: int = field(init=False)
@@ -61,7 +64,11 @@ class EpochPlan:
         step = self.batch_size * self.world_size
         full, rest = divmod(max(0, self.num_samples - self.start), step)
         tail: tuple[int, ...] = ()
-        if rest and not self.drop_last:
+        if self.fill and rest:
+            rest += -rest % self.world_size
+            if rest == step or not self.drop_last:
+                tail = (rest,)
+        elif rest and not self.drop_last:
             if rest >= self.world_size:
                 tail = (rest,)
             elif full and self.batch_size > 1:
@@ -102,7 +109,8 @@ class ResumableBatchSampler(Sampler[list[Key]]):
 
     A batch is a list of keys: ``(seed of the sample, index)``, or bare indices when `seeded` is False. The seed is a
     hash of (seed, epoch, index): it follows the sample to whichever worker or rank loads it. `whole_rounds` leaves out
-    what does not divide by the world size, as ``DistributedSampler(drop_last=True)`` does.
+    what does not divide by the world size, as ``DistributedSampler(drop_last=True)`` does; `filled_rounds`: see
+    `EpochPlan.fill`.
     """
 
     def __init__(
@@ -127,6 +135,7 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         self.ranks = ranks
         self.seeded = seeded
         self.whole_rounds = whole_rounds
+        self.filled_rounds = False
         self._length: tuple[tuple[Any, ...], int] = ((), 0)  # what it was worked out from, and it
 
     def set_epoch(self, epoch: int) -> None:
@@ -138,7 +147,8 @@ class ResumableBatchSampler(Sampler[list[Key]]):
         size = len(self.dataset)
         if self.whole_rounds:
             size -= size % world_size
-        return EpochPlan(size, self.batch_size, world_size, self.drop_last, size if finished else start)
+        start = size if finished else start
+        return EpochPlan(size, self.batch_size, world_size, self.drop_last, start, fill=self.filled_rounds)
 
     def __len__(self) -> int:
         """Batches of a whole epoch for one rank. Asked at every boundary: worked out again only when it can differ."""

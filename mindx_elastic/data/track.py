@@ -149,7 +149,7 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
-        if exhausted and self.at_exhaustion is not None and self._handed == self._handed_before:
+        if exhausted and self.at_exhaustion is not None and self._handed == self._handed_before:  # noqa: SIM102
             if threading.get_ident() == self._thread:
                 self.at_exhaustion()
 

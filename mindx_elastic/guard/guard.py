@@ -240,6 +240,8 @@ class Guard:
         trains = not self._around.is_guest
         if trains:
             self._checks.at_entry()
+            self._loops.at_next_batch = self._checks.refreshed.at_next_batch
+            stack.callback(self._checks.refreshed.leave)
         self._start_stages(stack, settings, opening)
         if trains:
             self._checks.watch(self._update_gate)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -49,13 +50,16 @@ def ddp_modules(targets: Mapping[str, Any]) -> list[tuple[str, DistributedDataPa
 
 
 def _trained(targets: Mapping[str, Any]) -> dict[int, str]:
-    """The parameters that are trained, by id, with their path."""
+    """The parameters that are trained, by id, with their path: those that a named optimizer has. An average of the
+    weights is in none, though its parameters may ask for gradients."""
+    optimizers = [t for t in targets.values() if isinstance(t, torch.optim.Optimizer)]
+    optimized = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     modules = {name: unwrap_module(t) for name, t in targets.items() if isinstance(t, nn.Module)}
     return {
         id(parameter): f"{name}.{place}"
         for name, module in modules.items()
         for place, parameter in module.named_parameters()
-        if parameter.requires_grad
+        if parameter.requires_grad and (id(parameter) in optimized or not optimized)
     }
 
 

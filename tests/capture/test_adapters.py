@@ -122,6 +122,38 @@ def test_a_tensor_that_did_not_change_is_not_copied_again() -> None:
     assert component.state()["value"].tolist() == [1.0] * 4 and first.tolist() == [0.0] * 4
 
 
+def test_changes_that_move_no_version_counter_are_kept() -> None:
+    small, large = torch.zeros(4), torch.zeros(100_000)
+    collector = Collector({"small": small, "large": large})
+    for step in range(1, 14):
+        small.data.add_(1)  # as older code averages
+        large.numpy()[...] += 1
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
+        state = collector.state()
+        assert state["small"]["value"][0] == step and state["large"]["value"][-1] == step
+        collector.leave_boundary()
+    quiet = torch.zeros(100_000)
+    collector = Collector({"quiet": quiet})
+    for step in range(1, 15):
+        collector.copy(Position(step=step, epoch=1, step_in_epoch=step, batch_num=20))
+        collector.leave_boundary()
+    quiet.data.add_(1)  # long after the looks, and found where a file is written at the boundary
+    collector.copy(Position(step=15, epoch=1, step_in_epoch=15, batch_num=20))
+    assert collector.state()["quiet"]["value"][0] == 1
+
+
+@pytest.mark.parametrize("size", [10, 500_000])
+def test_buffers_that_are_not_persistent_are_kept_however_they_change(size: int) -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("seen", torch.zeros(size), persistent=False)
+    collector = Collector({"model": module})
+    collector.copy(Position(step=1, epoch=1, step_in_epoch=1, batch_num=20))
+    assert ("seen" in collector.state()["module_extras"]["model"]["buffers"]) is (size == 10)  # a large one: as built
+    module.get_buffer("seen").data.add_(1)
+    collector.copy(Position(step=2, epoch=1, step_in_epoch=2, batch_num=20))
+    assert collector.state()["module_extras"]["model"]["buffers"]["seen"][-1] == 1
+
+
 @pytest.mark.parametrize(
     ("value", "fresh", "change"),
     [

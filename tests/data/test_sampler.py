@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.utils.data as torch_data
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mindx_elastic.data.adoption import Adoption
 from mindx_elastic.data.position import Cursor
 from mindx_elastic.data.sampler import EpochPlan, ResumableBatchSampler, rank_and_world_size
 
@@ -199,3 +203,36 @@ def test_cursor_can_take_back_a_beginning() -> None:
     cursor.abandon()
     cursor.begin()
     assert (cursor.epoch, cursor.batch) == (2, 3)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@settings(deadline=None)
+@given(size=st.integers(1, 90), batch_size=st.integers(1, 9), world_size=st.integers(1, 5))
+def test_filled_rounds_give_every_rank_what_a_distributed_sampler_gives(
+    drop_last: bool, size: int, batch_size: int, world_size: int
+) -> None:
+    data: Any = range(size)
+    lengths = []
+    for rank in range(world_size):
+        stock: Any = torch_data.DistributedSampler(data, world_size, rank, shuffle=False, drop_last=False)
+        lengths.append([len(batch) for batch in torch_data.BatchSampler(stock, batch_size, drop_last)])
+    plan = EpochPlan(size, batch_size, world_size, drop_last, fill=True)
+    shares = [[plan.share(batch, rank) for batch in range(plan.num_batches)] for rank in range(world_size)]
+    assert [[end - begin for begin, end in share] for share in shares] == lengths
+    visited = {position % size for share in shares for begin, end in share for position in range(begin, end)}
+    assert drop_last or visited == set(range(size))
+
+
+def test_an_adopted_loader_gives_every_rank_batches_of_the_same_size() -> None:
+    """A loss over `all_gather` hangs or aborts otherwise."""
+    sizes = []
+    for rank in range(3):
+        data = torch_data.TensorDataset(torch.arange(100))
+        sampler: Any = torch_data.DistributedSampler(data, 3, rank, seed=1)
+        loader = torch_data.DataLoader(data, 8, sampler=sampler)
+        adoption = Adoption(loader)
+        adoption.begin()
+        sizes.append([len(batch[0]) for batch in loader])
+        assert len(loader) == len(sizes[-1])
+        adoption.end()
+    assert sizes[0] == sizes[1] == sizes[2] == [8, 8, 8, 8, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,19 @@ def sets_the_rate(p: Program, optimizer: Any = None) -> None:
             p.guard.step_end()
 
 
-@pytest.mark.parametrize("program", [every_second, breaks, sets_the_rate])
+def breaks_by_what_it_finds(p: Program) -> None:
+    is_bad = False
+    for _ in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            is_bad = bool(p.step(*batch))
+            if i % 3 == 2:
+                print(i)
+                if is_bad:
+                    break
+            p.guard.step_end()
+
+
+@pytest.mark.parametrize("program", [every_second, breaks, sets_the_rate, breaks_by_what_it_finds])
 def test_told(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)
     with p.guard:
@@ -77,6 +90,18 @@ def logs(p: Program) -> None:
             p.guard.step_end()
 
 
+def breaks_in_a_dry_run(p: Program) -> None:
+    args = argparse.Namespace(dry_run=False, log_interval=2)
+    for epoch in p.guard.epochs(2):
+        for i, batch in enumerate(p.loader):
+            p.step(*batch)
+            p.guard.step_end()
+            if i % args.log_interval == 0:
+                print(f"{epoch} {i}")
+                if args.dry_run:
+                    break
+
+
 def accumulates(p: Program, loss: Any = None) -> None:
     for _ in p.guard.epochs(2):
         for i, batch in enumerate(p.loader):
@@ -103,7 +128,7 @@ def ours(p: Program) -> None:
             p.guard.step_end()
 
 
-@pytest.mark.parametrize("program", [logs, accumulates, window_around_the_boundary, ours])
+@pytest.mark.parametrize("program", [logs, breaks_in_a_dry_run, accumulates, window_around_the_boundary, ours])
 def test_left_alone(tmp_path: Path, program: Callable[[Program], None], caplog: pytest.LogCaptureFixture) -> None:
     p = Program(tmp_path)
     with p.guard:

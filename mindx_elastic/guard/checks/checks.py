@@ -17,6 +17,8 @@ a generator                                                      it moves twice 
                                                                  between epochs: a risk
 a list or deque of tensors or arrays that grows, an average of   a risk
 weights in a dict, a ring buffer of arrays
+a tensor or container of `stateful` whose variable the loop      a step reads what an earlier one has left
+binds anew
 a copy of the weights that is chosen or replaced now and then    a risk
 tensors shaped as the weights, where no optimizer of torch's     a risk
 updates these
@@ -27,17 +29,14 @@ What an evaluation inside ``guard.outside_step()`` does counts nowhere.
 
 from __future__ import annotations
 
-import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,18 +45,22 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
 from mindx_elastic.guard.checks.movements import (
-    GeneratorLook,
     Movement,
     NumbersLook,
     TensorsLook,
     is_sharded_in_part,
 )
 from mindx_elastic.guard.checks.own_optimizers import OwnOptimizers
+from mindx_elastic.guard.checks.own_tensors import OwnTensors
 from mindx_elastic.guard.checks.plain_state import PlainState
+from mindx_elastic.guard.checks.rebound import ReboundState
+from mindx_elastic.guard.checks.refreshed import RefreshedModules
 from mindx_elastic.guard.checks.remedies import Remedies
+from mindx_elastic.guard.checks.samplers import WeightsOfSamplers, samplers_of
 from mindx_elastic.guard.checks.strangers import Strangers
 from mindx_elastic.guard.checks.surroundings import (
     Found,
@@ -72,15 +75,14 @@ from mindx_elastic.guard.checks.surroundings import (
     reachable,
 )
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
+from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Checks"]
 
 _FIRST_LOOKS = 4
-_MOVES = 2
 _ORDER_COUNTS = 3
-_MOST_WATCHED = 256
 
 
 @dataclass
@@ -98,7 +100,6 @@ class _Watched:
 @dataclass
 class _Watch:
     modules: dict[int, _Watched] = field(default_factory=dict)
-    generators: dict[int, _Watched] = field(default_factory=dict)
     scalers: dict[int, _Watched] = field(default_factory=dict)
     scheduler_likes: dict[int, _Watched] = field(default_factory=dict)
     schedulers: dict[int, _Watched] = field(default_factory=dict)
@@ -130,10 +131,12 @@ class Checks:
         self._is_on, self._uneven = False, uneven
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
-        self._global_generators = _global_generators()
-        self._strangers = Strangers(self._named_optimizers().values())
-        self._is_outside = False
-        self._remedies = Remedies(targets)
+        self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
+        self._strangers = Strangers(self._collector.optimizers())
+        self._is_outside, self._is_stale, self._evaluations = False, False, 0
+        self.refreshed = RefreshedModules()
+        self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
+        self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
         """Have `gate` tell which optimizers step. Main thread, at entry."""
@@ -155,7 +158,9 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
+        tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
+        self._rebound.at_entry(self._targets, sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -168,11 +173,13 @@ class Checks:
         if self._watch.schedulers:
             self._check_steps_of_schedulers()
         self._boundaries += 1
+        self.refreshed.at_boundary()
         if self._uneven and self._boundaries == 1:
             self._check_join()
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
+            self._look_at_refreshed()
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -182,8 +189,9 @@ class Checks:
         with nullcontext() if refuse else self._unmanaged.only_recorded():
             seen, kept = self._look(sys._getframe(1))
             self._compare(kept)
-            self._look_at_generators(seen, kept)
+            self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
+            self._rebound.look(sys._getframe(1))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -191,15 +199,21 @@ class Checks:
         if self._is_outside:
             yield
             return
+        count = self._evaluations = self._evaluations + 1
+        # A program may have such a block in every step: it is not to cost a look each time.
+        closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
         self._is_outside = True
+        self.refreshed.leave()
         try:
-            if self._boundaries:
+            if closely and not self._is_stale:
                 self._compare(self._kept())
             yield
         finally:
             self._is_outside = False
-            if self._boundaries:
+            if closely:
                 self._watch_anew()
+            else:
+                self._is_stale = True
 
     # --- looking ---
 
@@ -207,6 +221,8 @@ class Checks:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
+        if self._is_stale:
+            self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
         return look(frame, self._roots, map(id, loose)), kept
@@ -217,10 +233,11 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=self._boundaries == 1)
         self._compare(kept)
-        self._look_at_generators(seen, kept)
+        self._generators.look(seen, kept, self._epoch())
         self._look_at_attributes(kept, frame)
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
+        self._rebound.look(frame)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -286,7 +303,7 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._named_optimizers().values()):
+        for optimizer in self._strangers.at_boundary(self._collector.optimizers()):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
@@ -429,13 +446,24 @@ class Checks:
 
     def _look_at_copies(self, seen: Seen, kept: Kept, frame: FrameType | None) -> None:
         some = (*seen.containers.items(), *seen.modules.items())
-        known = kept.objects | self._plain.averages
+        told_of = self._plain.changing
+        known = kept.objects | told_of
         found = [one for key, one in some if key not in known]
         for told in self._copies.look(found, self._weights(), kept.has, lambda: program_files(frame)):
+            self._unmanaged.risk(*told)
+        holders = [one for key, one in seen.holders.items() if key not in kept.objects and key not in told_of]
+        holders += samplers_of(self._loaders)
+        line = self._remedies.stateful_line
+        for told in self._weights_of_samplers.look(
+            self._loaders, self._epoch(), kept.has, lambda: program_files(frame)
+        ):
+            self._unmanaged.risk(*told)
+        for told in self._own_tensors.look(holders, kept, lambda: program_files(frame), line):
             self._unmanaged.risk(*told)
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
+        self._is_stale = False
         watch = self._watch
         epoch = self._epoch()
         kept = self._kept()
@@ -443,14 +471,15 @@ class Checks:
             if (module := watched.reference()) is not None:
                 parameters, buffers = _extra_tensors(module, kept)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
-        for watched in watch.generators.values():
-            watched.look = None  # the next look begins anew
+        self._generators.forget()
         for watched in watch.scalers.values():
             if (scaler := watched.reference()) is not None:
                 watched.look = _scale_of(scaler)
         self._plain.forget()
         self._own_optimizers.forget()
         self._copies.forget()
+        self._own_tensors.forget()
+        self._weights_of_samplers.forget()
         self._attributes.forget()
 
     def _compare(self, kept: Kept) -> None:
@@ -500,6 +529,9 @@ class Checks:
             between_epochs = watched.epoch != epoch
             watched.look, watched.epoch = now, epoch
             remedy = watched.remedy
+            if trained or other:
+                is_set, has_buffers = self.refreshed.are_set(module)
+                trained, other = trained and not is_set, other and not has_buffers
             if trained and not between_epochs:
                 watched.moves += 1
                 self._unmanaged.certain(f"module {watched.name} changes in the training and is not named", remedy)
@@ -513,6 +545,11 @@ class Checks:
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
 
+    def _look_at_refreshed(self) -> None:
+        found = [watched.reference() for watched in self._watch.modules.values()]
+        named = [t for t in self._targets.values() if isinstance(t, nn.Module)]
+        self.refreshed.watch([m for m in found if m is not None and not is_sharded_in_part(m)], named)
+
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
         told = self._attributes.look(
@@ -520,46 +557,6 @@ class Checks:
         )
         if told is not None:
             self._unmanaged.risk(*told)
-
-    def _look_at_generators(self, seen: Seen, kept: Kept) -> None:
-        """Compare the generators that the program has now with those of the look before. Some cannot be referred to
-        weakly, so they are held, as small as they are, until the program has them no more."""
-        epoch, before = self._epoch(), self._watch.generators
-        in_loaders: set[int] = set()
-        for loader in seen.loaders.values():  # a loader's own business
-            in_loaders |= reachable(loader.value, models=False).keys()
-        self._watch.generators = {}
-        for key, found in seen.generators.items():
-            if key in kept.objects or key in in_loaders or key in self._global_generators:
-                continue
-            now = GeneratorLook.at(found.value)
-            if now is None or len(self._watch.generators) >= _MOST_WATCHED:
-                continue
-            old = before.get(key)
-            watched = _Watched(
-                partial(_same, found.value), _shown(found), now, epoch, remedy=self._remedies.how_to_keep(found)
-            )
-            self._watch.generators[key] = watched
-            if old is None or old.look is None:
-                continue
-            watched.moves = old.moves
-            if old.look.movement(now) is Movement.MOVED:
-                watched.moves += old.epoch == epoch
-                self._tell_of_generator(watched, between_epochs=old.epoch != epoch)
-
-    def _tell_of_generator(self, watched: _Watched, *, between_epochs: bool) -> None:
-        remedy = f"{watched.remedy}, or seed it anew in each step"
-        owner = watched.name.split('"')[1].rpartition(".")[0]
-        if owner:
-            remedy += f". Name whatever else of {owner} changes in the training, too"
-        if between_epochs and watched.moves < _MOVES:
-            self._unmanaged.risk(f"generator {watched.name} draws numbers between epochs and is not kept", remedy)
-        if watched.moves >= _MOVES:
-            self._unmanaged.certain(f"generator {watched.name} draws numbers in the training and is not kept", remedy)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _shown(found: Found) -> str:
@@ -615,12 +612,3 @@ def _reference(value: Any) -> Callable[[], Any]:
         return weakref.ref(value)
     except TypeError:
         return lambda: None
-
-
-def _global_generators() -> set[int]:
-    """The generators that the guard keeps anyway."""
-    found = {id(torch.default_generator), id(random._inst), id(np.random.mtrand._rand)}
-    found.add(id(np.random.mtrand._rand._bit_generator))
-    if torch.cuda.is_available():
-        found.update(map(id, torch.cuda.default_generators))
-    return found

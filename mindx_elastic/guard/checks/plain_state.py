@@ -26,6 +26,7 @@ __all__ = ["PlainState"]
 _MOVES = 2
 _MOST = 256
 _MOST_BYTES = 1 << 22
+_MOST_ELEMENTS = 1024
 _NEAR = 0.5
 
 _Weights = Sequence[Mapping[str, torch.Tensor]]
@@ -35,7 +36,12 @@ _Weights = Sequence[Mapping[str, torch.Tensor]]
 class _Growing:
     length: int
     last: int
+    elements: Sequence[weakref.ref[Any]]
+    """Of a list that is not too long."""
     moves: int = 0
+    replaced: bool = False
+    """In the last move."""
+    is_told: bool = False
 
 
 @dataclass
@@ -63,9 +69,9 @@ class PlainState:
         self._before = {}
 
     @property
-    def averages(self) -> set[int]:
-        """By `id`: those that change in the way of averages, at the last look."""
-        return {key[0] for key, state in self._before.items() if isinstance(state, _Average) and state.moves}
+    def changing(self) -> set[int]:
+        """By `id`: the averages and ring buffers that have changed up to the last look."""
+        return {k[0] for k, state in self._before.items() if isinstance(state, (_Average, _Ring)) and state.moves}
 
     def look(
         self, found: Iterable[Found], weights: _Weights, is_kept: Callable[[torch.Tensor], bool]
@@ -90,11 +96,21 @@ class PlainState:
             return _look_at_ring(found, before)
         if average := _average_of(value, weights, is_kept):
             return _look_at_average(found, before, average)
-        now = _Growing(len(value), id(value[-1]) if type(value) in (list, deque) and value else 0)
-        if isinstance(before, _Growing) and _has_grown(before, now, value):
-            now.moves = before.moves + 1
-        if now.moves < _MOVES:
+        last = id(value[-1]) if type(value) in (list, deque) and value else 0
+        now = _Growing(len(value), last, _elements_of(value) if type(value) is list else ())
+        if isinstance(before, _Growing):
+            replaced = _are_replaced(before.elements, value)
+            if replaced or _has_grown(before, now, value):
+                now.moves, now.replaced = before.moves + 1, replaced
+            now.is_told = before.is_told
+        if now.moves < _MOVES or now.is_told:
             return now, None
+        now.is_told = True
+        if now.replaced:
+            return now, (
+                f"{found} gets other tensors or arrays from step to step, and is not kept",
+                f"If the training reads it (a pool of images), write {_line_of_owner(found)}",
+            )
         return now, (
             f"{found} grows from step to step, holds tensors or arrays, and is not kept",
             f"If the training reads it (a replay buffer), write {_line_of(found)}",
@@ -106,6 +122,29 @@ def _line_of(found: Found) -> str:
     last = "".join(c for c in found.name.rpartition(".")[2] if c.isalnum() or c == "_") or "state"
     key = f"own_{last}" if last in RESERVED_NAMES else last
     return f'Guard(stateful={{"{key}": {found.name}}}, ...)'
+
+
+def _line_of_owner(found: Found) -> str:
+    """For a list in an object of the program's that can be named as it is: with what it counts beside."""
+    owner, dot, _ = found.name.rpartition(".")
+    if not dot or "[" in owner:
+        return _line_of(found)
+    whole = _line_of(Found(owner, found.place, None))
+    return f"{_line_of(found)}, or {whole} if {owner} counts it, too"
+
+
+def _elements_of(value: Sequence[Any]) -> list[weakref.ref[Any]]:
+    if len(value) > _MOST_ELEMENTS or not all(isinstance(one, (torch.Tensor, np.ndarray)) for one in value):
+        return []
+    return [weakref.ref(one) for one in value]
+
+
+def _are_replaced(before: Sequence[weakref.ref[Any]], value: Sequence[Any]) -> bool:
+    """Whether some are others, and some the same: a list that is filled anew in each step is none that is carried."""
+    if not before or len(before) != len(value):
+        return False
+    same = sum(old() is new for old, new in zip(before, value, strict=True))
+    return 0 < same < len(value)
 
 
 def _has_grown(before: _Growing, now: _Growing, value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 __all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
 
@@ -23,25 +24,35 @@ _OWN_LOGS = ("step_end", "record_boundary")
 
 
 class Sources:
-    """The source of the program, each file parsed when it is asked for."""
+    """The source of the program, each file parsed once in a process, when it is asked for."""
 
     def __init__(self, files: Iterable[str]) -> None:
         self.files = tuple(dict.fromkeys(files))
-        self._trees: dict[str, Tree | None] = {}
 
     def tree(self, file: str) -> Tree | None:
         """None where there is no source, or none that can be read."""
-        if file not in self._trees:
-            try:
-                tree = ast.parse("".join(linecache.getlines(file)))
-                self._trees[file] = tree, parents_of(tree)
-            except (SyntaxError, ValueError, RecursionError):
-                self._trees[file] = None
-        return self._trees[file]
+        return _parsed(file)[0]
 
     def trees(self) -> Iterator[Tree]:
         """Those of all files."""
         return filter(None, map(self.tree, self.files))
+
+    def trees_with(self, name: str) -> list[Tree]:
+        """Those in which a variable or an attribute has that name."""
+        found = map(_parsed, self.files)
+        return [tree for tree, names in found if tree is not None and name in names]
+
+
+@cache
+def _parsed(file: str) -> tuple[Tree | None, frozenset[str]]:
+    """The tree, and the names of its variables and attributes."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError, RecursionError):
+        return None, frozenset()
+    nodes = list(ast.walk(tree))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    return (tree, parents_of(tree)), frozenset(names | {n.attr for n in nodes if isinstance(n, ast.Attribute)})
 
 
 def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
@@ -49,19 +60,27 @@ def parents_of(tree: ast.AST) -> dict[int, ast.AST]:
     return {id(child): node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
 
 
-def steering_reads(tree: ast.AST, is_it: Callable[[ast.AST], bool], parents: dict[int, ast.AST]) -> Iterator[ast.expr]:
+def steering_reads(
+    tree: ast.AST,
+    is_it: Callable[[ast.AST], bool],
+    parents: dict[int, ast.AST],
+    is_off: Callable[[ast.expr], bool] = lambda test: False,
+) -> Iterator[ast.expr]:
     """The places below `tree` that read what `is_it` accepts, other than those that print, log or keep it for that.
 
-    A test that decides only whether something is logged is none of them.
+    A test that decides only whether something is logged is none of them. `is_off`: whether a test is known to fail
+    (``if args.dry_run: break``), so that what stands below it does not count.
     """
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Name, ast.Attribute)) or not isinstance(node.ctx, ast.Load) or not is_it(node):
             continue
-        if not _is_for_a_log(node, tree, parents):
+        if not _is_for_a_log(node, tree, parents, is_off):
             yield node
 
 
-def _is_for_a_log(node: ast.AST, root: ast.AST, parents: dict[int, ast.AST]) -> bool:
+def _is_for_a_log(
+    node: ast.AST, root: ast.AST, parents: dict[int, ast.AST], is_off: Callable[[ast.expr], bool]
+) -> bool:
     child = node
     while child is not root and (parent := parents.get(id(child))) is not None:
         if isinstance(parent, (ast.JoinedStr, ast.FormattedValue)):
@@ -71,7 +90,7 @@ def _is_for_a_log(node: ast.AST, root: ast.AST, parents: dict[int, ast.AST]) -> 
         if isinstance(parent, ast.Call) and child is not parent.func and _logs(parent):
             return True
         if isinstance(parent, (ast.If, ast.IfExp)) and child is parent.test:
-            return isinstance(parent, ast.If) and all(map(_only_logs, (*parent.body, *parent.orelse)))
+            return isinstance(parent, ast.If) and all(_only_logs(s, is_off) for s in (*parent.body, *parent.orelse))
         child = parent
     return False
 
@@ -91,13 +110,14 @@ def _logs(call: ast.Call) -> bool:
     return func.attr in _LOGS or func.attr in _OWN_LOGS or name.strip("_").lower() in _LOGGERS
 
 
-def _only_logs(statement: ast.stmt) -> bool:
+def _only_logs(statement: ast.stmt, is_off: Callable[[ast.expr], bool]) -> bool:
     """Whether a statement prints, logs, evaluates or works out what is printed: it may not touch the training."""
     if isinstance(statement, ast.Expr):
         value = statement.value
         return isinstance(value, ast.Constant) or (isinstance(value, ast.Call) and _logs(value))
     if isinstance(statement, ast.If):
-        return all(map(_only_logs, (*statement.body, *statement.orelse)))
+        body = () if is_off(statement.test) else statement.body
+        return all(_only_logs(inner, is_off) for inner in (*body, *statement.orelse))
     if isinstance(statement, ast.With):
-        return all(map(_only_logs, statement.body))
+        return all(_only_logs(inner, is_off) for inner in statement.body)
     return isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Pass))

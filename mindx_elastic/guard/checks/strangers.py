@@ -150,8 +150,17 @@ def _is_part_of(optimizer: Optimizer, named: Iterable[Optimizer]) -> bool:
     own = _tensors_of(dict(optimizer.state))
     if not own:
         return shares and all(_is_empty(state) for state in optimizer.state.values())
-    kept = {storage_of(tensor) for owner in owners for tensor in _tensors_of(owner.state_dict())}
+    kept = {storage_of(tensor) for owner in owners for tensor in _tensors_of(_state_of(owner))}
     return all(storage_of(tensor) in kept for tensor in own)
+
+
+def _state_of(owner: Optimizer) -> Any:
+    """What a checkpoint gets of it, and where that cannot be asked for here what it has: a ZeroRedundancyOptimizer has
+    to be consolidated first."""
+    try:
+        return owner.state_dict()
+    except RuntimeError:
+        return dict(owner.state)
 
 
 def _tensors_of(value: Any) -> list[torch.Tensor]:

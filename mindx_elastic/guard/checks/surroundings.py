@@ -18,7 +18,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from pathlib import PurePath
 from types import FrameType
@@ -39,6 +39,7 @@ __all__ = [
     "inner_schedulers",
     "kind_of",
     "look",
+    "place_of",
     "places_of",
     "program_files",
     "program_frames",
@@ -137,6 +138,8 @@ class Seen:
     """Lists, dicts and deques with tensors, arrays or tuples of those in them."""
     instances: dict[int, Found] = field(default_factory=dict)
     """Objects of the program's classes with arrays or tensors, and whole numbers, among their attributes."""
+    holders: dict[int, Found] = field(default_factory=dict)
+    """The same, also those without whole numbers, and with lists of whole numbers."""
     tensors: dict[int, Found] = field(default_factory=dict)
     """Of those that were asked for."""
     loaders: dict[int, Found] = field(default_factory=dict)
@@ -156,7 +159,7 @@ def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable
 def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place (see `Found`) and variables of the functions that called the guard, and of the program's own modules."""
     for each in program_frames(frame):
-        yield _place_of(each), _locals_of(each)
+        yield place_of(each), _locals_of(each)
     for module in _program_modules():
         file = getattr(module, "__file__", None)
         yield PurePath(file).name if file else module.__name__, vars(module)
@@ -166,7 +169,7 @@ def places_of(frame: FrameType | None) -> set[str]:
     """The places (see `Found`) of the variables that `look` begins with."""
     files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
     modules = {PurePath(file).name if file else name for name, file in files.items()}
-    return modules | set(map(_place_of, program_frames(frame)))
+    return modules | set(map(place_of, program_frames(frame)))
 
 
 def program_files(frame: FrameType | None) -> list[str]:
@@ -232,21 +235,35 @@ def attributes_of(value: object) -> dict[str, Any]:
     found: dict[str, Any] = {}
     with suppress(AttributeError, TypeError):
         found.update(object.__getattribute__(value, "__dict__"))
-    for kind in type(value).__mro__:
-        for name in _names_of(kind.__dict__.get("__slots__", ())):
-            slot = kind.__dict__.get(name)
-            if isinstance(slot, types.MemberDescriptorType):
-                try:
-                    found[name] = slot.__get__(value)
-                except AttributeError:
-                    continue
+    for name, slot in _slots_of(type(value)):
+        try:
+            found[name] = slot.__get__(value)
+        except AttributeError:
+            continue
     return found
+
+
+def _slots_of(kind: type) -> tuple[tuple[str, types.MemberDescriptorType], ...]:
+    slots = _slots.get(kind)
+    if slots is None:
+        named = ((name, each.__dict__.get(name)) for each in kind.__mro__ for name in _slot_names(each))
+        slots = tuple((name, slot) for name, slot in named if isinstance(slot, types.MemberDescriptorType))
+        _slots[kind] = slots
+    return slots
+
+
+def _slot_names(kind: type) -> tuple[str, ...]:
+    return _names_of(kind.__dict__.get("__slots__", ()))
 
 
 def _names_of(slots: object) -> tuple[str, ...]:
     if isinstance(slots, str):
         return (slots,)
     return tuple(slots) if isinstance(slots, (tuple, list)) else ()
+
+
+_kinds: weakref.WeakKeyDictionary[type, str] = weakref.WeakKeyDictionary()
+_slots: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
 
 
 class _Walk:
@@ -256,10 +273,12 @@ class _Walk:
         self._wanted, self._everything, self._models = wanted, everything, models
         self._most, self._depth = (_MOST_OBJECTS, 2 * _DEPTH) if everything else (_MOST_ITEMS, _DEPTH)
         self._queue: deque[tuple[str, str, Any, int]] = deque()
-        self._kinds: dict[type, str] = {}
+        self._kinds: dict[type, str] = {}  # faster than the weak one
 
     def add_variables(self, variables: Mapping[str, Any], place: str) -> None:
         for name, value in list(variables.items()):
+            if not self._kind(type(value)):
+                continue
             if isinstance(name, str) and not (name.startswith("__") and name.endswith("__")):
                 self.add(name, place, value, 0)
 
@@ -315,8 +334,12 @@ class _Walk:
     def _note_instance(self, found: Found) -> None:
         attributes = attributes_of(found.value)
         kinds = list(map(type, attributes.values()))
-        if int in kinds and any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
-            self.seen.instances[id(found.value)] = found
+        if list in kinds and any(type(v) is list and len(v) > 1 and type(v[0]) is int for v in attributes.values()):
+            self.seen.holders[id(found.value)] = found
+        if any(issubclass(each, (torch.Tensor, np.ndarray)) for each in kinds):
+            self.seen.holders[id(found.value)] = found
+            if int in kinds:
+                self.seen.instances[id(found.value)] = found
         if "optimizer" in attributes:
             has_step = any("step" in each.__dict__ for each in type(found.value).__mro__)
             if has_step and not any(issubclass(type(value), nn.Module) for value in attributes.values()):
@@ -325,10 +348,12 @@ class _Walk:
     def _children(self, kind: str, value: Any) -> Iterator[tuple[str, Any]]:
         if kind == "dict":
             for key, item in _items(value, self._most):
-                yield (f"[{key!r}]" if type(key) in (str, int) else "[...]"), item
+                if self._kind(type(item)):
+                    yield (f"[{key!r}]" if type(key) in (str, int) else "[...]"), item
         elif kind == "sequence":
             for number, item in enumerate(_elements(value, self._most)):
-                yield f"[{number}]", item
+                if self._kind(type(item)):
+                    yield f"[{number}]", item
         elif kind == "module":
             # Its children are its own: only what hangs on them as a plain attribute is looked at.
             for path, module in islice(nn.Module.named_modules(value), _MOST_OBJECTS // 4):
@@ -337,7 +362,7 @@ class _Walk:
                     for table in (module._parameters, module._buffers):
                         self.known.update({id(tensor): tensor for tensor in table.values() if tensor is not None})
                 for name, item in list(object.__getattribute__(module, "__dict__").items()):
-                    if name not in _MODULE_INTERNALS:
+                    if name not in _MODULE_INTERNALS and self._kind(type(item)):
                         yield f".{path}.{name}" if path else f".{name}", item
         elif kind == "optimizer":
             for name, item in attributes_of(value).items():
@@ -359,14 +384,18 @@ class _Walk:
             yield from ((f".{name}", item) for name, item in list(value.__dict__.items()) if not name.startswith("__"))
         elif kind in ("instance", "loader", "scheduler", "scaler"):
             for name, item in attributes_of(value).items():
-                yield f".{name}", item
+                if self._kind(type(item)):
+                    yield f".{name}", item
             if kind == "instance":
                 yield "", type(value)
 
     def _kind(self, kind: type) -> str:
         found = self._kinds.get(kind)
         if found is None:
-            found = self._kinds[kind] = kind_of(kind)
+            found = _kinds.get(kind)
+            if found is None:
+                found = _kinds[kind] = kind_of(kind)
+            self._kinds[kind] = found
         return found
 
 
@@ -468,10 +497,16 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     return copied
 
 
-def _place_of(frame: FrameType) -> str:
+@lru_cache(maxsize=1024)
+def _file_name(path: str) -> str:
+    return PurePath(path).name
+
+
+def place_of(frame: FrameType) -> str:
+    """The place (see `Found`) of the variables of a running function."""
     code = frame.f_code
     file = "the notebook" if "ipykernel" in code.co_filename or code.co_filename.startswith("<ipython") else ""
-    file = file or PurePath(code.co_filename).name
+    file = file or _file_name(code.co_filename)
     return file if code.co_name == "<module>" else f"{code.co_name}() in {file}"
 
 

@@ -121,41 +121,55 @@ def _copied(
 
 def _is_carried(found: Found, copy: _Copy, sources: Sources) -> bool:
     name = _last_name(found.name)
-    trees = [tree for tree in sources.trees() if _mentions(tree[0], name)]
-    if not trees:
+    uses = [_uses(tree, parents, name) for tree, parents in sources.trees_with(name)]
+    if not uses:
         return copy.has_stayed and copy.num_changes > 0
-
-    def is_it(node: ast.AST) -> bool:
-        return (isinstance(node, ast.Name) and node.id == name) or (
-            isinstance(node, ast.Attribute) and node.attr == name
-        )
-
-    reads = ((read, parents) for tree, parents in trees for read in steering_reads(tree, is_it, parents))
-    if not any(_is_used(read, parents) and not _is_set_before(read, parents, is_it) for read, parents in reads):
+    if not any(each.is_read for each in uses):
         return False
     if copy.has_stayed and copy.num_changes:
         return True
-    for tree, parents in trees:
-        for node in ast.walk(tree):
-            value = _set_to(node, is_it)
-            if value is None:
-                continue
-            goes_on = copy.num_changes > 1 and any(map(is_it, ast.walk(value)))
-            if goes_on or _is_chosen(node, parents):
-                return True
-    return False
+    return any(each.is_chosen or (each.goes_on and copy.num_changes > 1) for each in uses)
+
+
+@dataclass(frozen=True)
+class _Uses:
+    """What a file does with a name."""
+
+    is_read: bool
+    """The value of an earlier step is used."""
+    goes_on: bool
+    """It is set from itself."""
+    is_chosen: bool
+    """It is set where something is better."""
+
+
+_known_uses: dict[tuple[int, str], _Uses] = {}  # by the tree, which is never dropped
+
+
+def _uses(tree: ast.AST, parents: dict[int, ast.AST], name: str) -> _Uses:
+    key = id(tree), name
+    if key not in _known_uses:
+
+        def is_it(node: ast.AST) -> bool:
+            return (isinstance(node, ast.Name) and node.id == name) or (
+                isinstance(node, ast.Attribute) and node.attr == name
+            )
+
+        values = [(node, value) for node in ast.walk(tree) if (value := _set_to(node, is_it)) is not None]
+        _known_uses[key] = _Uses(
+            is_read=any(
+                _is_used(read, parents) and not _is_set_before(read, parents, is_it)
+                for read in steering_reads(tree, is_it, parents)
+            ),
+            goes_on=any(any(map(is_it, ast.walk(value))) for _, value in values),
+            is_chosen=any(_is_chosen(node, parents) for node, _ in values),
+        )
+    return _known_uses[key]
 
 
 def _last_name(name: str) -> str:
     """``best`` of ``best['state']``, ``best_state`` of ``trainer.best_state``."""
     return name.partition("[")[0].rpartition(".")[2].strip("<>")
-
-
-def _mentions(tree: ast.AST, name: str) -> bool:
-    return any(
-        (isinstance(node, ast.Name) and node.id == name) or (isinstance(node, ast.Attribute) and node.attr == name)
-        for node in ast.walk(tree)
-    )
 
 
 def _is_used(read: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
@@ -190,6 +204,9 @@ def _is_set_before(read: ast.AST, parents: Mapping[int, ast.AST], is_it: Callabl
                 has_loop = any(isinstance(each, (ast.For, ast.While)) for each in inner)
                 if has_loop and any(_set_to(each, is_it) is not None for each in inner):
                     return False
+        is_loop = isinstance(parent, (ast.For, ast.While))
+        if is_loop and any(_set_to(each, is_it) is not None for each in ast.walk(parent)):
+            return False  # it may be from the pass before
         node = parent
     return False
 

@@ -75,6 +75,8 @@ class Loops:
         self._kept: frozenset[int] = frozenset()
         self._first = self._num_boundaries = 0
         self._restore: Callable[[], None] | None = None
+        self.at_next_batch: Callable[[], None] = lambda: None
+        """Called when the loop asks for the next batch after one of the first boundaries."""
         self._is_resuming = self._restores = False
         self._empty_epoch = 0
         self.tail = EpochTail(loaders)
@@ -423,6 +425,7 @@ class Loops:
         if not self._watches_tail:
             return
         self._watches_tail = False
+        self.at_next_batch()
         moved, others = moved_since(self._collector)
         sample, self._weights_at_tail = self._weights_at_tail, {}
         if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same

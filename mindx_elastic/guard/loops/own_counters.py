@@ -28,7 +28,16 @@ from typing import Any, TypeAlias
 
 from mindx_elastic.guard.checks.surroundings import program_frames
 
-__all__ = ["Entry", "OwnCounter", "entry_of", "find_inner_counter", "find_own_counter", "has_source"]
+__all__ = [
+    "Entry",
+    "OwnCounter",
+    "entry_of",
+    "find_inner_counter",
+    "find_own_counter",
+    "has_source",
+    "spans",
+    "tree_of",
+]
 
 _Loop: TypeAlias = "ast.For | ast.While"
 Entry: TypeAlias = "tuple[CodeType, int]"
@@ -124,14 +133,14 @@ def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_L
     """The loops inside of the guard's block that run, innermost first; None where some source is missing."""
     found: list[tuple[_Loop, FrameType]] = []
     for place in program_frames(frame):
-        tree = _tree(place)
+        tree = tree_of(place)
         if tree is None:
             return None
         entered = entry[1] if entry is not None and place.f_code is entry[0] else None
         inside = [
             loop
             for loop in _loops_at(tree, place.f_code.co_name, place.f_lineno)
-            if entered is None or not _spans(loop, entered)
+            if entered is None or not spans(loop, entered)
         ]
         found += [(loop, place) for loop in reversed(inside)]
         if entered is not None:
@@ -139,7 +148,8 @@ def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_L
     return found
 
 
-def _tree(frame: FrameType) -> ast.Module | None:
+def tree_of(frame: FrameType) -> ast.Module | None:
+    """The syntax tree of the file of a running function; None where there is no source."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     try:
         return ast.parse("".join(lines)) if lines else None
@@ -154,15 +164,16 @@ def _loops_at(tree: ast.Module, function: str, line: int) -> list[_Loop]:
     while True:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == function:
             found = []  # loops around the definition do not run
-        if isinstance(node, (ast.For, ast.While)) and any(_spans(statement, line) for statement in node.body):
+        if isinstance(node, (ast.For, ast.While)) and any(spans(statement, line) for statement in node.body):
             found.append(node)
-        inner = next((n for n in ast.iter_child_nodes(node) if _spans(n, line)), None)
+        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
         if inner is None or isinstance(inner, ast.Lambda):
             return found
         node = inner
 
 
-def _spans(node: ast.AST, line: int) -> bool:
+def spans(node: ast.AST, line: int) -> bool:
+    """Whether `line` is one of the node's."""
     first, last = getattr(node, "lineno", None), getattr(node, "end_lineno", None)
     return first is not None and last is not None and first <= line <= last
 
@@ -212,7 +223,7 @@ def _is_fixed(loop: ast.For, frame: FrameType) -> bool:
         return False
     number = ranges[0].args[0]
     if isinstance(number, ast.Name):
-        tree = _tree(frame)
+        tree = tree_of(frame)
         targets = [
             (target, node.value)
             for node in (() if tree is None else ast.walk(tree))

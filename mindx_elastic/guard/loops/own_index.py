@@ -9,10 +9,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from types import FrameType
 
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _spans, _value, _where
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _value, _where, spans
 
 __all__ = ["find_own_index"]
 
@@ -67,7 +68,8 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
             return isinstance(by, int) and by > 0 and size > 0 and size % by == 0
 
         starts_at_1 = isinstance(start, ast.Constant) and start.value == 1
-        line = _steering_line(loop, index, place.f_lineno, divides, starts_at_1=starts_at_1)
+        is_off = partial(_is_off, loop, place)
+        line = _steering_line(loop, index, place.f_lineno, divides, is_off, starts_at_1=starts_at_1)
         if line is None:
             continue
         what = f"the index {index} of the loop at {_where(loop, place)} begins anew when its epoch is resumed in the "
@@ -77,6 +79,20 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
         target = ", ".join(map(ast.unparse, loop.target.elts)) if is_pair else index  # type: ignore[union-attr]
         return what, f"Write for {target} in guard.enumerate({ast.unparse(named)}{first}):"
     return None
+
+
+def _is_off(loop: ast.AST, place: FrameType, test: ast.expr) -> bool:
+    """Whether a test is a setting that is switched off (``args.dry_run``), and nothing in the loop sets it."""
+    if not isinstance(test, (ast.Name, ast.Attribute)):
+        return False
+    value = _value(test, place)
+    if not (value is None or value is False or (type(value) is int and value == 0)):
+        return False
+    own = _name(test)
+    return not any(
+        isinstance(node, (ast.Name, ast.Attribute)) and _name(node) == own and not isinstance(node.ctx, ast.Load)
+        for node in ast.walk(loop)
+    )
 
 
 def _length(loader: object) -> int:
@@ -108,10 +124,17 @@ def _enumerated(loop: ast.For | ast.While) -> tuple[str, ast.expr, ast.expr | No
 
 
 def _steering_line(
-    loop: ast.AST, index: str, boundary: int, divides: Callable[[ast.AST], bool], *, starts_at_1: bool
+    loop: ast.AST,
+    index: str,
+    boundary: int,
+    divides: Callable[[ast.AST], bool],
+    is_off: Callable[[ast.expr], bool],
+    *,
+    starts_at_1: bool,
 ) -> int | None:
     """A line of the loop in which the index steers the training. `boundary`: the line of ``step_end()``. `divides`:
-    whether an expression is a modulo whose divisor the length of the epoch is a multiple of."""
+    whether an expression is a modulo whose divisor the length of the epoch is a multiple of. `is_off`: see
+    `steering_reads`."""
     names = {index}
     for node in ast.walk(loop):
         if isinstance(node, ast.Assign) and len(node.targets) == 1 and isinstance(node.targets[0], ast.Name):
@@ -126,12 +149,12 @@ def _steering_line(
     inside: set[int] = set()  # of tests whose windows end where the boundaries are
     for node in ast.walk(loop):
         if isinstance(node, ast.If) and any(map(is_it, ast.walk(node.test))):
-            holds = any(_spans(statement, boundary) for statement in node.body)
+            holds = any(spans(statement, boundary) for statement in node.body)
             if holds or _is_window(node, index if starts_at_1 else f"{index} + 1"):
                 fits = any(map(divides, ast.walk(node.test)))
                 reads = [n for n in ast.walk(node.test) if is_it(n)]
                 inside |= {id(n) for n in reads if fits or _in_modulo(n, parents)}
-    rest = [n for n in steering_reads(loop, is_it, parents) if id(n) not in inside]
+    rest = [n for n in steering_reads(loop, is_it, parents, is_off) if id(n) not in inside]
     return min((read.lineno for read in rest if _steers(read, parents)), default=None)
 
 

@@ -121,6 +121,9 @@ def equal_trees(one: Any, other: Any) -> bool:
 
 
 def _equal_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.is_floating_point() and one.device == other.device:
-        return bool(torch.equal(torch.nan_to_num(one), torch.nan_to_num(other)))
-    return bool(torch.equal(one.cpu(), other.cpu()))
+    if one.device != other.device:
+        one, other = one.cpu(), other.cpu()
+    if torch.equal(one, other):
+        return True
+    # nan equals nan
+    return bool(torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)))

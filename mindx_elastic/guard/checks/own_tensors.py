@@ -1,0 +1,317 @@
+"""Finds tensors and arrays that an object of the program's own carries from step to step: the centre of a loss, labels
+that follow the predictions, the state of an environment or of a recurrent network.
+
+That a value changes is not enough: statistics for a log, caches and buffers of one step do that, too. What is told must
+also be used in the method that sets it, as the source of its class shows:
+
+===================================================  ===================================================================
+``self.c = 0.9 * self.c + x``, ``self.labels[i] *= a``  and the method reads it elsewhere, other than for a log or
+                                                     for another attribute (``self.mean = self.sum / self.count``)
+``shuffle(self.order)``                              it is read anywhere, and not made anew in front of it
+``y, h = net(x, self.h)``, then ``self.h = h``       it is read first and set afterwards, unless it was missing
+===================================================  ===================================================================
+
+Single numbers are left alone: most of them are statistics, and nothing tells which are not.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.data import Dataset, Sampler
+
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.source_reads import Sources, Tree, steering_reads
+from mindx_elastic.guard.checks.surroundings import Found, attributes_of
+
+__all__ = ["OwnTensors"]
+
+_MOST = 256
+_MOST_BYTES = 1 << 20
+_MOST_ITEMS = 20_000
+_OVERWRITES = ("zero_", "copy_", "fill_", "normal_", "uniform_", "random_", "fill", "set_")
+_OF_NO_VALUE = ("shape", "size", "device", "dtype", "ndim", "dim", "numel")
+_NOT_OF_A_STEP = (
+    "__init__",
+    "__new__",
+    "__repr__",
+    "__str__",
+    "__len__",
+    "state_dict",
+    "load_state_dict",
+    "__post_init__",
+)
+
+
+@dataclass
+class _Value:
+    owner: weakref.ref[Any]
+    look: object
+    moves: int = 0
+
+
+class OwnTensors:
+    """One per guard. Training thread."""
+
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, str], _Value] = {}
+        self._done: set[tuple[type, str]] = set()
+
+    def forget(self) -> None:
+        """What has changed until the next look does not count."""
+        self._before = {}
+
+    def look(
+        self,
+        found: Iterable[Found],
+        kept: Kept,
+        files: Callable[[], Collection[str]],
+        line_of: Callable[[list[str]], str],
+    ) -> Iterator[tuple[str, str]]:
+        """What is known against those of `found` that no named object keeps, and what to write."""
+        before, self._before = self._before, {}
+        sources: Sources | None = None
+        for one in found:
+            moved = []
+            in_loader = id(one.value) in kept.objects  # and so is all that it has
+            for name, value in attributes_of(one.value).items():
+                if id(value) in kept.objects and not in_loader:
+                    continue
+                if (type(one.value), name) in self._done or len(self._before) >= _MOST or not _is_state(value, kept):
+                    continue
+                try:
+                    now = _Value(weakref.ref(one.value), _look_at(value))
+                except TypeError:  # no weak references
+                    break
+                key = id(one.value), name
+                old = before.get(key)
+                if old is not None and old.owner() is one.value and old.look != now.look:
+                    moved.append(name)
+                self._before[key] = now
+            if not moved:
+                continue
+            self._done.update((type(one.value), name) for name in moved)
+            sources = sources or Sources(files())
+            trees = list(_classes(type(one.value), sources))
+            own = attributes_of(one.value)
+            carried = [
+                name
+                for name in moved
+                if any(_carries(*tree, name, shuffled=isinstance(own[name], list)) for tree in trees)
+            ]
+            if carried:
+                yield _words(one, carried, line_of)
+
+
+def _is_state(value: Any, kept: Kept) -> bool:
+    if type(value) is torch.Tensor:
+        is_plain = value.grad_fn is None and not value.requires_grad and not value.is_inference()
+        return is_plain and value.numel() > 1 and not kept.has(value)
+    if type(value) is list:
+        return 1 < len(value) <= _MOST_ITEMS and type(value[0]) is int
+    return isinstance(value, np.ndarray) and value.size > 1 and value.dtype != object
+
+
+def _look_at(value: Any) -> object:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value._version, repr(TensorsLook.at([value]).sample)
+    if isinstance(value, list):
+        return len(value), hash(tuple(value)) if all(type(one) is int for one in value) else 0
+    part = value if value.nbytes <= _MOST_BYTES else value.reshape(-1)[:: max(1, value.size // 1024)]
+    return value.shape, xxhash.xxh3_64_hexdigest(np.ascontiguousarray(part).tobytes())
+
+
+def _words(found: Found, names: list[str], line_of: Callable[[list[str]], str]) -> tuple[str, str]:
+    shown = listed([f'"{found.name}.{name}"' for name in names], 4)
+    whose = f"{type(found.value).__name__}{', ' * bool(found.place)}{found.place}"
+    are = "is" if len(names) == 1 else "are"
+    what = f"{shown} ({whose}) {are} carried from one step into another and not kept"
+    kind = type(found.value)
+    if issubclass(kind, (Sampler, Dataset)):
+        why = "If the order of the samples depends on it, make it anew in each epoch, or give"
+        return what, f"{why} {kind.__name__} state_dict() and load_state_dict(), which the loader then keeps"
+    if any(hasattr(kind, method) for method in ("__getitem__", "__iter__", "__next__")):
+        return what, f"If the training depends on it, write {line_of([f'{found.name}.{name}' for name in names])}"
+    if all(_is_plain(value) for value in attributes_of(found.value).values()):
+        return what, f"If the training depends on it, write {line_of([found.name])}"
+    own = f"{found.name}.state"
+    return what, (
+        f"If the training depends on it, keep it in a dict, {own} = {{{names[0]!r}: ...}}, and write {line_of([own])}, "
+        "or name an object with state_dict() and load_state_dict() that gives it"
+    )
+
+
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Whether an object of such attributes can be named as it is."""
+    if isinstance(value, (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, np.random.Generator)):
+        return True
+    if type(value) in (torch.Tensor, torch.Generator, torch.dtype, torch.device, torch.Size):
+        return True
+    if isinstance(value, (list, tuple, dict)) and depth < 3:
+        return all(_is_plain(inner, depth + 1) for inner in (value.values() if isinstance(value, dict) else value))
+    return False
+
+
+# --- source ---
+
+
+def _classes(kind: type, sources: Sources) -> Iterator[Tree]:
+    for each in kind.__mro__:
+        try:
+            file = None if each.__module__ == "builtins" else inspect.getsourcefile(each)
+        except (TypeError, OSError):
+            # A class of a script that was run by another program.
+            file = next(iter(sources.files), None)
+        found = None if file is None else sources.tree(file)
+        if found is not None:
+            for node in ast.walk(found[0]):
+                if isinstance(node, ast.ClassDef) and node.name == each.__name__:
+                    yield node, found[1]
+
+
+def _carries(tree: ast.AST, parents: Mapping[int, ast.AST], name: str, *, shuffled: bool) -> bool:
+    """Whether a method of a class uses the last value of ``self.<name>`` and sets another. `shuffled`: only in that
+    way."""
+
+    def is_it(node: ast.AST) -> bool:
+        return (
+            isinstance(node, ast.Attribute)
+            and node.attr == name
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "self"
+        )
+
+    for method in ast.walk(tree):
+        if not isinstance(method, ast.FunctionDef) or method.name in _NOT_OF_A_STEP or "reset" in method.name:
+            continue
+        nodes = list(ast.walk(method))
+        writes = [node for node in nodes if isinstance(node, ast.stmt) and _writes(node, is_it)]
+        for call in (node for node in nodes if isinstance(node, ast.Call) and _shuffles(node, is_it)):
+            anew = any(_overwrites(node, is_it) and _place(node) < _place(call) for node in writes)
+            if not anew and any(_is_read(node, is_it) and parents.get(id(node)) is not call for node in ast.walk(tree)):
+                return True
+        if not writes or shuffled:
+            continue
+        inside = {id(inner) for node in writes for inner in ast.walk(node)}
+        reads = [
+            read
+            for read in steering_reads(method, is_it, dict(parents))
+            if id(read) not in inside and _uses_the_value(read, parents)
+        ]
+        first = min(map(_place, (*reads, *writes)))
+        if any(_overwrites(node, is_it) and node in method.body and _place(node) <= first for node in writes):
+            continue
+        if any(_goes_on(node, is_it) for node in writes) and reads:
+            return True
+        plain = [node for node in writes if not _overwrites(node, is_it, in_place=True)]
+        if any(
+            _place(read) < _place(w) and not _fills_what_is_missing(w, parents, is_it) for read in reads for w in plain
+        ):
+            return True
+    return False
+
+
+def _shuffles(call: ast.Call, is_it: Callable[[ast.AST], bool]) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    return name == "shuffle" and bool(call.args) and is_it(call.args[0])
+
+
+def _is_read(node: ast.AST, is_it: Callable[[ast.AST], bool]) -> bool:
+    return is_it(node) and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
+
+
+def _place(node: Any) -> tuple[int, int]:
+    return node.lineno, node.col_offset
+
+
+def _writes(node: ast.stmt, is_it: Callable[[ast.AST], bool]) -> bool:
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        return any(map(is_it, (part for target in targets for part in _parts(target))))
+    return isinstance(node, ast.Expr) and _in_place(node.value, is_it) != ""
+
+
+def _parts(target: ast.expr) -> Iterator[ast.expr]:
+    """``a``, ``a[i]`` and ``(a, b)``: what is set."""
+    if isinstance(target, (ast.Tuple, ast.List)):
+        for element in target.elts:
+            yield from _parts(element)
+    elif isinstance(target, (ast.Subscript, ast.Starred)):
+        yield from _parts(target.value)
+    else:
+        yield target
+
+
+def _in_place(value: ast.expr, is_it: Callable[[ast.AST], bool]) -> str:
+    """The first method of ``self.x.mul_(a).add_(b)``, else empty."""
+    name = ""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        name, value = value.func.attr, value.func.value
+    while isinstance(value, ast.Subscript):
+        value = value.value
+    return name if is_it(value) and (name in _OVERWRITES or (name.endswith("_") and name[:1] != "_")) else ""
+
+
+def _overwrites(node: ast.stmt, is_it: Callable[[ast.AST], bool], *, in_place: bool = False) -> bool:
+    """Whether nothing of the last value is left."""
+    if isinstance(node, ast.Expr):
+        return _in_place(node.value, is_it) in _OVERWRITES
+    if in_place or not isinstance(node, ast.Assign):
+        return False
+    return any(map(is_it, node.targets)) and not any(map(is_it, ast.walk(node.value)))
+
+
+def _goes_on(node: ast.stmt, is_it: Callable[[ast.AST], bool]) -> bool:
+    if isinstance(node, ast.AugAssign):
+        return True
+    if isinstance(node, ast.Expr):
+        return _in_place(node.value, is_it) not in _OVERWRITES
+    return isinstance(node, ast.Assign) and any(map(is_it, ast.walk(node.value)))
+
+
+def _uses_the_value(read: ast.AST, parents: Mapping[int, ast.AST]) -> bool:
+    node = read
+    while (parent := parents.get(id(node))) is not None:
+        if isinstance(parent, ast.Attribute) and parent.attr in _OF_NO_VALUE:
+            return False
+        if (
+            isinstance(parent, ast.Call)
+            and isinstance(parent.func, ast.Name)
+            and parent.func.id in ("len", "isinstance")
+        ):
+            return False
+        if isinstance(parent, ast.Compare) and any(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
+            return False
+        if isinstance(parent, (ast.Assign, ast.AugAssign)):
+            targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+            own = [part for target in targets for part in _parts(target)]
+            return not all(
+                isinstance(p, ast.Attribute) and isinstance(p.value, ast.Name) and p.value.id == "self" for p in own
+            )
+        if isinstance(parent, ast.stmt):
+            return True
+        node = parent
+    return True
+
+
+def _fills_what_is_missing(node: ast.AST, parents: Mapping[int, ast.AST], is_it: Callable[[ast.AST], bool]) -> bool:
+    """``if self.x is None: self.x = ...``, ``if not self.filled[i]: self.x[i] = ...``."""
+    while (parent := parents.get(id(node))) is not None and not isinstance(parent, ast.FunctionDef):
+        if isinstance(parent, ast.If):
+            for inner in ast.walk(parent.test):
+                if isinstance(inner, ast.UnaryOp) and isinstance(inner.op, ast.Not):
+                    return True
+                if isinstance(inner, ast.Compare) and any(isinstance(o, (ast.Is, ast.NotIn)) for o in inner.ops):
+                    return True
+        node = parent
+    return False

@@ -1,0 +1,277 @@
+"""Finds a tensor, container or module whose variable the loop binds anew: the checkpoint keeps the first object.
+
+``protos = 0.9 * protos + 0.1 * means`` makes another tensor, of which the guard knows nothing. It is certain where
+
+- the variable (or attribute) that held the object when the guard was entered holds another one of its kind now,
+- what it holds changes from look to look, and the guard's object does not, and
+- the source shows that a step reads it as an earlier one has left it.
+
+It is a risk without source, and where each epoch sets it before its first step.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from mindx_elastic.guard.checks.carried_names import attribute, is_carried, is_read, variable
+from mindx_elastic.guard.checks.movements import TensorsLook
+from mindx_elastic.guard.checks.source_reads import Sources
+from mindx_elastic.guard.checks.surroundings import (
+    attributes_of,
+    kind_of,
+    place_of,
+    program_files,
+    program_frames,
+    variables_of,
+)
+from mindx_elastic.guard.loops.own_counters import spans, tree_of
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["ReboundState"]
+
+_KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
+_KINDS += ((nn.Module,),)
+_MOST_BYTES = 1 << 20
+_MOST_ITEMS = 32
+_DEPTH = 3
+
+
+@dataclass
+class _Holder:
+    """A variable or attribute that held a named object when the guard was entered."""
+
+    key: str
+    target: Any
+    place: str
+    path: tuple[str, ...]
+    """``("protos",)``, ``("trainer", "h")``."""
+    was_bound: bool = False
+    """Whether it held the named object at the last look."""
+    before: object = None
+    """What was in the other object that it held at the last look."""
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    def value(self, places: Mapping[str, Mapping[str, Any]]) -> Any:
+        """What it holds now; None where it is gone."""
+        first, *others = self.path
+        value = places.get(self.place, {}).get(first)
+        for name in others:
+            value = attributes_of(value).get(name)
+        return value
+
+
+@dataclass
+class ReboundState:
+    """One per guard. Training thread."""
+
+    unmanaged: Unmanaged
+    _holders: list[_Holder] = field(default_factory=list)
+    _kept: dict[str, object] = field(default_factory=dict)
+    """What was in the guard's objects at the last look."""
+
+    def at_entry(self, targets: Mapping[str, Any], frame: FrameType | None) -> None:
+        """Remember where the program has the plain objects among `targets`."""
+        plain = {id(t): (key, t) for key, t in targets.items() if _kind(t) and not isinstance(t, nn.Parameter)}
+        self._holders = []
+        self._kept = {key: _content(target) for key, target in plain.values()}
+        if not plain:
+            return
+        known: set[tuple[str, tuple[str, ...]]] = set()
+        for place, variables in variables_of(frame):
+            for path, value in _paths(variables):
+                if id(value) in plain and (place, path) not in known:
+                    known.add((place, path))
+                    self._holders.append(_Holder(*plain[id(value)], place, path))
+
+    def look(self, frame: FrameType | None) -> None:
+        """At a boundary. Raises UnmanagedStateError."""
+        if not self._holders:
+            return
+        places: dict[str, Mapping[str, Any]] = {}
+        for place, variables in variables_of(frame):
+            places.setdefault(place, variables)
+        kept = {holder.key: holder.target for holder in self._holders}
+        now = {key: _content(target) for key, target in kept.items()}
+        before, self._kept = self._kept, now
+        told = []
+        for holder in self._holders:
+            value = holder.value(places)
+            is_bound, was_bound = value is holder.target, holder.was_bound
+            content = None if is_bound or _kind(value) != _kind(holder.target) else _content(value)
+            old, holder.before, holder.was_bound = holder.before, content, is_bound
+            if content is None or content == now[holder.key] or before.get(holder.key) != now[holder.key]:
+                continue
+            if was_bound or (old is not None and old != content):
+                told.append((holder, value))
+        for holder, value in told:
+            self._tell(holder, value, frame)
+
+    def _tell(self, holder: _Holder, value: Any, frame: FrameType | None) -> None:
+        is_carried = _is_carried(holder, frame)
+        if is_carried is False:
+            return
+        named = holder.key if isinstance(holder.target, nn.Module) else f'stateful["{holder.key}"]'
+        what = f"the variable {holder.name} ({holder.place}) is bound to another object than {named}, which does not "
+        what += "change: checkpoints hold the first one"
+        if is_carried:
+            self.unmanaged.certain(what, _remedy(holder, value))
+        else:
+            self.unmanaged.risk(what, _remedy(holder, value))
+
+
+def _kind(value: object) -> int:
+    """0: none of those whose variable counts."""
+    return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
+
+
+def _paths(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The variables, and attributes of the program's own objects among them, two levels deep."""
+    for name, value in list(variables.items()):
+        yield (name,), value
+        for inner, one in _attributes(value):
+            yield (name, inner), one
+            for innermost, another in _attributes(one):
+                yield (name, inner, innermost), another
+
+
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
+    return list(attributes_of(value).items()) if kind_of(type(value)) in ("instance", "module") else ()
+
+
+def _content(value: Any, depth: int = 0) -> object:
+    """What is in it, in short, to be compared."""
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return value.shape, value.dtype.str, repr(value) if value.dtype == object else _hash(value)
+    if isinstance(value, (bool, int, float, complex, str, bytes, type(None), np.generic)):
+        return repr(value)
+    if isinstance(value, nn.Module):
+        return repr(TensorsLook.at([*value.parameters(), *value.buffers()]).sample)
+    if not _kind(value) or depth >= _DEPTH:
+        return type(value).__name__
+    if isinstance(value, dict):
+        some: list[Any] = [item for pair in islice(dict.items(value), _MOST_ITEMS) for item in pair]
+    else:
+        some = list(islice(iter(value), _MOST_ITEMS))
+        if isinstance(value, (list, tuple, deque)):
+            some += list(islice(reversed(value), _MOST_ITEMS))
+    return len(value), tuple(_content(item, depth + 1) for item in some)
+
+
+def _of_tensor(tensor: torch.Tensor) -> object:
+    own = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    size = own.numel() * own.element_size()
+    if own.layout is not torch.strided or own.is_meta or own.is_quantized or size > _MOST_BYTES:
+        look = TensorsLook.at([own])
+        return own.shape, repr(look.sample)
+    return (
+        own.shape,
+        own.dtype,
+        _hash(own.resolve_conj().resolve_neg().cpu().contiguous().flatten().view(torch.uint8).numpy()),
+    )
+
+
+def _hash(array: np.ndarray[Any, Any]) -> str:
+    if array.nbytes > _MOST_BYTES:
+        array = array.reshape(-1)[:: array.nbytes // _MOST_BYTES + 1]
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(array).tobytes())
+
+
+def _is_carried(holder: _Holder, frame: FrameType | None) -> bool | None:
+    """Whether a step reads it as an earlier one has left it; None: perhaps."""
+    if len(holder.path) > 1:
+        return _is_attribute_carried(holder.path[-1], program_files(frame))
+    it = variable(holder.path[0])
+    running = [each for each in program_frames(frame) if place_of(each) == holder.place]
+    trees = [(each, tree) for each in running if (tree := tree_of(each)) is not None]
+    if len(trees) < len(running):
+        return None
+    loops = [loop for each, tree in trees for loop in _loops_of(each, tree)]
+    if any(is_carried(loop, it) or _is_chosen(loop, it) for loop in loops):
+        return True
+    if loops and is_read(loops[0].body, it) and any(_is_set(node) for node in ast.walk(loops[-1]) if it(node)):
+        return None  # at the head of an epoch, perhaps from the epoch's number
+    return not loops and _is_global(holder.path[0], program_files(frame))
+
+
+def _loops_of(frame: FrameType, tree: ast.AST) -> list[ast.For | ast.While]:
+    """The loops that run in a function, the innermost first; also one that waits for its iterator's next item."""
+    found: list[ast.For | ast.While] = []
+    node: ast.AST | None = tree
+    while node is not None:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == frame.f_code.co_name:
+            found = []  # loops around the definition do not run
+        if isinstance(node, (ast.For, ast.While)):
+            found.append(node)
+        node = next((inner for inner in ast.iter_child_nodes(node) if spans(inner, frame.f_lineno)), None)
+    return found[::-1]
+
+
+def _is_chosen(loop: ast.For | ast.While, it: Callable[[ast.AST], bool]) -> bool:
+    """Whether some turns set it and others leave it as it is, as ``if loss < best:`` does."""
+    sets = [node for node in ast.walk(loop) if it(node) and isinstance(node, ast.Name) and _is_set(node)]
+    return bool(sets) and is_read([*loop.body, ast.Expr(ast.Name(sets[0].id, ast.Load()))], it)
+
+
+def _is_set(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
+
+
+def _is_attribute_carried(name: str, files: Iterable[str]) -> bool | None:
+    trees = [tree for tree, _ in Sources(files).trees()]
+    it = attribute(name)
+    if not trees:
+        return None
+    functions = [n for tree in trees for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    bodies = [function.body for function in functions if function.name != "__init__"]
+    bodies += [tree.body for tree in trees if isinstance(tree, ast.Module)]
+    return any(is_read(body, it) for body in bodies)
+
+
+def _is_global(name: str, files: Iterable[str]) -> bool:
+    """Whether a function of the program sets the global variable `name`."""
+    return any(
+        isinstance(node, ast.Global) and name in node.names
+        for tree, _ in Sources(files).trees()
+        for node in ast.walk(tree)
+    )
+
+
+def _remedy(holder: _Holder, value: Any) -> str:
+    name, target = holder.name, holder.target
+    if isinstance(target, (torch.Tensor, np.ndarray)):
+        if value.shape != target.shape or str(value.dtype) != str(target.dtype):
+            new = ".detach()" if isinstance(value, torch.Tensor) and value.requires_grad else ""
+            return (
+                f'Keep it in a dict: state = {{"{holder.path[-1]}": {name}}} before the guard, '
+                f'Guard(stateful={{"{holder.key}": state}}, ...), and state["{holder.path[-1]}"] = ...{new} in the loop'
+            )
+        if isinstance(target, np.ndarray):
+            line = f"{name}[...] = ..."
+        else:
+            has_graph = isinstance(value, torch.Tensor) and value.requires_grad
+            line = f"{name}.copy_({'(...).detach()' if has_graph else '...'})"
+    elif isinstance(target, nn.Module):
+        line = f"{name}.load_state_dict(...)"
+    elif isinstance(target, list):
+        line = f"{name}[:] = ..."
+    else:
+        add = "extend" if isinstance(target, deque) else "update"
+        line = f"new = ...; {name}.clear(); {name}.{add}(new)"
+    return f"Change that object in place: {line} where the loop has {name} = ..."

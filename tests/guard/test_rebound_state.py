@@ -1,0 +1,226 @@
+"""A named object whose variable the loop binds anew is refused, and nothing else that is done to such variables."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindx_elastic.errors import UnmanagedStateError
+from tests.guarded import Job, no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def steps(job: Job, number: int = 9) -> Iterator[torch.Tensor]:
+    """The output of each step, before its boundary."""
+    with job.guard as guard:
+        for _ in guard.steps(number):
+            out = job.network(torch.randn(5, 4))
+            out.square().mean().backward()
+            job.optimizer.step()
+            job.scheduler.step()
+            job.optimizer.zero_grad()
+            yield out.detach()
+            guard.step_end()
+
+
+def job_with(directory: Path, **stateful: Any) -> Job:
+    return Job(directory, loader=None, stateful=stateful)
+
+
+def refused(train: Callable[[], None], line: str) -> None:
+    with pytest.raises(UnmanagedStateError, match="is bound to another object") as caught:
+        train()
+    assert line in str(caught.value)
+
+
+# --- refused ---
+
+
+def test_a_moving_average_that_is_made_anew(tmp_path: Path) -> None:
+    def train() -> None:
+        centre = torch.zeros(3)
+        job = job_with(tmp_path, centre=centre)
+        for out in steps(job):
+            centre = 0.9 * centre + 0.1 * out.mean(0)
+
+    refused(train, "centre.copy_(...) where the loop has centre = ...")
+
+
+def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path) -> None:
+    def train() -> None:
+        memories = [torch.zeros(5, 3)]
+        job = job_with(tmp_path, memories=memories)
+        for out in steps(job):
+            _, memories = out, (out + memories[0],)
+
+    refused(train, "memories[:] = ...")
+
+
+def test_an_array_a_dict_and_a_deque(tmp_path: Path) -> None:
+    def array() -> None:
+        hits = np.zeros(3)
+        for out in steps(job_with(tmp_path, hits=hits)):
+            hits = hits + out.mean(0).numpy()
+
+    def mapping() -> None:
+        best = {"loss": float("inf")}
+        for out in steps(job_with(tmp_path, best=best)):
+            best = {"loss": min(best["loss"], float(out.norm()) - len(best))}
+            best["loss"] -= 1
+
+    def queue() -> None:
+        recent = deque([torch.zeros(3)], 4)
+        for out in steps(job_with(tmp_path, recent=recent)):
+            recent = deque([*recent, out[0]], 4)
+
+    refused(array, "hits[...] = ...")
+    refused(mapping, "new = ...; best.clear(); best.update(new)")
+    refused(queue, "recent.extend(new)")
+
+
+def test_another_shape_is_kept_in_a_dict(tmp_path: Path) -> None:
+    def train() -> None:
+        seen = torch.zeros(1, 3)
+        for out in steps(job_with(tmp_path, seen=seen)):
+            seen = torch.cat([seen, out])
+
+    refused(train, 'Guard(stateful={"seen": state}, ...)')
+
+
+def test_an_attribute_of_an_object(tmp_path: Path) -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.hidden = torch.zeros(3)
+
+        def step(self, out: torch.Tensor) -> None:
+            self.hidden = out.mean(0) + 0.5 * self.hidden
+
+    def train() -> None:
+        trainer = Trainer()
+        for out in steps(job_with(tmp_path, hidden=trainer.hidden)):
+            trainer.step(out)
+
+    refused(train, "trainer.hidden.copy_(...) where the loop has trainer.hidden = ...")
+
+
+def test_a_global_variable_that_a_function_sets(tmp_path: Path) -> None:
+    global _level
+
+    def update(out: torch.Tensor) -> None:
+        global _level
+        _level = _level * 0.5 + out.mean(0)
+
+    def train() -> None:
+        for out in steps(job_with(tmp_path, level=_level)):
+            update(out)
+
+    _level = torch.zeros(3)
+    refused(train, "_level.copy_(...)")
+
+
+_level = torch.zeros(3)
+
+
+def test_one_that_is_bound_anew_now_and_then(tmp_path: Path) -> None:
+    """It held the guard's object at a boundary, so the loop has bound it."""
+
+    def train() -> None:
+        mask = torch.ones(3)
+        job = job_with(tmp_path, mask=mask)
+        for number, out in enumerate(steps(job)):
+            out * mask
+            if number == 2:
+                mask = (out.mean(0) > 0).float()
+
+    refused(train, "mask.copy_(...)")
+
+
+def test_a_module_that_each_epoch_makes_anew_is_a_risk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    teacher = copy.deepcopy(job.network).requires_grad_(False).eval()
+    job = Job(tmp_path, stateful={"teacher": teacher})
+    with job.guard as guard:
+        for _ in guard.epochs(4):
+            teacher = copy.deepcopy(job.network).requires_grad_(False).eval()
+            for x, _ in job.loader:
+                (job.network(x) - teacher(x)).square().mean().backward()
+                job.optimizer.step()
+                job.scheduler.step()
+                job.optimizer.zero_grad()
+                guard.step_end()
+    assert "is bound to another object than teacher" in caplog.text
+    assert "teacher.load_state_dict(...) where" in caplog.text
+
+
+# --- exact ---
+
+
+def test_what_changes_in_place(tmp_path: Path) -> None:
+    centre, memories, best = torch.zeros(3), [torch.zeros(3)], {"loss": 0.0}
+    for out in steps(job_with(tmp_path, centre=centre, memories=memories, best=best)):
+        centre.mul_(0.9).add_(out.mean(0))
+        centre += 1  # the same object
+        memories[:] = [out[0]]
+        best.update(loss=float(out.norm()))
+
+
+def test_a_variable_that_each_step_sets_before_it_reads_it(tmp_path: Path) -> None:
+    weights = torch.zeros(3)
+    batch = weights
+    for out in steps(job_with(tmp_path, weights=weights)):
+        batch = out.mean(0)
+        print(batch * weights)
+
+
+def test_a_variable_of_another_function(tmp_path: Path) -> None:
+    centre = torch.zeros(3)
+
+    def smooth(out: torch.Tensor) -> torch.Tensor:
+        centre = torch.zeros(3)
+        for row in out:
+            centre = 0.9 * centre + row
+        return centre
+
+    for out in steps(job_with(tmp_path, centre=centre)):
+        smooth(out)
+
+
+def test_one_that_is_bound_once_before_the_loop(tmp_path: Path) -> None:
+    mask = torch.ones(3)
+    job = job_with(tmp_path, mask=mask)
+    mask = mask * torch.tensor([1.0, 0.0, 1.0])
+    for out in steps(job):
+        print(out * mask)
+
+
+def test_an_object_that_changes_while_its_name_is_used_for_another(tmp_path: Path) -> None:
+    class Owner:
+        def __init__(self, recent: list[torch.Tensor]) -> None:
+            self.recent = recent
+
+    recent: list[torch.Tensor] = []
+    owner = Owner(recent)
+    for out in steps(job_with(tmp_path, recent=recent)):
+        print(len(recent))
+        owner.recent.append(out[0])
+        recent = list(owner.recent)
+
+
+def test_a_copy_of_the_same_values(tmp_path: Path) -> None:
+    table = torch.arange(3.0)
+    for out in steps(job_with(tmp_path, table=table)):
+        print(out * table)
+        table = copy.deepcopy(table)
