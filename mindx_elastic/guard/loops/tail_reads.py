@@ -28,7 +28,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
-from mindx_elastic.guard.loops.own_counters import Entry, _spans, _tree, _value
+from mindx_elastic.guard.loops.own_counters import Entry, _value, spans, tree_of
 
 __all__ = ["UNSEEN", "Place", "place_of", "places_of", "tail_reads"]
 
@@ -69,7 +69,7 @@ def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | Non
     found = _Gathered(kept)
     has_loop = False
     for at in program_frames(frame):
-        tree = _tree(at)
+        tree = tree_of(at)
         if tree is None:
             return UNSEEN
         path = _path(tree, at.f_code.co_name, at.f_lineno)
@@ -79,7 +79,7 @@ def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | Non
         if is_outermost:
             first = _epoch_loop(path, epochs[1] if epochs is not None else 0)
         elif is_entered and entry is not None:
-            inside = [n for n, node in enumerate(path) if isinstance(node, _LOOPS) and not _spans(node, entry[1])]
+            inside = [n for n, node in enumerate(path) if isinstance(node, _LOOPS) and not spans(node, entry[1])]
             first = inside[0] + 1 if inside else 0
         inner = next((n for n in range(first, len(path)) if isinstance(path[n], _LOOPS)), None)
         functions = _functions_of(tree)
@@ -109,7 +109,7 @@ def _path(tree: ast.Module, function: str, line: int) -> list[ast.AST]:
     found: list[ast.AST] = [tree]
     node: ast.AST = tree
     while True:
-        inner = next((n for n in ast.iter_child_nodes(node) if _spans(n, line)), None)
+        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
         if inner is None or isinstance(inner, ast.expr):
             return found
         if isinstance(inner, _FUNCTIONS) and inner.name == function:
