@@ -320,7 +320,7 @@ LOOPS: Sequence[Loop] = (
     Loop("swa", EXACT, [Cut(', stateful={"swa": swa}', Warned('module "swa" (AveragedModel'))]),
     Loop("hand_made_update", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
-    Loop("draws_after_the_boundary", Refused("a random stream moves after guard.step_end()")),
+    Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop("counter_of_its_own", Found("weights differ after step", "passed", often=True)),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
     Loop("best_weights", Found("weights differ after step", "best_loss", often=True)),
