@@ -17,19 +17,24 @@ from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namesp
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import (
+    config_from_args,
+    determine_local_world_size,
+    get_args_parser,
+    parse_min_max_nnodes,
+)
 
 from mindx_elastic.agreement.job_key import read_key_file
 from mindx_elastic.config import MIN_GRACE_S, KeySettings, MemorySettings, Settings, parse_snapshot_every
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
 
-__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "CommandLine", "Launch", "parse", "split"]
+__all__ = ["DEFAULT_MAX_RESTARTS", "AgentOptions", "CommandLine", "Launch", "check_options", "parse", "split"]
 
 
 DEFAULT_MAX_RESTARTS = 3
@@ -114,6 +119,36 @@ def parse(arguments: Sequence[str]) -> Launch:
     if shutil.which(str(command)) is None:
         raise UsageError(f"{command}: no such program (or it may not be executed)")
     return Launch(options=options, config=config, command=(str(command), *map(str, command_arguments)), master=master)
+
+
+def check_options(options: Sequence[str]) -> None:
+    """Refuse, before any job is started, what `parse` would refuse of these options of a job of one node. Raises
+    UsageError. Makes and prints nothing. The script is no part of them."""
+    parser, ours = _parser()
+    known = [name for action in parser._actions for name in action.option_strings]
+
+    def refuse(message: str) -> NoReturn:
+        raise UsageError(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    line = split(parser, ours, [*options, "script.py"])
+    for word in line.options:
+        if _is_option(word, known) and word.startswith("--") and word.partition("=")[0] not in known:
+            raise UsageError(f"{word.partition('=')[0]}: no such option")
+    if line.rest != ("script.py",):
+        raise UsageError(f"{line.rest[0]} is no option")
+    args = line.parse(parser)
+    if args.module or args.no_python or args.run_path or line.wants_help:
+        raise UsageError("-m, --no-python, --run-path and -h are no options of the agent here")
+    _check_values(args)
+    try:
+        _, max_nodes = parse_min_max_nnodes(args.nnodes)
+        if determine_local_world_size(args.nproc_per_node) < 1:
+            raise UsageError(f"--nproc-per-node {args.nproc_per_node}: give at least 1")
+    except (RuntimeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    if max_nodes > 1:
+        raise UsageError(f"--nnodes {args.nnodes}: this runs on one node; leave it out")
 
 
 def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:

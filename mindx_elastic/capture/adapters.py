@@ -144,6 +144,7 @@ class TensorAdapter:
             self._copy.recheck()
         else:
             self._copy.renew()
+        assert self._copy.value is not None
         return {"kind": "torch.Tensor", "value": local_part(self._copy.value)}
 
     @torch.no_grad()

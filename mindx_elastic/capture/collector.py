@@ -108,6 +108,10 @@ class Collector:
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return [p for module in modules for p in module.parameters]
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The named ones, and the one that a ZeroRedundancyOptimizer steps on each rank."""
+        return list({id(o): o for c in self._optimizers.values() for o in (c.optimizer, c.local)}.values())
+
     def buffer_versions(self) -> dict[str, tuple[torch.Tensor, int]]:
         """The saved buffers of all modules, by place, as they are now, and how often each has been changed."""
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
@@ -202,8 +206,10 @@ class Collector:
     def state(self) -> dict[str, Any]:
         """The boundary's whole state; tensors of the stable part are the live ones, not copies."""
         if self._is_at_boundary:
-            for each in (*self._modules.values(), *self._adapted):
-                each.recheck()
+            for module in self._modules.values():
+                module.recheck()
+            for adapted in self._adapted:
+                adapted.recheck()
         state: dict[str, Any] = {name: component.state() for name, component in self.components.items()}
         state["rng"] = pack_rng(self.rng)
         state["progress"] = self._progress()

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from mindx_elastic.capture.dtensors import local_part, with_layout_of
+from mindx_elastic.capture.tables import buffers_of
 from mindx_elastic.capture.tensor_copy import TensorCopy
 
 __all__ = ["LooseBuffers"]
@@ -85,9 +86,10 @@ class LooseBuffers:
 
 def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
     for prefix, child in module.named_modules():
-        for key in child._buffers:
+        table = buffers_of(child)
+        for key in table:
             if key in child._non_persistent_buffers_set:
-                yield (f"{prefix}.{key}" if prefix else key), child._buffers, key
+                yield (f"{prefix}.{key}" if prefix else key), table, key
 
 
 def _filled(live: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:

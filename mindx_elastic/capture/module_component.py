@@ -21,6 +21,7 @@ from mindx_elastic.capture.flags import Flags
 from mindx_elastic.capture.loose_buffers import LooseBuffers
 from mindx_elastic.capture.pruning import Masks, original_names
 from mindx_elastic.capture.structure import Structure
+from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import MismatchError, UnsupportedStateError
 
@@ -121,15 +122,17 @@ class ModuleComponent:
         self._slot_names: list[str] = []
         self._extras: list[tuple[str, nn.Module]] = []
         children = list(self.module.modules())
-        self._tables = [child._buffers for child in children]
-        self._parameter_tables = [child._parameters for child in children]
+        tables = {id(child): buffers_of(child) for child in children}
+        self._tables = list(tables.values())
+        self._parameter_tables = [parameters_of(child) for child in children]
         self._num_buffers = sum(map(len, self._tables))
         seen: set[int] = set()
         for prefix, child in self.module.named_modules(remove_duplicate=False):
             dot = f"{prefix}." if prefix else ""
-            for key in child._buffers:
+            table = tables[id(child)]
+            for key in table:
                 if key not in child._non_persistent_buffers_set:
-                    self._slots.append((child._buffers, key))
+                    self._slots.append((table, key))
                     self._slot_names.append(dot + key)
             if type(child).get_extra_state is not nn.Module.get_extra_state and id(child) not in seen:
                 seen.add(id(child))

@@ -84,8 +84,8 @@ class AdaptedComponent(PlainComponent):
             self._copy, self.at_boundary = None, True
             return
         began = time.perf_counter()
-        is_tensor = isinstance(self._adapter, TensorAdapter)
-        self._copy = self._adapter.boundary_state(closely=False) if is_tensor else self._read()
+        adapter = self._adapter
+        self._copy = adapter.boundary_state(closely=False) if isinstance(adapter, TensorAdapter) else self._read()
         ended = time.perf_counter()
         if not self.is_heavy:
             took, step = ended - began, ended - self._ended

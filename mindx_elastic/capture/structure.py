@@ -30,7 +30,6 @@ class Structure:
         self._module = module
         self._built = _shapes(parameters)
         self._kinds = _kinds(module)
-        self._reprs: dict[str, str] = {}
         self._objects = dict(module.named_modules(remove_duplicate=False))
         self.follow()
 

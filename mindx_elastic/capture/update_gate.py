@@ -40,7 +40,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from operator import attrgetter
@@ -85,6 +85,8 @@ class UpdateGate:
         """By `id`: the optimizers of which `at_stranger` need not be told."""
         self.at_stranger: Callable[[torch.optim.Optimizer], None] | None = None
         """Called in the updating thread after each step of an optimizer that is not in `expected`."""
+        self.named: Collection[int] = ()
+        """By `id`: the optimizers that the guard was given; their steps are updates whatever they change."""
         self.had_updates = False
         """Whether an optimizer has stepped in the step that the last boundary has ended."""
         self.steady = True
@@ -100,6 +102,7 @@ class UpdateGate:
         self._changes: tuple[list[int], list[int]] = ([], [])  # version counters around the last step with updates
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters: Sequence[torch.Tensor] = ()
+        self._ids: frozenset[int] = frozenset()  # theirs
         self._versions: list[int] = []
         self._is_new = False  # the parameters are others than at the last boundary
 
@@ -109,7 +112,7 @@ class UpdateGate:
 
     def watch(self, parameters: Sequence[torch.Tensor]) -> None:
         """Install the optimizer hooks and remember whose version counters to compare."""
-        self._parameters = parameters
+        self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total = sum(self._versions)
         self._handles = [
@@ -120,7 +123,7 @@ class UpdateGate:
 
     def follow(self, parameters: Sequence[torch.Tensor]) -> None:
         """From here on these are the parameters: some were replaced, added or removed. At a boundary."""
-        self._parameters = parameters
+        self._parameters, self._ids = parameters, frozenset(map(id, parameters))
         self._versions = [p._version for p in parameters]
         self._total, self._num_changes = sum(self._versions), None
         self._changes = (self._versions, self._versions)
@@ -136,10 +139,19 @@ class UpdateGate:
         key = id(optimizer)
         if key not in self.expected and self.at_stranger is not None:
             self.at_stranger(optimizer)
-        self.end_update(key)
+        if self._is_ours(optimizer):
+            self.end_update(key)
 
-    def begin_update(self, *_: object) -> None:
+    def _is_ours(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Not one of something else (a probe that is trained in an evaluation): its steps tear nothing."""
+        if id(optimizer) in self.named:
+            return True
+        return any(id(p) in self._ids for group in optimizer.param_groups for p in group["params"])
+
+    def begin_update(self, optimizer: torch.optim.Optimizer | None = None, *_: object) -> None:
         """An optimizer is about to step. Waits for the readers."""
+        if optimizer is not None and not self._is_ours(optimizer):
+            return
         with self._lock:
             if self._readers:
                 self._wait_for_readers()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from mindx_elastic.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover
+    from mindx_elastic.memory.leftovers import AgentLeftover, ArenaLeftover, ProofLeftover
 
 __all__ = ["clean_command"]
 
@@ -41,7 +42,8 @@ def clean_command(
 ) -> None:
     """Remove what dead jobs of this user have left in shared memory.
 
-    A job that ends well leaves nothing there. A job whose agent and workers were all killed leaves its agent's
+    A job that ends well leaves nothing there, nor does a `prove` that was not killed; folders of killed ones are
+    removed. A job whose agent and workers were all killed leaves its agent's
     folder, which is removed, and its snapshots. Those may be the only copy of its newest steps, and the next start
     with the same command resumes from them. So they are listed and kept, unless their checkpoint directory is gone
     or --all is given. What a living process uses, or another user owns, is never removed.
@@ -67,7 +69,7 @@ def clean_command(
         typer.echo(json.dumps(report, indent=2))
     else:
         _print(make_console(), report)
-    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"]]):
+    if any(entry["action"] == _FAILED for entry in [*report["agents"], *report["arenas"], *report["proofs"]]):
         raise typer.Exit(EXIT_BAD)
 
 
@@ -85,8 +87,11 @@ def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
     except OSError as error:
         fail(str(error))
     agent_entries = [_treat_agent(agent, dry_run=dry_run) for agent in found.agents]
+    proof_entries = [_treat_proof(proof, dry_run=dry_run) for proof in found.proofs]
     arena_entries = [_treat_arena(arena, dry_run=dry_run, everything=everything) for arena in found.arenas]
-    done = [entry for entry in [*agent_entries, *arena_entries] if entry["action"] in (_REMOVED, _WOULD)]
+    done = [
+        entry for entry in [*agent_entries, *arena_entries, *proof_entries] if entry["action"] in (_REMOVED, _WOULD)
+    ]
     return {
         "schema": JSON_SCHEMA,
         "base": str(base),
@@ -94,6 +99,7 @@ def _clean(base: Path, *, dry_run: bool, everything: bool) -> dict[str, Any]:
         "freed_bytes": sum(entry["size_bytes"] for entry in done),
         "agents": agent_entries,
         "arenas": arena_entries,
+        "proofs": proof_entries,
         "not_ours": [str(path) for path in found.others],
     }
 
@@ -102,8 +108,20 @@ def _treat_agent(agent: AgentLeftover, *, dry_run: bool) -> dict[str, Any]:
     action, why = (
         (_IN_USE, agent.in_use) if agent.in_use else _remove(agent.path, f"agent {agent.pid} is gone", dry_run)
     )
-    common = {"path": str(agent.path), "action": action, "why": why}
-    return {**common, "pid": agent.pid, "size_bytes": agent.size, "age_s": round(agent.age_s, 3)}
+    return _entry(agent, action, why)
+
+
+def _treat_proof(proof: ProofLeftover, *, dry_run: bool) -> dict[str, Any]:
+    from mindx_elastic.memory.folders import remove_unused_proof
+
+    if proof.in_use:
+        return _entry(proof, _IN_USE, proof.in_use)
+    return _entry(proof, *_remove(proof.path, f"proof {proof.pid} is gone", dry_run, how=remove_unused_proof))
+
+
+def _entry(leftover: AgentLeftover, action: str, why: str) -> dict[str, Any]:
+    common = {"path": str(leftover.path), "action": action, "why": why}
+    return {**common, "pid": leftover.pid, "size_bytes": leftover.size, "age_s": round(leftover.age_s, 3)}
 
 
 def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> dict[str, Any]:
@@ -129,13 +147,13 @@ def _treat_arena(arena: ArenaLeftover, *, dry_run: bool, everything: bool) -> di
     }
 
 
-def _remove(path: Path, why: str, dry_run: bool) -> tuple[str, str]:
+def _remove(path: Path, why: str, dry_run: bool, *, how: Callable[[Path], bool] | None = None) -> tuple[str, str]:
     from mindx_elastic.memory.folders import remove_unused
 
     if dry_run:
         return _WOULD, why
     try:
-        return (_REMOVED, why) if remove_unused(path) else (_IN_USE, "a job has begun to use it")
+        return (_REMOVED, why) if (how or remove_unused)(path) else (_IN_USE, "a job has begun to use it")
     except OSError as error:
         return _FAILED, f"{error.strerror or error}: {os.fspath(error.filename or path)}"
 
@@ -144,7 +162,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     def say(line: str) -> None:
         console.print(printable(line), soft_wrap=True)
 
-    for agent in report["agents"]:
+    for agent in [*report["agents"], *report["proofs"]]:
         say(f"{agent['action']}  {agent['path']}: {agent['why']}, {human_size(agent['size_bytes'])}")
     for arena in report["arenas"]:
         say(f"{arena['action']}  {arena['path']}: {_describe(arena)}")
@@ -154,7 +172,7 @@ def _print(console: Console, report: dict[str, Any]) -> None:
     if kept:
         say("to go on from what was kept, start the job again with the same command")
         say("to drop it: mindx-elastic clean --all")
-    if not report["agents"] and not report["arenas"]:
+    if not report["agents"] and not report["arenas"] and not report["proofs"]:
         say(f"nothing of this user's jobs in {report['base']}")
         return
     verb = "would be freed" if report["dry_run"] else "freed"

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -22,6 +26,7 @@ from typer.core import TyperCommand
 
 from mindx_elastic.cli.common import fail, make_console, printable
 from mindx_elastic.core.printable import listed
+from mindx_elastic.errors import UsageError
 
 if TYPE_CHECKING:
     from mindx_elastic.prove.proof import Proof, Row
@@ -60,7 +65,8 @@ _Steps = Annotated[
     typer.Option(
         min=0,
         metavar="M",
-        help="Length of the runs; 0: until the end, at most 30 steps, a little over an epoch, or 100 quick ones.",
+        help="Length of the runs; 0: until the end, at most 30 steps, a little over an epoch, or 100 quick ones. "
+        "The result names the number that repeats it.",
     ),
 ]
 _Seed = Annotated[int, typer.Option(help="Chooses the boundaries, and the rank that hears of a stop.")]
@@ -97,6 +103,12 @@ class _Wanted:
         """As a report names it."""
         return [*self.agent, *(["--"] if self.agent else []), *self.script]
 
+    def repeat(self, steps: int) -> list[str]:
+        """The line that makes the same runs again, on a machine of any speed. `steps`: see `Proof.repeating_steps`."""
+        stops = "all" if self.stops is None else str(self.stops)
+        line = ["mindx-elastic", "prove", "--stops", stops, "--steps", str(steps), "--seed", str(self.seed)]
+        return [*line, *["--kill"] * self.kill, *["--fresh"] * self.fresh, *self.agent, "--", *self.script]
+
 
 def prove_command(
     ctx: typer.Context,
@@ -121,10 +133,11 @@ def prove_command(
     \b
     [bold]Exit code[/bold]
     0  every step of every run is equal
-    1  a resumed run differs, never resumed, or failed
+    1  a resumed run differs, never resumed, failed, or is refused
     2  wrong usage
     3  the script itself is not deterministic: two runs without a stop differ
-    4  nothing could be compared: the script fails, is refused, or has no guard
+    4  nothing could be compared: the script fails, is refused, has no guard, or makes too few steps for a stop
+    130, 143  interrupted
 
     \b
     [bold]Examples[/bold]
@@ -134,11 +147,12 @@ def prove_command(
     mindx-elastic prove --junit prove.xml -- -m project.train
     """
     script, agent = list(ctx.meta[_MARK]), list(ctx.args)
-    _check(script, agent)
+    number = _number_of(stops)
+    _check(script, agent, junit, [name for parameter in ctx.command.params for name in parameter.opts])
     wanted = _Wanted(
         script=script,
         agent=agent,
-        stops=_number_of(stops),
+        stops=number,
         steps=steps,
         seed=seed,
         kill=kill,
@@ -153,15 +167,34 @@ def prove_command(
     raise typer.Exit(proof.exit_code)
 
 
-def _check(script: Sequence[str], agent: Sequence[str]) -> None:
+def _check(script: Sequence[str], agent: Sequence[str], junit: Path | None, own: Sequence[str]) -> None:
+    """Refuse at once what would otherwise be found out by each run, or after the last one."""
     if not script:
         fail('name the script behind "--": mindx-elastic prove -- train.py')
-    if not agent and script[0] != "-m" and not os.path.isfile(script[0]):
-        fail(f"{script[0]}: no such file")
     if script[0] == "-m" and len(script) < 2:
         fail("-m needs the name of a module")
+    if script[0] == "-m" and PathFinder.find_spec(script[1].partition(".")[0], [os.getcwd(), *sys.path]) is None:
+        fail(f"-m {script[1]}: no such module")
+    if script[0] != "-m" and not os.path.isfile(script[0]):
+        fail(f"{script[0]}: no such file")
     if agent and not agent[0].startswith("-"):
         fail(f'{agent[0]} is no option; the script comes behind "--"')
+    if agent:
+        _check_agent(agent, own)
+    if junit is not None and (junit.is_dir() or not os.access(junit.absolute().parent, os.W_OK | os.X_OK)):
+        fail(f"--junit {junit}: no file can be written there")
+
+
+def _check_agent(agent: Sequence[str], own: Sequence[str]) -> None:
+    """`own`: the names of our options, one of which may have been meant."""
+    from mindx_elastic.agent.options import check_options
+
+    try:
+        check_options(agent)
+    except UsageError as error:
+        near = get_close_matches(agent[0].partition("=")[0], own, n=1)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        fail(f"{error}; neither of prove nor of mindx-elastic run{hint}" if "no such" in str(error) else str(error))
 
 
 def _number_of(stops: str) -> int | None:
@@ -218,19 +251,26 @@ def _prove(wanted: _Wanted) -> Proof:
 def _tell(proof: Proof, wanted: _Wanted, seconds: float, *, as_json: bool, junit: Path | None) -> None:
     from mindx_elastic.prove.report import to_json, to_junit
 
+    repeat = wanted.repeat(proof.repeating_steps or wanted.steps)
+    if as_json:
+        typer.echo(json.dumps(to_json(proof, command=wanted.command, seconds=seconds, repeat=repeat), indent=2))
+    else:
+        _print(proof, wanted, seconds, repeat)
     if junit is not None:
         try:
             junit.write_text(to_junit(proof, command=wanted.command, seconds=seconds), encoding="utf-8")
         except OSError as error:
             fail(f"--junit {junit}: {error.strerror}")
-    if as_json:
-        typer.echo(json.dumps(to_json(proof, command=wanted.command, seconds=seconds), indent=2))
-        return
+
+
+def _print(proof: Proof, wanted: _Wanted, seconds: float, repeat: Sequence[str]) -> None:
     console = make_console()
     console.print(_table(proof))
     console.print()
     _print_result(console, proof, seconds)
-    _print_notes(console, proof, wanted.keep)
+    _print_notes(console, proof, wanted)
+    if proof.steps and not wanted.steps:
+        console.print(printable(f"the same runs again: {shlex.join(repeat)}"), soft_wrap=True)
 
 
 def _table(proof: Proof) -> Table:
@@ -243,13 +283,15 @@ def _table(proof: Proof) -> Table:
 
 
 def _print_result(console: Console, proof: Proof, seconds: float) -> None:
+    from mindx_elastic.prove.proof import steps_in_words
     from mindx_elastic.prove.report import describe
 
     first = next((row for row in proof.rows if row.verdict.outcome != "equal"), None)
     if first is None:
         ranks = f" of {proof.num_ranks} ranks" if proof.num_ranks > 1 else ""
         rest = ", the whole training" if proof.has_ended else ""
-        console.print(f"all equal: {proof.steps} steps{ranks}{rest}, in {seconds:.0f} s", style="bold green")
+        steps = steps_in_words(proof.steps)
+        console.print(f"all equal: {steps}{ranks}{rest}, in {seconds:.0f} s", style="bold green")
         if not proof.has_ended:
             console.print(f"note: the training goes on after step {proof.steps}: --steps M proves more of it")
         return
@@ -263,21 +305,25 @@ def _print_result(console: Console, proof: Proof, seconds: float) -> None:
         console.print(printable(f"  | {line}"), style="dim", soft_wrap=True)
 
 
-def _print_notes(console: Console, proof: Proof, keep: Path | None) -> None:
+def _print_notes(console: Console, proof: Proof, wanted: _Wanted) -> None:
     notes = [f"note: {note}" for note in proof.notes]
     if proof.writes:
         notes.append(f"note: the script itself has written to {listed(proof.writes, 3)}")
-    if keep is not None:
-        notes.append(f"logs and witnesses: {keep}")
+    if wanted.agent and not wanted.kill and len(proof.rows) > 2:
+        notes.append("note: the ranks were stopped, and none was killed: --kill does that, too")
+    if wanted.keep is not None:
+        notes.append(f"logs and witnesses: {wanted.keep}")
     for note in notes:
         console.print(printable(note), soft_wrap=True)
 
 
 def _cells(row: Row, proof: Proof) -> tuple[str, str, str, str]:
+    from mindx_elastic.prove.proof import steps_in_words
+
     is_first = row is proof.rows[0]
     result = row.verdict.outcome
     if result == "equal" and is_first:
-        result = f"{proof.steps} steps{', the whole training' if proof.has_ended else ''}"
+        result = f"{steps_in_words(proof.steps)}{', the whole training' if proof.has_ended else ''}"
     if result == "differs" and row.verdict.step is not None:
         result = f"differs at step {row.verdict.step}"
     resumed = "" if row.resumed is None else f"step {row.resumed}"

@@ -116,7 +116,7 @@ class Cursor:
         """A new iteration begins; returns its token."""
         if self.live:
             self._drop()
-        moved_on = bool(self.requested is None and not self.pending and self.batch and not self._is_at_end())
+        moved_on = bool(self.requested is None and not self.pending and self.batch and not self.is_at_end)
         if self.track is not None:
             self.track.begin(moved_on=moved_on)
         if self.requested is not None:
@@ -127,11 +127,13 @@ class Cursor:
         self.token = next(_tokens)
         return self.token
 
-    def _is_at_end(self) -> bool:
+    @property
+    def is_at_end(self) -> bool:
+        """Whether no batch of this epoch is left, as far as is known before the next one is asked for."""
         return self.finished or (self.size is not None and self.batch >= self.size)
 
     def _drop(self) -> None:
-        if self.track is not None and self.batch and not self._is_at_end():
+        if self.track is not None and self.batch and not self.is_at_end:
             self.track.drop()
 
     def abandon(self) -> None:

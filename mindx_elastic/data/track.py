@@ -53,6 +53,10 @@ class Track:
         self._thread = threading.get_ident()
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
+        self.at_next_batch: Callable[[], None] | None = None
+        """Called once, when the training thread has got another batch of this iteration. It may raise."""
+        self.at_exhaustion: Callable[[], None] | None = None
+        """Called when the training thread has asked for a batch in vain, and has got none since the last boundary."""
         self.other_thread: str | None = None
         """The name of a thread that has fetched beside the training thread."""
 
@@ -106,7 +110,7 @@ class Track:
     def begin(self, *, moved_on: bool) -> None:
         """`moved_on`: to the next epoch, though batches of the one before were left."""
         self._iterations += 1
-        self.at_next_ask = None
+        self.at_next_ask = self.at_next_batch = None
         self._handed_at_begin = self._handed
         self.left_early |= self._left_at_boundary
         self.peeked |= moved_on and not self._boundaries
@@ -143,11 +147,16 @@ class Track:
             self._marks.append(mark())
         self._handed += 1
         self._exhausted = False  # not sooner: until then batches of the epoch before may still be used
+        if self.at_next_batch is not None and threading.get_ident() == self._thread:
+            look, self.at_next_batch = self.at_next_batch, None
+            look()
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
         if exhausted and self._handed == self._handed_before:
             self.ended_behind = self._boundaries
+            if self.at_exhaustion is not None and threading.get_ident() == self._thread:
+                self.at_exhaustion()
 
 
 def _some_tensor(batch: Any) -> torch.Tensor | None:

@@ -45,6 +45,7 @@ class Boundaries:
         """A boundary was passed since the start."""
         gate = self.gate = UpdateGate()
         gate.watch(collector.parameters)
+        gate.named = frozenset(map(id, collector.optimizers()))
         stack.callback(gate.unwatch)
         collector.compiled.listen()
         stack.callback(collector.compiled.stop)

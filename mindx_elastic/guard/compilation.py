@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+from torch import nn
+
 from mindx_elastic.agreement.gather import Answer, Merged, Part
 from mindx_elastic.capture.collector import Collector
+from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.resume.compiled_replay import CompiledReplay, runs_of
 
-__all__ = ["CompiledPart", "restore_compiled", "tell_of_compiled"]
+__all__ = ["CompiledPart", "restore_compiled", "tell_of_compiled", "tell_of_torchscript"]
 
 _REMEDY = (
     "Give it batches of one size (drop_last=True, padding) or write torch.compile(..., dynamic=False): code for other "
@@ -73,3 +77,26 @@ def tell_of_compiled(collector: Collector, unmanaged: Unmanaged) -> None:
             f"{_REMEDY}. A compiled module that the guard has is exact with sizes that vary",
         )
     collector.compiled.problems.clear()
+
+
+def tell_of_torchscript(targets: Mapping[str, object], unmanaged: Unmanaged) -> None:
+    """TorchScript measures the first calls in a process and then runs fused code, and a resumed run measures again."""
+    modules = {
+        f"{name}.{path}" if path else name: module
+        for name, target in targets.items()
+        if isinstance(target, nn.Module)
+        for path, module in target.named_modules()
+    }
+    scripted = [name for name, module in modules.items() if isinstance(module, torch.jit.ScriptModule)]
+    scripted = [name for name in scripted if name.rpartition(".")[0] not in scripted]
+    if not scripted:
+        return
+    set_strategy = torch._C._jit_set_fusion_strategy  # the public one warns and cannot be asked
+    strategy = set_strategy([])
+    set_strategy(strategy)
+    if strategy:
+        unmanaged.risk(
+            f"TorchScript runs {listed(scripted, 3)}: it measures the first calls of a process and then runs other, "
+            "fused code, so a resumed run may differ in the last bits",
+            "Write torch.jit.set_fusion_strategy([]) before the first call",
+        )

@@ -296,6 +296,8 @@ class Guard:
             self._collector,
             self._unmanaged,
             late_boundary=self._late_boundary,
+            after_tail=self._pass_tail,
+            stop_here=self._stop_between_steps,
             leave_step=self._step_gate.leave_step,
             enter_step=self._enter_step,
             is_clean=self._update_gate.is_clean,
@@ -437,17 +439,26 @@ class Guard:
         if retake and self._cut:
             self._boundaries.copy(self._loops.position)
         self._finished_step = True
-        step = self._log_filter.step = self._loops.step
+        self._offer_stop(at_tail=False)
+
+    def _offer_stop(self, *, at_tail: bool) -> None:
+        """Snapshots, the stop, periodic saves. `at_tail`: behind the code that follows the step, at an epoch's end."""
+        step, tail = self._loops.step, self._loops.tail
+        self._log_filter.step = step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(step, cut=self._cut)
-        if self._witness is not None and self._witness.at_boundary(self._loops.position, is_cut=self._cut):
+        self._around.at_boundary(step, cut=self._cut and not tail.is_pending)
+        if (
+            self._witness is not None
+            and not at_tail
+            and self._witness.at_boundary(self._loops.position, is_cut=self._cut)
+        ):
             self._step_gate.wait_for_limit(HEARD_S)
         if self._step_gate.arrive(step):
             self._checks.before_save(refuse=False)
-            self.stopper.at_limit(is_cut=self._cut)
+            self.stopper.at_limit(is_cut=self._cut and not tail.holds_stop())
         for policy in self._periodic:
-            if self._cut and policy.due(self._loops.position):
+            if self._cut and not tail.is_pending and policy.due(self._loops.position):
                 self._checks.before_save(refuse=True)
                 self.save_periodic(policy)
         self._collector.leave_boundary()
@@ -458,6 +469,16 @@ class Guard:
         self._pass_boundary()
         self.finish_step()
 
+    def _pass_tail(self, may_stop: bool) -> None:
+        """The code behind an epoch has run: its last boundary is here. `may_stop`: else the block ends, and with it
+        comes the stop."""
+        self._boundaries.copy(self._loops.position)
+        if may_stop:
+            self._offer_stop(at_tail=True)
+        else:
+            self._around.at_boundary(self._loops.step, cut=self._cut)
+            self._collector.leave_boundary()
+
     def _is_exposed(self) -> bool:
         """Whether the job saves at exceptions, and nothing else protects its steps from them."""
         protected = self.ranks.world_size > 1 or self._periodic or self._around.takes_snapshots
@@ -467,7 +488,7 @@ class Guard:
 
     def poll(self) -> None:
         """Between two steps (each batch of an evaluation): raises GracefulExit when the job is to stop now."""
-        if self._step_gate.at_limit():
+        if self._step_gate.at_limit() and not self._loops.tail.is_pending:
             self._stop_between_steps()
 
     @contextmanager
@@ -495,8 +516,9 @@ class Guard:
         """Training thread, between two steps: the job can stop at the boundary it has.
 
         Between `boundary` and `finish_step` the stop waits for the latter: code that belongs to the step still runs.
+        So it does in the code behind an epoch, where that needs the epoch's batches (`guard.loops.epoch_tail`).
         """
-        if not self._finished_step:
+        if not self._finished_step or self._loops.tail.is_pending:
             with self._around.between_steps():
                 yield
             return

@@ -1,7 +1,8 @@
 """The program's own variables, as `mindx-elastic prove` notes them at each step: what no checkpoint has.
 
 Numbers, texts, small tensors and arrays, and the length of containers, by the name that the program has for them. It
-runs no code of the program (see `checks.surroundings`), and it is bounded.
+runs no code of the program (see `checks.surroundings`), and it is bounded. Of texts only a hash is noted, because one
+may be a password.
 """
 
 from __future__ import annotations
@@ -22,15 +23,18 @@ __all__ = ["own_variables"]
 _MOST = 2000
 _MOST_ITEMS = 64
 _MOST_BYTES = 1 << 20
+_MOST_BYTES_IN_ALL = 1 << 26
 _DEPTH = 3
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_TENSORS = (torch.Tensor, np.ndarray)
+_LONGEST_KEY = 32
+_TENSORS = (torch.Tensor, np.ndarray)  # exactly these: parameters belong to modules
 
 
 def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, str]:
     """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out."""
     found: dict[str, str] = {}
     known = set(kept)
+    left = _MOST_BYTES_IN_ALL
     waiting: deque[tuple[str, str, Any, int]] = deque()
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
@@ -38,9 +42,12 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
                 waiting.append((name, place, value, 0))
     while waiting and len(found) < _MOST:
         name, place, value, depth = waiting.popleft()
-        if (text := _shown(value)) is not None:
-            if type(value) in _PLAIN or id(value) not in kept:  # numbers are shared
-                found.setdefault(f'"{name}" ({place})', text)
+        if type(value) in _PLAIN:
+            found.setdefault(f'"{name}" ({place})', _noted(value))
+        elif type(value) in _TENSORS:
+            if id(value) not in known and (nbytes := _num_bytes(value)) <= min(left, _MOST_BYTES):
+                left -= nbytes
+                found.setdefault(f'"{name}" ({place})', digest(value))
         elif depth < _DEPTH and id(value) not in known and len(known) < _MOST:
             known.add(id(value))
             if isinstance(value, Sized) and type(value) in (list, tuple, dict, set, deque):
@@ -49,13 +56,18 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
     return found
 
 
-def _shown(value: Any) -> str | None:
-    """None: it is no plain value, or too large."""
-    if type(value) in _PLAIN:
-        return digest(value)
-    if type(value) not in _TENSORS or value.nbytes > _MOST_BYTES:
-        return None
-    return None if isinstance(value, np.ndarray) and value.dtype.hasobject else digest(value)
+def _num_bytes(value: Any) -> float:
+    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, whose text their code makes."""
+    plain = (
+        not value.dtype.hasobject
+        if isinstance(value, np.ndarray)
+        else (value.layout is torch.strided and not value.is_nested)
+    )
+    return value.nbytes if plain else float("inf")
+
+
+def _noted(value: Any) -> str:
+    return digest(value.encode("utf-8", "surrogatepass") if type(value) is str else value)
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:
@@ -70,4 +82,10 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif type(value) in (list, tuple) and len(value) <= _MOST_ITEMS:
         yield from ((f"[{number}]", item) for number, item in enumerate(list(value)))
     elif type(value) is dict and len(value) <= _MOST_ITEMS:
-        yield from ((f"[{key!r}]", item) for key, item in list(value.items()) if type(key) in (str, int))
+        items = list(value.items())
+        yield from ((f"[{key!r}]", item) for key, item in items if type(key) is int or _is_name(key))
+
+
+def _is_name(key: Any) -> bool:
+    """Of an entry, and no text that is looked up."""
+    return type(key) is str and len(key) <= _LONGEST_KEY

@@ -18,6 +18,7 @@ before are left out (`prove.records` puts them back). Training thread only.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import re
@@ -47,7 +48,7 @@ from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.guard.variables import own_variables
 from mindx_elastic.prove.control import STEPS, Control, read_control
-from mindx_elastic.prove.digests import digest, leaves, stream_bytes
+from mindx_elastic.prove.digests import digest, leaves, outline, stream_bytes
 from mindx_elastic.prove.records import MOST_FORWARDS
 
 __all__ = ["HEARD_S", "Witness", "open_witness"]
@@ -60,6 +61,8 @@ _LOADER = re.compile(r"loader(_\d+)?")
 _series: list[tuple[str, str]] = []
 """Directory and prefix of the guards of this process, in the order in which they were first entered."""
 
+_passed = itertools.count(1)
+"""Numbers the boundaries of this process, in all its guards."""
 _entered: dict[int, Witness] = {}
 """The newest one of each series of this process."""
 
@@ -274,7 +277,8 @@ class Witness:
         control, alarm = self._control, self._control.alarm
         if self._is_ended:
             return False
-        if control.is_last(self._series, position.step, self._passed, position.batch_num, self._took_s):
+        place = self._series, position.step, self._passed, position.batch_num, self._took_s
+        if control.is_last(*place, in_all=next(_passed)):
             self._is_ended = True
             self._stopper.policies = tuple(replace(policy, save=False) for policy in self._stopper.policies)
             self._stopper.request("the proof ends here", 0)
@@ -378,7 +382,7 @@ class Witness:
                 continue
             if isinstance(component, ModuleComponent):
                 extras = {k: v for k, v in state.items() if f"weights|{target}.{k}" not in found}
-                found.update((f"stateful|{target}.{name}", value) for name, value in leaves(extras) if name)
+                found.update((f"stateful|{target}.{name}", value) for name, value in outline(extras) if name)
             elif isinstance(component, OptimizerComponent):
                 parameters = component.parameters
                 for key, value in state["state"].items():
@@ -386,7 +390,7 @@ class Witness:
                     name = names.get(id(parameters[key]), str(key)) if known else str(key)
                     found.update((f"optimizer|{target} {leaf} of {name}", d) for leaf, d in leaves(value))
             else:
-                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in leaves(state))
+                found.update((f"stateful|{target}{'.' if name else ''}{name}", d) for name, d in outline(state))
         return found
 
     def _variables(self) -> dict[str, str]:

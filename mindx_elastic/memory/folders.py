@@ -2,7 +2,8 @@
 
 All folders and files that are removed from a memory file system by name go through the functions at the end of this
 module: a rank's when its training has ended well (`remove_rank`), an agent's at its end (`remove_agent`), those that
-killed agents have left (`remove_dead_agents`), and what `mindx-elastic clean` removes (`remove_unused`).
+killed agents have left (`remove_dead_agents`), a proof's (`remove_proof`, `remove_dead_proofs`), and what
+`mindx-elastic clean` removes (`remove_unused`, `remove_unused_proof`).
 """
 
 from __future__ import annotations
@@ -38,22 +39,30 @@ __all__ = [
     "OWNER_FILE",
     "agent_pid",
     "job_folder",
+    "make_proof_folder",
     "make_user_folder",
+    "proof_folders",
     "rank_folders",
     "read_owner",
     "remove_agent",
     "remove_dead_agents",
+    "remove_dead_proofs",
+    "remove_proof",
     "remove_rank",
     "remove_unused",
+    "remove_unused_proof",
     "squatted_folder",
     "user_folder",
     "user_folders",
     "user_of_agent",
     "user_of_job",
+    "user_of_proof",
 ]
 
 OWNER_FILE = "owner.json"
 _AGENT = re.compile(r"agent-(\d+)-.+")
+_PROOF = re.compile(r"mindx-prove-(\d+)-[0-9a-f]+")
+_PROOF_FILE = "prove.json"
 _LOCK_S = 5.0
 _YOUNG_S = 60.0
 
@@ -155,25 +164,58 @@ def agent_pid(folder: Path) -> int | None:
     return None if match is None else int(match[1])
 
 
+def make_proof_folder(base: Path) -> Path:
+    """A private memory file system for the runs of one `mindx-elastic prove`, below `base`. Raises OSError."""
+    folder = base / f"mindx-prove-{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir(mode=0o700)
+    (folder / _PROOF_FILE).write_text(own_identity())
+    return folder
+
+
+def proof_folders(base: Path) -> dict[Path, int]:
+    """This user's folders that `make_proof_folder` has made below `base`, and the process ids in their names."""
+    found = ((path, _PROOF.fullmatch(path.name)) for path in sorted(base.glob("mindx-prove-*")))
+    return {path: int(match[1]) for path, match in found if match is not None and is_own_folder(path)}
+
+
 # --- who uses them ---
 
 
 def user_of_agent(path: Path, pid: int) -> str:
     """Who uses the folder of the agent `pid`, in words; empty: it is a dead agent's."""
-    agent, own = {}, json.loads(own_identity())
-    with suppress(OSError, ValueError):
-        agent = read_json_object(path / "agent.json")
-    space, ticks = agent.get("space"), agent.get("started")
-    if isinstance(space, str) and space != own["space"]:
-        return f"agent {pid} is one of another container; whether it runs cannot be seen from here"
-    if not has_ended(pid, ticks) if isinstance(ticks, str) else is_alive(pid, path.lstat().st_mtime):
-        return f"agent {pid} runs"
+    if maker := _maker(path, "agent.json", "agent", pid):
+        return maker
     for page in sorted(path.glob("rank_*.page")):
         status = read_page(page)
         if status is not None and is_alive(status.pid, time.time()):
             return f"agent {pid} is gone, its worker {status.pid} still runs"
     with _locks(path) as free:
         return "" if free else "a process has locked it"
+
+
+def user_of_proof(path: Path, pid: int) -> str:
+    """Who uses the folder of the proof `pid`, in words; empty: it is a dead one's, and its jobs have ended, too."""
+    if maker := _maker(path, _PROOF_FILE, "proof", pid):
+        return maker
+    for folder in (each for user in user_folders(path) for each in sorted(user.iterdir())):
+        agent = agent_pid(folder)
+        if user := user_of_agent(folder, agent) if agent is not None else user_of_job(folder):
+            return f"proof {pid} is gone, its job is not: {user}"
+    return ""
+
+
+def _maker(path: Path, file: str, what: str, pid: int) -> str:
+    """Whether the process that has made the folder, and has named itself in `file`, still runs, in words; empty: it
+    does not."""
+    made, own = {}, json.loads(own_identity())
+    with suppress(OSError, ValueError):
+        made = read_json_object(path / file)
+    space, ticks = made.get("space"), made.get("started")
+    if isinstance(space, str) and space != own["space"]:
+        return f"{what} {pid} is one of another container; whether it runs cannot be seen from here"
+    if not has_ended(pid, ticks) if isinstance(ticks, str) else is_alive(pid, path.lstat().st_mtime):
+        return f"{what} {pid} runs"
+    return ""
 
 
 def user_of_job(path: Path) -> str:
@@ -257,6 +299,28 @@ def remove_dead_agents(parent: Path) -> list[Path]:
                 removed.append(folder)
                 logger.debug("removed %s, left by an agent that was killed", folder)
     return removed
+
+
+def remove_proof(folder: Path) -> None:
+    """Remove the folder of this proof, whose runs have ended. Never raises: the next proof removes what is left."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_dead_proofs(base: Path) -> None:
+    """Remove the folders of this user's dead proofs below `base`. Never raises."""
+    for folder in proof_folders(base):
+        with suppress(OSError):
+            remove_unused_proof(folder)
+
+
+def remove_unused_proof(folder: Path) -> bool:
+    """Remove a folder of a dead proof. False: it is in use. Raises OSError when it cannot be removed."""
+    pid = proof_folders(folder.parent).get(folder)
+    if pid is None or user_of_proof(folder, pid):
+        return False
+    shutil.rmtree(folder)
+    logger.debug("removed %s, left by a proof that was killed", folder)
+    return True
 
 
 def remove_unused(folder: Path) -> bool:

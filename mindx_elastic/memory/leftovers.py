@@ -1,4 +1,4 @@
-"""What is in shared memory, for ``mindx-elastic clean``: agents' folders and jobs' arenas, and who uses them.
+"""What is in shared memory, for ``mindx-elastic clean``: folders of agents and proofs, jobs' arenas, and who uses them.
 
 Looks at folders of this user only, and never follows a link.
 """
@@ -17,15 +17,17 @@ from mindx_elastic.core.posix import is_own_folder
 from mindx_elastic.memory.arena import read_records
 from mindx_elastic.memory.folders import (
     agent_pid,
+    proof_folders,
     rank_folders,
     read_owner,
     squatted_folder,
     user_folders,
     user_of_agent,
     user_of_job,
+    user_of_proof,
 )
 
-__all__ = ["AgentLeftover", "ArenaLeftover", "Leftovers", "find_leftovers"]
+__all__ = ["AgentLeftover", "ArenaLeftover", "Leftovers", "ProofLeftover", "find_leftovers"]
 
 _ARENA = re.compile(r"[0-9a-f]{16}")
 
@@ -40,6 +42,11 @@ class AgentLeftover:
     """Who uses it, in words; empty: no living process."""
     size: int
     age_s: float
+
+
+@dataclass(frozen=True)
+class ProofLeftover(AgentLeftover):
+    """The private memory file system of one `mindx-elastic prove`."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class Leftovers:
 
     agents: list[AgentLeftover] = field(default_factory=list)
     arenas: list[ArenaLeftover] = field(default_factory=list)
+    proofs: list[ProofLeftover] = field(default_factory=list)
     others: list[Path] = field(default_factory=list)
     """What else is there, or in the place of the user's folder: not ours."""
 
@@ -84,6 +92,9 @@ def find_leftovers(base: Path) -> Leftovers:
             found.arenas.append(_look_at_arena(path))
         else:
             found.others.append(path)
+    for path, pid in proof_folders(base).items():
+        age_s = time.time() - path.lstat().st_mtime
+        found.proofs.append(ProofLeftover(path, pid, user_of_proof(path, pid), _size(path), age_s))
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mindx_elastic.core.printable import listed
@@ -21,7 +21,6 @@ _VARIABLES = 5
 _HASHED = re.compile(r"[0-9a-f]{16}")
 _WHOLE = re.compile(r"-?\d+")
 _AHEAD = 16
-_DIGITS = 16  # of a digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +222,10 @@ class _Explainer:
         steps, more = int(part.first), "or more " * bool(part.second)
         what = f"the uninterrupted run ended after step {self.step - 1}; the resumed one went on for "
         what += f"{_counted(steps, 'step')} {more}too many"
-        cause = "the loop counts from 0 again after a resume, or what ends it (an early stop) is not kept"
+        cause = (
+            "the loop does not read its position and counts from 0 again after a resume, or what ends it (an early "
+            "stop) is not kept"
+        )
         remedy = (
             "Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step; "
             "name what decides an early stop: Guard(stateful={'stopping': stopping})"
@@ -271,7 +273,7 @@ class _Explainer:
         if one is None or other is None:
             return what, "", ""
         unknown = not one.batches and not other.batches
-        if (unknown or set(one.batches) & set(other.batches)) and _is_equal_in_part(one, other):
+        if (unknown or set(one.batches) & set(other.batches)) and self._inputs_are_equal_in_part(one, other):
             what = f"step {self.step}: a part of what the model was given is equal, and another part is not"
             cause = (
                 "the program gives the model something besides the batch (a hidden state, noise, a table) that is not "
@@ -284,10 +286,13 @@ class _Explainer:
                 "code between loader and model (augmentation, a curriculum) uses a generator or counter that is not "
             )
             return what, f"{cause}kept", "Name it in stateful=, or compute it from guard.position.step"
-        if _content(one) & _content(other):
+        num_other_parts = self._num_other_parts(one, other)
+        if num_other_parts == 1:
             what += ": a part of it is equal, so the samples are the same and their content differs"
             cause = "the data set has a generator or a counter of its own, which no checkpoint has"
             return what, cause, "Draw from the global streams (they are seeded for each sample), or seed by the index"
+        if num_other_parts:
+            what += f": {num_other_parts} parts of it differ, and the rest is equal"
         if not one.batches and not other.batches:
             cause = "it comes from no loader that the guard knows, and its order, generator or counter is not kept"
             remedy = (
@@ -298,6 +303,34 @@ class _Explainer:
             return what, cause, remedy
         cause = "its order or content comes from a generator, a set or a counter that no checkpoint has"
         return what, cause, "Let seed and epoch decide the order (data.ResumableLoader), or name the generator"
+
+    def _inputs_are_equal_in_part(self, one: Step, other: Step) -> bool:
+        """Of what a module was given first that differs, a tensor that tells this step from others is equal."""
+        for name, given in one.inputs.items():
+            for first, second in zip(given, other.inputs.get(name, ()), strict=False):
+                if first != second:
+                    return bool(self._telling(first, second, lambda step, name=name: step.inputs.get(name, ())))  # type: ignore[misc]
+        return False
+
+    def _num_other_parts(self, one: Step, other: Step) -> int:
+        """How many parts differ of a batch that the loader handed out, where one that tells this step from others is
+        equal; 0: there is none. (Labels, masks and the like are equal by chance in batches of other samples, too.)"""
+        for first, second in zip(one.batches, other.batches, strict=False):
+            if first != second and self._telling(first, second, lambda step: step.batches):
+                return sum(a != b for a, b in zip(first.split(","), second.split(","), strict=False))
+        return 0
+
+    def _telling(self, first: str, second: str, of_step: Callable[[Step], Sequence[str]]) -> list[str]:
+        """The digests of tensors that two batches have at the same place, and that no step of the reference at another
+        place in its epoch has there. (Without a shuffle each epoch has the same batches.)"""
+        pairs = enumerate(zip(first.split(","), second.split(","), strict=False))
+        equal = {index: part for index, (part, theirs) in pairs if part == theirs and _HASHED.fullmatch(part)}
+        for step in self.reference.by_rank[self.difference.rank].values():
+            if self.one is not None and step.step_in_epoch != self.one.step_in_epoch:
+                for batch in of_step(step):
+                    parts = batch.split(",")
+                    equal = {k: part for k, part in equal.items() if k >= len(parts) or parts[k] != part}
+        return list(equal.values())
 
     def _steps_with(self, part: Part) -> Iterator[int]:
         """The reference's steps that were given what the other run was given here, the likeliest explanation first:
@@ -365,12 +398,13 @@ class _Explainer:
 
     def _updated_alone(self, part: Part) -> str | None:
         """Which of the two runs has changed weights in this step that the other one has left as they were."""
-        one, other = self.one, self.other_step
-        if one is None or other is None or one.given is None or other.given is None:
-            return None
-        keys = [key for name in part.names if (key := f"weights|{name}") in one.given and key in other.given]
-        changed = [[key for key in keys if step.end.get(key) != step.given.get(key)] for step in (one, other)]
-        if not keys or bool(changed[0]) == bool(changed[1]):
+        changed: list[bool] = []
+        for step in (self.one, self.other_step):
+            if step is None or step.given is None:
+                return None
+            keys = [f"weights|{name}" for name in part.names]
+            changed.append(any(step.end.get(key) != step.given.get(key) for key in keys))
+        if changed[0] == changed[1]:
             return None
         return "uninterrupted" if changed[0] else "resumed"
 
@@ -438,21 +472,6 @@ class _Explainer:
             "exit": self.exit,
         }
         return describers[part.kind](part)
-
-
-def _content(step: Step) -> set[str]:
-    """The parts of its batches that are no mere numbers."""
-    return {part for batch in step.batches for part in batch.split(",") if len(part) == _DIGITS}
-
-
-def _is_equal_in_part(one: Step, other: Step) -> bool:
-    """Of what a module was given first that differs, some tensors are equal and others are not."""
-    for name, given in one.inputs.items():
-        for first, second in zip(given, other.inputs.get(name, ()), strict=False):
-            if first != second:
-                parts = [{part for part in each.split(",") if len(part) == _DIGITS} for each in (first, second)]
-                return bool(parts[0] & parts[1])
-    return False
 
 
 def _values(first: str, second: str) -> str:

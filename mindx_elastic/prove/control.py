@@ -48,13 +48,17 @@ class Control:
     streams: Path
     """Holds the random streams' states, each under its digest; the same for all runs."""
     steps: int = 0
-    """Leave after so many boundaries of this process; 0: after `last`. -1: after a number that suits the script."""
+    """Leave after so many boundaries of the process, in all its guards; 0: after `last`. -1: after a number that suits
+    the script."""
     last: tuple[int, int] | None = None
     """Series and step of the last boundary; None: see `steps`."""
     alarm: Alarm | None = None
 
-    def is_last(self, series: int, step: int, passed: int, num_batches: int, took_s: float | None) -> bool:
-        """Whether the run ends at the boundary `step`, the process's boundary number `passed`.
+    def is_last(
+        self, series: int, step: int, passed: int, num_batches: int, took_s: float | None, *, in_all: int
+    ) -> bool:
+        """Whether the run ends at the boundary `step`, number `passed` of this guard in the process, number `in_all` of
+        all guards.
 
         `num_batches`: of an epoch; 0: unknown. `took_s`: seconds that the first `STEPS` took; None: unknown, or other
         ranks may have another number.
@@ -62,7 +66,7 @@ class Control:
         if self.last is not None:
             return (series, step) >= self.last
         if self.steps >= 0:
-            return 0 < self.steps <= passed
+            return 0 < self.steps <= in_all
         if took_s is not None and took_s < _QUICK_S:
             return passed >= MOST_STEPS
         into_the_second = num_batches + _INTO_THE_NEXT_EPOCH if num_batches else 0

@@ -12,10 +12,11 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-__all__ = ["digest", "leaves", "shape_of", "stream_bytes"]
+__all__ = ["digest", "leaves", "outline", "shape_of", "stream_bytes"]
 
 _MOST_TEXT = 80
 _DEPTH = 20
+_MOST_LEAVES = 1000
 
 
 def digest(value: Any) -> str:
@@ -54,6 +55,25 @@ def leaves(value: Any, name: str = "", *, depth: int = _DEPTH) -> Iterator[tuple
         yield name, "empty"
     for key, item in inside.items():
         yield from leaves(item, f"{name}.{key}" if name else str(key), depth=depth - 1)
+
+
+def outline(state: Any) -> Iterator[tuple[str, str]]:
+    """As `leaves`. Of a large object (a replay memory, which shifts at each step) each entry gets one digest, or the
+    object as a whole."""
+    found = list(leaves(state))
+    if len(found) <= _MOST_LEAVES:
+        yield from found
+        return
+    entries: dict[str, list[tuple[str, str]]] = {}
+    for name, each in found:
+        entries.setdefault(name.partition(".")[0], []).append((name, each))
+    if len(entries) > _MOST_LEAVES:
+        entries = {"": found}
+    for entry, parts in entries.items():
+        if len(parts) > _MOST_LEAVES:
+            yield entry, _hash(str(len(parts)), json.dumps(parts).encode())
+        else:
+            yield from parts
 
 
 def shape_of(value: Any) -> str:

@@ -86,7 +86,8 @@ class FreshProcess(Process):
         with open(request.log, "ab") as log:
             self._popen = subprocess.Popen(
                 [*shim, sys.executable, *wrapper, *request.command],
-                env=dict(request.env),
+                # A line must be seen at once: silence counts as hanging.
+                env={**request.env, "PYTHONUNBUFFERED": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -167,12 +168,10 @@ class Zygote:
         return found
 
     def close(self) -> None:
+        """End it at once; it may be in the middle of its import. What it has forked has ended, or dies with it."""
         self._channel.close()
-        try:
-            self._popen.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._popen.kill()
-            self._popen.wait()
+        self._popen.kill()
+        self._popen.wait()
 
 
 def _shadowing(folder: Path, imported: Mapping[str, str | None]) -> list[str]:

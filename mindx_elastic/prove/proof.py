@@ -21,7 +21,7 @@ from mindx_elastic.prove.records import Life, Step
 from mindx_elastic.prove.runs import Chain, Outcome, Runs
 from mindx_elastic.prove.streams import numbers_between
 
-__all__ = ["EXIT_CODES", "Proof", "Row", "Verdict", "choose_stops", "prove"]
+__all__ = ["EXIT_CODES", "Proof", "Row", "Verdict", "choose_stops", "prove", "steps_in_words"]
 
 EXIT_CODES = {"equal": 0, "differs": 1, "not deterministic": 3, "refused": 4, "fails": 4}
 """By `Verdict.outcome` of the whole proof."""
@@ -71,6 +71,12 @@ class Proof:
     notes: list[str] = field(default_factory=list)
     """What a user should know besides."""
     writes: Sequence[str] = ()
+    """Files of the user's that the script itself has written to, in any of the runs."""
+
+    @property
+    def repeating_steps(self) -> int:
+        """The `steps` that give runs of this length on a machine of any speed; 0: there was no run."""
+        return self.steps + self.has_ended  # a training that ends by itself must not be ended at its last boundary
 
     @property
     def verdict(self) -> Verdict:
@@ -89,17 +95,21 @@ def prove(
     return _Prover(runs, stops=stops, steps=steps, seed=seed, kill=kill, show=show).prove()
 
 
+def steps_in_words(count: int) -> str:
+    return f"{count} step{'s' * (count != 1)}"
+
+
 def choose_stops(places: Sequence[Step], stops: int | None, *, seed: int, has_ended: bool) -> list[tuple[int, int]]:
-    """Series and number of the boundaries to stop at, in order: an epoch's end and the training's, where there are any,
-    the first one, and others by `seed`. Where the training goes on after `places`, a stop is carried out before the
-    last of them: at its own boundary or, within an accumulation window, at the end of that."""
+    """Series and number of the boundaries to stop at, in order: the training's end, an epoch's and the first one, where
+    there are any, and others by `seed`, at least one. Where the training goes on after `places`, a stop is carried out
+    before the last of them: at its own boundary or, within an accumulation window, at the end of that."""
     known = [step.place for step in places]
     cuts = [step.place for step in places[:-1] if step.cut]
     candidates = known if has_ended else [place for place in known[:-1] if not cuts or place <= cuts[-1]]
     if stops is None or stops >= len(candidates):
         return candidates
     ends = [one.place for one, other in itertools.pairwise(places) if other.epoch > one.epoch > 0]
-    special = [*ends[:1], *([known[-1]] if has_ended and stops > 2 + len(ends[:1]) else []), *known[:1]]
+    special = [*([known[-1]] if has_ended else []), *ends[:1], *known[:1]]
     chosen = list(dict.fromkeys(place for place in special if place in candidates))[: max(0, stops - 1)]
     others = [place for place in candidates if place not in chosen]
     return sorted([*chosen, *random.Random(seed).sample(others, stops - len(chosen))])
@@ -118,6 +128,8 @@ class _Prover:
             return self.proof
         stops = choose_stops(self._steps_of(first), self._stops, seed=self._seed, has_ended=self.reference.has_ended)
         kills = choose_stops(self._steps_of(first)[:-1], self._stops, seed=self._seed + 1, has_ended=False)
+        if self._lacks("stop", stops, least=2) or (self._kill and self._lacks("kill", kills, least=3)):
+            return self.proof
         self._planned = 2 + len(stops) + 1 + len(kills) * self._kill
         ranks = sorted(self.reference.by_rank)
         choice = random.Random(self._seed)
@@ -127,9 +139,21 @@ class _Prover:
                 self._kill_once(Alarm(series=series, step=number, rank=choice.choice(ranks), kill=True))
         return self.proof
 
+    def _lacks(self, what: str, chosen: Sequence[object], *, least: int) -> bool:
+        """Whether the runs are too short for a stop or a kill; then nothing is proved, and the table says so."""
+        if not chosen:
+            said = f"the runs have no boundary to {what} at: the proof is {steps_in_words(self.proof.steps)} long"
+            remedy = f"Give --steps {least} or more"
+            if self.proof.has_ended:
+                said, remedy = f"{said}, the whole training", f"Train for {least} steps or more, or leave --kill out"
+            explained = Explained(what=said, cause="", remedy=remedy)
+            self.proof.rows.append(Row(name=f"no {what}", verdict=Verdict(outcome="fails", explained=explained)))
+        return not chosen
+
     def _run(self, chain: Chain, what: str, **control: object) -> Outcome:
         self._show(self._done, self._planned, what)
         outcome = self.runs.run(chain, **control)  # type: ignore[arg-type]
+        self.proof.writes = list(dict.fromkeys([*self.proof.writes, *outcome.writes]))
         self._done += 1
         self._show(self._done, self._planned, what)
         return outcome
@@ -145,7 +169,6 @@ class _Prover:
             outcome = self._reference_run()
         if self.runs.why_fresh and self.runs.why_fresh != "--fresh":
             self.proof.notes.append(f"each run is a fresh interpreter: {self.runs.why_fresh}")
-        self.proof.writes = outcome.writes
         verdict = _failure(outcome, "the uninterrupted run")
         steps = self._steps_of(outcome)
         if verdict is None and not steps:
@@ -248,12 +271,12 @@ class _Prover:
     def _row(self, name: str, stopped: Outcome, resumed: Outcome, *, is_stopped: bool = False) -> Row:
         verdict = self._never_resumed(stopped, resumed)
         if verdict is None and resumed.refusal:
-            verdict = _failure(resumed, "the resumed run")
+            verdict = _resumed_failure(resumed)
         if verdict is None and (found := self._earliest(resumed.lives)) is not None:
             explained = explain(self.reference, found, self._moves)
             verdict = Verdict(outcome="differs", explained=explained, rank=found.rank, step=found.step)
-        if verdict is None and (failed := _failure(resumed, "the resumed run", stopped=is_stopped)) is not None:
-            verdict = replace(failed, outcome="differs") if failed.outcome == "fails" else failed
+        if verdict is None:
+            verdict = _resumed_failure(resumed, stopped=is_stopped)
         verdict = verdict or self._length(resumed)
         steps = [life.resumed for life in resumed.lives if life.resumed is not None]
         return Row(
@@ -385,6 +408,12 @@ def _failure(outcome: Outcome, run: str, *, stopped: bool = False) -> Verdict | 
     how = f"by signal {-outcome.code}" if outcome.code < 0 else f"with exit code {outcome.code}"
     what = f"{run} fails {how}{': ' if said else ''}{said}"
     return _fails(Explained(what=what, cause="", remedy=""), outcome)
+
+
+def _resumed_failure(outcome: Outcome, *, stopped: bool = False) -> Verdict | None:
+    """As `_failure`. The uninterrupted run has passed there, so this is a difference."""
+    failed = _failure(outcome, "the resumed run", stopped=stopped)
+    return None if failed is None else replace(failed, outcome="differs")
 
 
 def _fails(explained: Explained, outcome: Outcome) -> Verdict:

@@ -29,11 +29,12 @@ def describe(row: Row) -> list[str]:
     return lines
 
 
-def to_json(proof: Proof, *, command: Sequence[str], seconds: float) -> dict[str, Any]:
-    """The document of ``--json``."""
+def to_json(proof: Proof, *, command: Sequence[str], seconds: float, repeat: Sequence[str] = ()) -> dict[str, Any]:
+    """The document of ``--json``. `repeat`: the whole line that makes the same runs again."""
     return {
         "schema": SCHEMA,
         "command": list(command),
+        "repeat": list(repeat),
         "outcome": proof.verdict.outcome,
         "exit_code": proof.exit_code,
         "steps": proof.steps,

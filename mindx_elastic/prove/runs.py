@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
 import sys
 import tempfile
@@ -17,6 +16,7 @@ from types import TracebackType
 
 from mindx_elastic.config import MemorySettings
 from mindx_elastic.errors import UsageError
+from mindx_elastic.memory.folders import make_proof_folder, remove_dead_proofs, remove_proof
 from mindx_elastic.prove.control import Alarm, Control
 from mindx_elastic.prove.processes import FreshProcess, Process, Request, Zygote
 from mindx_elastic.prove.records import Life, read_lives
@@ -252,13 +252,13 @@ def _make_memory(stack: ExitStack) -> Path | None:
     base = MemorySettings.from_env().base
     if base is None:
         return None
-    folder = base / f"mindx-prove-{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        folder.mkdir(mode=0o700)
+        remove_dead_proofs(base)
+        folder = make_proof_folder(base)
     except OSError as error:
-        print(f"mindx-elastic: {folder} cannot be created ({error.strerror}): no snapshots", file=sys.stderr)
+        print(f"mindx-elastic: {base} cannot be used ({error.strerror}): no snapshots", file=sys.stderr)
         return None
-    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    stack.callback(remove_proof, folder)
     return folder
 
 

@@ -13,6 +13,7 @@ Notes what `prove` must know of the script in a file: what it opens for writing,
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import importlib.util
 import json
@@ -102,7 +103,8 @@ def _module(name: str) -> tuple[Any, types.ModuleType, str]:
 
 
 class _Listener:
-    """Hears of what Python opens, renames and removes. In each thread, and in processes that are forked."""
+    """Hears of what Python opens, renames and removes, and of what `torch.save` does, which opens its files in C++. In
+    each thread, and in processes that are forked."""
 
     def __init__(self, fd: int, own: Path) -> None:
         """`own`: the folder of the whole proof."""
@@ -111,6 +113,7 @@ class _Listener:
         self._fd, self._others = fd, (*(f"{folder}/" for folder in temporary), *_NOT_FILES)
         self._seen: set[str] = set()
         self._environment = dict(os.environ)
+        self._hears_torch = self._listen_to_torch()
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -119,10 +122,27 @@ class _Listener:
                 self._note("write", path)
         elif event in ("os.remove", "os.rename", "os.mkdir"):
             self._note("write", arguments[1] if event == "os.rename" else arguments[0])
+        elif event == "import" and not self._hears_torch:  # one of those that follow torch's own
+            self._hears_torch = self._listen_to_torch()
         elif event == "os.putenv":
             name = os.fsdecode(arguments[0])
             if name.startswith(IMPORT_VARIABLES) and self._environment.get(name) != os.fsdecode(arguments[1]):
                 self._note("variable", name)
+
+    def _listen_to_torch(self) -> bool:
+        """Returns whether it was possible: torch's module is there."""
+        writer: Any = getattr(sys.modules.get("torch.serialization"), "_open_zipfile_writer_file", None)
+        if writer is None:
+            return False
+        original = writer.__init__
+
+        @functools.wraps(original)
+        def init(opened: Any, name: Any, *arguments: Any, **more: Any) -> None:
+            self._note("write", name)
+            original(opened, name, *arguments, **more)
+
+        writer.__init__ = init
+        return True
 
     def _note(self, kind: str, what: Any) -> None:
         if not isinstance(what, (str, bytes, os.PathLike)):

@@ -98,6 +98,8 @@ def _begin(
         os.dup2(source, target)
     os.close(null)
     os.close(output)
+    for stream in (sys.stdout, sys.stderr):  # a line must be seen at once: silence counts as hanging
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ.clear()
     os.environ.update(env)
     os.chdir(cwd)

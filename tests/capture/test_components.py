@@ -422,3 +422,27 @@ def test_a_lazy_module_is_refused_before_its_first_forward() -> None:
         ModuleComponent("model", lazy)
     lazy(torch.randn(4, 3))
     assert set(boundary(lazy).state()) == set(lazy.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_modules_keep_buffers_and_modes() -> None:
+    def make() -> nn.Module:
+        torch.manual_seed(1)
+        inner = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        return nn.Sequential(torch.jit.script(inner), nn.Linear(4, 2))
+
+    one = make()
+    component = ModuleComponent("model", one)
+    one(torch.randn(5, 3))
+    one.eval()
+    component.copy()
+    state, beside = component.state(), component.beside()
+    assert state["0.1.num_batches_tracked"] == 1
+    other = make()
+    fresh = ModuleComponent("model", other)
+    fresh.prepare(beside, state)
+    fresh.load(state)
+    fresh.flags.load(beside)
+    assert not other.training and all(
+        torch.equal(a, b) for a, b in zip(state.values(), other.state_dict().values(), strict=True)
+    )

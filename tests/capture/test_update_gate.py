@@ -65,10 +65,22 @@ def test_after_a_step_nothing_is_clean_until_the_boundary(gate: UpdateGate, laye
     assert (gate.state, problem(gate)) == (GateState.CLEAN, None)
 
 
-def test_an_optimizer_that_nobody_named_is_seen(gate: UpdateGate) -> None:
+def test_an_optimizer_that_nobody_named_is_seen_where_it_changes_what_is_kept(gate: UpdateGate) -> None:
     other = nn.Linear(3, 1)
     backward(other)
-    torch.optim.AdamW(other.parameters()).step()
+    probe = torch.optim.AdamW(other.parameters())
+    probe.step()
+    assert problem(gate) is None
+    probe.add_param_group({"params": list(gate._parameters)})
+    probe.step()
+    assert gate.state is GateState.DIRTY
+
+
+def test_a_named_optimizer_is_seen_whatever_it_changes(gate: UpdateGate) -> None:
+    temperature = nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.Adam([temperature])
+    gate.named = {id(optimizer)}
+    optimizer.step()
     assert gate.state is GateState.DIRTY
 
 

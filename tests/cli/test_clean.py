@@ -14,7 +14,7 @@ import pytest
 from mindx_elastic.alarm.peers import own_identity
 from mindx_elastic.core.status_page import StatusPage, page_path
 from mindx_elastic.memory.arena import RankArena, SlotRecord, SlotState
-from mindx_elastic.memory.folders import job_folder, user_folder
+from mindx_elastic.memory.folders import job_folder, make_proof_folder, make_user_folder, user_folder
 
 
 @pytest.fixture
@@ -125,6 +125,29 @@ def test_a_process_that_has_inherited_the_number_is_no_agent(run: Callable[..., 
     folder = make_agent(base, os.getpid())
     os.utime(folder, (0, time.time() - 86400 * 365))
     assert clean(run, base)["agents"][0]["action"] == "removed"
+
+
+def test_the_folder_of_a_dead_proof_is_removed(run: Callable[..., Any], base: Path, dead_pid: int) -> None:
+    living, dead = make_proof_folder(base), base / f"mindx-prove-{dead_pid}-00ff"
+    dead.mkdir(mode=0o700)
+    others = [base / "mindx-prove-notes", base / f"mindx-prove-{dead_pid}-00fe"]
+    others[0].mkdir()
+    others[1].symlink_to(dead)
+    actions = {entry["path"]: entry["action"] for entry in clean(run, base, "--dry-run")["proofs"]}
+    assert actions == {str(dead): "would remove", str(living): "in use"} and dead.exists()
+    entries = {entry["path"]: (entry["action"], entry["why"]) for entry in clean(run, base)["proofs"]}
+    assert entries == {
+        str(dead): ("removed", f"proof {dead_pid} is gone"),
+        str(living): ("in use", f"proof {os.getpid()} runs"),
+    }
+    assert sorted(base.iterdir()) == sorted([living, *others])
+    assert f"in use  {living}: proof {os.getpid()} runs" in run("clean", "--base", base).stdout
+    identity = living / "prove.json"
+    identity.write_text(json.dumps({**json.loads(identity.read_text()), "started": "1"}))
+    make_user_folder(living)
+    make_agent(living, os.getpid())
+    (entry,) = clean(run, base)["proofs"]
+    assert entry["why"] == f"proof {os.getpid()} is gone, its job is not: agent {os.getpid()} runs"
 
 
 @pytest.mark.parametrize(

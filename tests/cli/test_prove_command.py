@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from mindx_elastic.cli.prove import _split
-from tests.harness import JOBS, Job
+from tests.harness import JOBS, Job, children
+from tests.prove.started import is_gone
+from tests.watchdog import Watchdog
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,8 +35,10 @@ def run(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[st
     return subprocess.run(command, cwd=cwd, env=environment(**env), capture_output=True, text=True, check=False)
 
 
-def shared_memory() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("mindx-prove-*")}
+@pytest.fixture
+def memory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A memory file system of the test's own: other proofs are none of its business."""
+    return tmp_path_factory.mktemp("memory")
 
 
 def test_the_line_is_divided_at_the_script() -> None:
@@ -45,14 +53,27 @@ def test_the_line_is_divided_at_the_script() -> None:
     [
         ([], "name the script"),
         (["--", "none.py"], "none.py: no such file"),
-        (["--stops", "0", "--", "none.py"], "--stops 0: give a number from 1, or all"),
+        (["--stops", "0", "--", "s.py"], "--stops 0: give a number from 1, or all"),
         (["--", "-m"], "-m needs the name of a module"),
-        (["word", "--", "none.py"], "word is no option"),
+        (["word", "--", "s.py"], "word is no option"),
+        (["--", "-m", "no_such_module.part"], "-m no_such_module.part: no such module"),
+        (["--nproc-per-node", "2", "--", "none.py"], "none.py: no such file"),
+        (["--stop", "3", "--", "s.py"], "--stop: no such option; neither of prove nor of mindx-elastic run (did you"),
+        (["--bogus=3", "--", "s.py"], "--bogus: no such option"),
+        (["--nproc-per-node", "none", "--", "s.py"], "none"),
+        (["--nproc-per-node", "0", "--", "s.py"], "give at least 1"),
+        (["--nproc-per-node", "2", "3", "--", "s.py"], "3 is no option"),
+        (["--nnodes", "2", "--", "s.py"], "--nnodes 2: this runs on one node; leave it out"),
+        (["--nproc-per-node", "2", "--monitor-interval", "0", "--", "s.py"], "give seconds above 0"),
+        (["--junit", "none/prove.xml", "--", "s.py"], "--junit none/prove.xml: no file can be written there"),
     ],
 )
 def test_wrong_usage(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "s.py").write_text("raise SystemExit('the script is not started')")
     result = run(*words, cwd=tmp_path)
-    assert result.returncode == 2 and said in result.stderr, result.stderr
+    assert result.returncode == 2 and said in " ".join(result.stderr.split()), result.stderr
+    assert "usage:" not in result.stderr and "not started" not in result.stdout + result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["s.py"]
 
 
 def test_one_rank_with_all_reports(tmp_path: Path) -> None:
@@ -64,6 +85,7 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     found = document["runs"][-1]["first_difference"]
     assert "the loader handed out the same, and the model was given something else" in found["what"]
     assert found["rank"] == 0 and "counter" in found["cause"]
+    assert '"own_steps" (main() in proved.py)' in found["variables"]
     suite = ElementTree.fromstring((tmp_path / "prove.xml").read_text())
     assert (suite.attrib["tests"], suite.attrib["failures"]) == ("3", "1")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept", "prove.xml"]
@@ -71,15 +93,16 @@ def test_one_rank_with_all_reports(tmp_path: Path) -> None:
     assert run("--keep", "kept", "--", JOBS / "proved.py", "exact", "ckpt", cwd=tmp_path).returncode == 2
 
 
-def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path) -> None:
-    before = shared_memory()
+def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory: Path) -> None:
     words = ["--stops", 1, "--steps", 5, "--kill", "--nproc-per-node", 2]
-    result = run(*words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path)
+    result = run(
+        *words, "--", JOBS / "proved.py", "exact", tmp_path / "ckpt", cwd=tmp_path, MINDX_ARENA_DIR=str(memory)
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all equal: 5 steps of 2 ranks" in result.stdout
     assert "killed after step" in result.stdout and "stopped after step" in result.stdout
     assert not list(tmp_path.iterdir()), "not even the agent's run directory"
-    assert shared_memory() <= before
+    assert not list(memory.iterdir())
 
 
 def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
@@ -87,22 +110,62 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "the model was given something else (rank 1)" in result.stdout
+    assert "note: the ranks were stopped, and none was killed: --kill does that, too" in result.stdout
 
 
-def test_an_interrupted_proof_leaves_nothing(tmp_path: Path) -> None:
-    temporary, before = tmp_path / "temporary", shared_memory()
+def test_the_line_that_makes_the_same_runs_again(tmp_path: Path) -> None:
+    words = ["--stops", 1, "--seed", 2, "--", JOBS / "proved.py", "exact", tmp_path / "ck pt"]
+    first = run(*words, cwd=tmp_path)
+    assert first.returncode == 0, first.stdout + first.stderr
+    (line,) = [line for line in first.stdout.splitlines() if line.startswith("the same runs again: ")]
+    again = shlex.split(line.partition(": ")[2])
+    assert again[:2] == ["mindx-elastic", "prove"]
+    assert again[2:] == ["--stops", "1", "--steps", "25", "--seed", "2", "--", *map(str, words[5:])]
+    second = run(*again[2:], cwd=tmp_path)
+    tables = [result.stdout.partition("\n\n")[0] for result in (first, second)]
+    assert tables[0] == tables[1] and "24 steps, the whole training" in tables[0]
+    assert "the same runs again" not in second.stdout
+
+
+def interrupted(tmp_path: Path, memory: Path, signum: int, code: int, ready: Callable[[Job], bool]) -> None:
+    """Interrupt a proof when it is `ready`, and see that it leaves nothing."""
+    temporary = tmp_path / "temporary"
     temporary.mkdir()
     command = [sys.executable, "-m", "mindx_elastic", "prove", "--", str(JOBS / "proved.py"), "slow", "ckpt"]
-    job = Job(command, environment(TMPDIR=str(temporary), MINDX_TEST_READY=str(tmp_path / "ready")))
+    places = {"TMPDIR": str(temporary), "MINDX_ARENA_DIR": str(memory), "MINDX_TEST_READY": str(tmp_path / "ready")}
+    job = Job(command, environment(**places))
     try:
-        while not (tmp_path / "ready").exists():
+        watchdog = Watchdog(job.process.pid)
+        while not ready(job):
             assert job.process.poll() is None, job.report()
-        job.process.send_signal(signal.SIGTERM)
-        job.expect(143)
+            watchdog.check(len(job.lines))
+            time.sleep(0.01)
+        below = children(job.process.pid)
+        job.process.send_signal(signum)
+        job.expect(code)
     finally:
         job.end()
+    assert below and all(is_gone(pid) for pid in below)
     assert not list(temporary.glob("mindx-prove-*"))
-    assert shared_memory() <= before
-    pid = int((tmp_path / "ready").read_text())
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX"
+    assert not list(memory.iterdir())
+
+
+def test_an_interrupted_proof_leaves_nothing(tmp_path: Path, memory: Path) -> None:
+    ready = tmp_path / "ready"
+    interrupted(tmp_path, memory, signal.SIGTERM, 143, lambda job: ready.exists())
+    assert is_gone(int(ready.read_text()))
+
+
+def test_a_proof_that_is_interrupted_while_it_imports_torch(tmp_path: Path, memory: Path) -> None:
+    def begun(job: Job) -> bool:
+        """The processes that fork are there, and have not come to their import, or are in the middle of it."""
+        return any("prove.zygote" in command_of(pid) for pid in children(job.process.pid))
+
+    interrupted(tmp_path, memory, signal.SIGINT, 130, begun)
+    assert not (tmp_path / "ready").exists()
+
+
+def command_of(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return ""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -210,9 +211,10 @@ def test_cursor_can_take_back_a_beginning() -> None:
 def test_filled_rounds_give_every_rank_what_a_distributed_sampler_gives(
     drop_last: bool, size: int, batch_size: int, world_size: int
 ) -> None:
+    data: Any = range(size)
     lengths = []
     for rank in range(world_size):
-        stock = torch_data.DistributedSampler(range(size), world_size, rank, shuffle=False, drop_last=False)
+        stock: Any = torch_data.DistributedSampler(data, world_size, rank, shuffle=False, drop_last=False)
         lengths.append([len(batch) for batch in torch_data.BatchSampler(stock, batch_size, drop_last)])
     plan = EpochPlan(size, batch_size, world_size, drop_last, fill=True)
     shares = [[plan.share(batch, rank) for batch in range(plan.num_batches)] for rank in range(world_size)]
@@ -226,7 +228,7 @@ def test_an_adopted_loader_gives_every_rank_batches_of_the_same_size() -> None:
     sizes = []
     for rank in range(3):
         data = torch_data.TensorDataset(torch.arange(100))
-        sampler = torch_data.DistributedSampler(data, 3, rank, seed=1)
+        sampler: Any = torch_data.DistributedSampler(data, 3, rank, seed=1)
         loader = torch_data.DataLoader(data, 8, sampler=sampler)
         adoption = Adoption(loader)
         adoption.begin()

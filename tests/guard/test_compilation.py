@@ -24,7 +24,8 @@ from mindx_elastic.capture.compiled_calls import calls_in
 from mindx_elastic.data import ResumableLoader
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard import start as start_module
-from mindx_elastic.guard.compilation import CompiledPart
+from mindx_elastic.guard.compilation import CompiledPart, tell_of_torchscript
+from mindx_elastic.guard.unmanaged import Unmanaged
 from tests.guarded import no_traces, plain_environment
 from tests.harness import wait_until
 
@@ -405,3 +406,18 @@ def test_ranks_make_as_many_calls() -> None:
     assert heard(kept(train, other), kept(other, train)) is None
     assert heard(kept(train), b"") is None
     assert len(calls_in(kept(train, train))) == 2
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torchscript_is_named_unless_it_always_runs_the_same_code() -> None:
+    targets = {"model": nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 1))}
+    unmanaged = Unmanaged("warn")
+    tell_of_torchscript(targets, unmanaged)
+    assert [note.partition(":")[0] for note in unmanaged.notes] == ["TorchScript runs model.0"]
+    before = torch._C._jit_set_fusion_strategy([])
+    try:
+        unmanaged = Unmanaged("warn")
+        tell_of_torchscript(targets, unmanaged)
+        assert not unmanaged.notes
+    finally:
+        torch._C._jit_set_fusion_strategy(before)

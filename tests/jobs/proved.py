@@ -76,9 +76,6 @@ def main() -> None:
             network[0].bias.add_(random.SystemRandom().random())
     if FAULT == "crash":
         raise RuntimeError("the disk with the data is not there")
-    if FAULT == "writes":
-        with open(os.environ["MINDX_TEST_WRITES"], "a") as file:
-            file.write("a line\n")
     own_steps = 0
 
     best: dict[str, Any] = {}
@@ -124,9 +121,14 @@ def main() -> None:
                 network[0].weight.clamp_(-0.1, 0.1)
 
     with guard:
+        if FAULT == "writes":
+            name = os.environ["MINDX_TEST_WRITES"]
+            with open(name if guard.resumed_from_step is None else f"{name}.resumed", "a") as file:
+                file.write("a line\n")
+            torch.save(model.state_dict(), f"{name}.pt")
         if FAULT == "resume_crash" and guard.resumed_from_step is not None:
             raise KeyError("not yet")
-        if FAULT == "refused":
+        if FAULT == "refused" or (FAULT == "refused_later" and guard.resumed_from_step is not None):
             raise mx.errors.UnmanagedStateError("the queue is not named. Write Guard(stateful={'queue': queue})")
         if FAULT == "counter":
             for _ in range(EPOCHS):

@@ -26,14 +26,13 @@ def runs() -> Iterator[Runs]:
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith(("MINDX_", "MS_", "TORCHELASTIC", "PYTHONHASH"))]:
             patch.delenv(name)
-        patch.setenv("MINDX_UNMANAGED", "warn")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         with Runs(Command(script=()), timeout_s=600) as made:
             yield made
 
 
-def prove_job(runs: Runs, *words: object, stops: int | None = 3, steps: int = 0, seed: int = 0) -> Proof:
+def prove_job(runs: Runs, *words: object, stops: int | None = 4, steps: int = 0, seed: int = 0) -> Proof:
     runs.command = Command(script=tuple(map(str, words)))
     return prove(runs, stops=stops, steps=steps, seed=seed, kill=False)
 
@@ -75,7 +74,10 @@ def test_a_function_that_draws_and_is_fetched_ahead_is_equal(runs: Runs, tmp_pat
     assert (proof.steps, proof.has_ended, len(proof.rows)) == (8, True, 10)
 
 
-def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(runs: Runs, tmp_path: Path) -> None:
+def test_a_draw_that_takes_the_other_half_of_a_pair_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_UNMANAGED", "warn")
     proof = prove_job(runs, NATURAL / "draws_after_the_boundary.py", tmp_path / "ckpt", stops=None, steps=6)
     assert proof.exit_code == 1
     found = {row.verdict.step: row.verdict.explained for row in proof.rows if row.verdict.explained is not None}
@@ -108,12 +110,27 @@ FAULTS = [
 ]
 
 
+REFUSED = ("draw", "scheduler", "order", "loose", "clip", "counter")
+"""By themselves the guard refuses these; told to, it warns of them only."""
+
+
 @pytest.mark.parametrize(("fault", "what", "cause", "remedy"), FAULTS, ids=[fault[0] for fault in FAULTS])
-def test_a_fault_is_named(runs: Runs, tmp_path: Path, fault: str, what: str, cause: str, remedy: str) -> None:
+def test_a_fault_is_named(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, what: str, cause: str, remedy: str
+) -> None:
+    if fault in REFUSED:
+        monkeypatch.setenv("MINDX_UNMANAGED", "warn")
     proof = prove_fault(runs, tmp_path, fault)
     assert proof.exit_code == 1, [row.verdict for row in proof.rows]
     text = text_of(proof)
     assert what in text and cause in text and remedy in text, text
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: Path, fault: str) -> None:
+    proof = prove_fault(runs, tmp_path, fault, stops=1)
+    assert proof.exit_code == 4, text_of(proof)
+    assert "the uninterrupted run is refused: " in text_of(proof)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +179,12 @@ def test_a_refused_script(runs: Runs, tmp_path: Path) -> None:
     assert "is refused: the queue is not named. Write Guard(stateful={'queue': queue})" in text_of(proof)
 
 
+def test_a_resumed_run_that_is_refused(runs: Runs, tmp_path: Path) -> None:
+    proof = prove_fault(runs, tmp_path, "refused_later", stops=1)
+    assert proof.exit_code == 1, "the uninterrupted run was not"
+    assert "the resumed run is refused: the queue is not named" in text_of(proof)
+
+
 def test_a_script_without_a_guard(runs: Runs, tmp_path: Path) -> None:
     script = tmp_path / "plain.py"
     script.write_text("print('no guard')")
@@ -182,7 +205,7 @@ def test_what_the_script_writes_is_named(runs: Runs, tmp_path: Path, monkeypatch
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setenv("MINDX_TEST_WRITES", str(home))
     proof = prove_job(runs, JOBS / "proved.py", "writes", tmp_path / "ckpt", stops=1, steps=3)
-    assert list(proof.writes) == [str(home)]
+    assert list(proof.writes) == [str(home), f"{home}.pt", f"{home}.resumed"]
 
 
 def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
@@ -190,6 +213,16 @@ def test_steps_end_the_runs_early(runs: Runs, tmp_path: Path) -> None:
     assert proof.exit_code == 0, text_of(proof)
     assert (proof.steps, proof.has_ended) == (5, False)
     assert [row.name for row in proof.rows[2:]] == [f"stopped after step {step}" for step in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize(("steps", "kill"), [(1, False), (2, True)])
+def test_a_proof_without_a_stop_or_a_kill_is_not_equal(runs: Runs, tmp_path: Path, steps: int, kill: bool) -> None:
+    runs.command = Command(script=(str(JOBS / "proved.py"), "exact", str(tmp_path / "ckpt")))
+    proof = prove(runs, stops=3, steps=steps, seed=0, kill=kill)
+    assert proof.exit_code == 4 and len(proof.rows) == 3
+    what = "kill" if kill else "stop"
+    assert f"the runs have no boundary to {what} at: the proof is {steps} step" in text_of(proof)
+    assert f"Give --steps {steps + 1} or more" in text_of(proof)
 
 
 def test_model_with_callbacks(runs: Runs, tmp_path: Path) -> None:
@@ -202,7 +235,9 @@ def test_a_module_and_two_guards(runs: Runs, tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(Path(__file__).parents[2])
     proof = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=3, seed=1)
     assert proof.exit_code == 0, text_of(proof)
-    assert proof.steps == 10
+    assert (proof.steps, proof.has_ended, proof.repeating_steps) == (10, True, 11)
+    cut = prove_job(runs, "-m", "tests.jobs.proved_phases", tmp_path, stops=1, steps=7)
+    assert (cut.steps, cut.has_ended, cut.repeating_steps) == (7, False, 7)
 
 
 def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
@@ -217,6 +252,10 @@ def test_stops_are_chosen_by_seed_and_meet_the_ends() -> None:
     assert choose_stops(places[:1], 3, seed=0, has_ended=False) == []
     one_epoch = [replace(place, epoch=1) for place in places]
     assert {1, 20} <= {number for _, number in choose_stops(one_epoch, 3, seed=0, has_ended=True)}
+    for stops, ends in ((2, {20}), (3, {20, 8}), (4, {20, 8, 1})):
+        assert ends <= {number for _, number in choose_stops(places, stops, seed=0, has_ended=True)}
+        by_seed = [set(choose_stops(places, stops, seed=seed, has_ended=True)) for seed in range(5)]
+        assert len(set.union(*by_seed)) > stops, "one is chosen by the seed"
 
 
 def test_a_stop_is_carried_out_before_the_proof_ends() -> None:

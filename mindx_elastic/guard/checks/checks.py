@@ -75,6 +75,7 @@ from mindx_elastic.guard.checks.surroundings import (
     reachable,
 )
 from mindx_elastic.guard.checks.weight_copies import WeightCopies
+from mindx_elastic.guard.compilation import tell_of_torchscript
 from mindx_elastic.guard.replicas import DdpModules
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -131,8 +132,9 @@ class Checks:
         self._watch, self._plain, self._attributes = _Watch(), PlainState(), ModuleAttributes()
         self._own_optimizers, self._gate, self._copies = OwnOptimizers(), UpdateGate(), WeightCopies()
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
-        self._strangers = Strangers(self._all_named())
-        self._is_outside, self.refreshed = False, RefreshedModules()
+        self._strangers = Strangers(self._collector.optimizers())
+        self._is_outside, self._is_stale, self._evaluations = False, False, 0
+        self.refreshed = RefreshedModules()
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
@@ -156,6 +158,7 @@ class Checks:
         self._check_parameters(seen, kept)
         self._check_schedulers(seen, kept, search=True)
         self._check_ddp(seen)
+        tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
 
@@ -196,16 +199,21 @@ class Checks:
         if self._is_outside:
             yield
             return
+        count = self._evaluations = self._evaluations + 1
+        # A program may have such a block in every step: it is not to cost a look each time.
+        closely = self._boundaries > 0 and (count <= _FIRST_LOOKS or count & (count - 1) == 0)
         self._is_outside = True
         self.refreshed.leave()
         try:
-            if self._boundaries:
+            if closely and not self._is_stale:
                 self._compare(self._kept())
             yield
         finally:
             self._is_outside = False
-            if self._boundaries:
+            if closely:
                 self._watch_anew()
+            else:
+                self._is_stale = True
 
     # --- looking ---
 
@@ -213,6 +221,8 @@ class Checks:
         return Kept(self._targets, self._loaders, self._collector, self._also_kept)
 
     def _look(self, frame: FrameType | None) -> tuple[Seen, Kept]:
+        if self._is_stale:
+            self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
         return look(frame, self._roots, map(id, loose)), kept
@@ -232,11 +242,6 @@ class Checks:
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
         return {name: c.optimizer for name, c in components if isinstance(c, OptimizerComponent)}
-
-    def _all_named(self) -> list[torch.optim.Optimizer]:
-        """Also the one that a ZeroRedundancyOptimizer steps on each rank."""
-        components = [c for c in self._collector.components.values() if isinstance(c, OptimizerComponent)]
-        return list({id(o): o for c in components for o in (c.optimizer, c.local)}.values())
 
     def _optimizer_ids(self) -> set[int]:
         components = self._collector.components
@@ -298,7 +303,7 @@ class Checks:
     # --- optimizers ---
 
     def _check_strangers(self, frame: FrameType | None) -> None:
-        for optimizer in self._strangers.at_boundary(self._all_named()):
+        for optimizer in self._strangers.at_boundary(self._collector.optimizers()):
             seen, _ = self._look(frame)
             name = self._path_of(optimizer, seen) or f"of {_count(optimizer)} parameters"
             found = seen.optimizers.get(id(optimizer))
@@ -458,6 +463,7 @@ class Checks:
 
     def _watch_anew(self) -> None:
         """Take everything that is watched as it is now."""
+        self._is_stale = False
         watch = self._watch
         epoch = self._epoch()
         kept = self._kept()

@@ -10,6 +10,7 @@ from torch import nn
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
+from mindx_elastic.capture.tables import buffers_of, parameters_of
 from mindx_elastic.guard.checks.strangers import storage_of
 from mindx_elastic.guard.checks.surroundings import inner_schedulers, kind_of, reachable
 
@@ -38,7 +39,7 @@ class Kept:
         if isinstance(target, nn.Module):
             for module in target.modules():
                 self.objects.add(id(module))
-                self._held += [t for table in (module._parameters, module._buffers) for t in table.values()]
+                self._held += [t for table in (parameters_of(module), buffers_of(module)) for t in table.values()]
             if isinstance(component, ModuleComponent) and component.is_sharded:
                 self._held += component.named.values()
         elif isinstance(target, torch.optim.Optimizer):

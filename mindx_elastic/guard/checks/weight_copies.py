@@ -204,6 +204,9 @@ def _is_set_before(read: ast.AST, parents: Mapping[int, ast.AST], is_it: Callabl
                 has_loop = any(isinstance(each, (ast.For, ast.While)) for each in inner)
                 if has_loop and any(_set_to(each, is_it) is not None for each in inner):
                     return False
+        is_loop = isinstance(parent, (ast.For, ast.While))
+        if is_loop and any(_set_to(each, is_it) is not None for each in ast.walk(parent)):
+            return False  # it may be from the pass before
         node = parent
     return False
 

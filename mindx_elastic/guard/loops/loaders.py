@@ -6,7 +6,7 @@ of the batches that steps have used (`data.look_ahead`), not of those that the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -147,6 +147,31 @@ class FollowedLoader:
         cursor = self.engine.cursor
         return cursor.batch > 0 or cursor.epoch > 1 or cursor.finished
 
+    def foresees_end(self) -> bool:
+        """Whether it knows that a batch is the last of its epoch when it gives it."""
+        if isinstance(self.loader, ReplayLoader):
+            return self.loader._skipper is not None and self.engine.cursor.size is not None
+        return not (isinstance(self.loader, FunctionLoader) and self.loader.batches_per_epoch is None)
+
+    def is_at_rest(self) -> bool:
+        """Whether its next iteration is another epoch than the one of its position."""
+        cursor = self.engine.cursor
+        return not cursor.live and not cursor.pending
+
+    def move_on(self) -> None:
+        """As after the last batch of the loaded epoch."""
+        if not isinstance(self.loader, ReplayLoader):
+            self.loader.set_epoch(self.engine.cursor.epoch + 1)
+            return
+        ready, self.loader.on_iterator_ready = self.loader.on_iterator_ready, None
+        try:  # a sampler's own generator goes through the epoch
+            batches = iter(self.loader)
+            if self.engine.cursor.finished:
+                next(batches, None)
+            del batches
+        finally:
+            self.loader.on_iterator_ready = ready
+
     def tell(self, unmanaged: Unmanaged) -> None:
         """What the fetches since the last boundary show."""
         track = self.track
@@ -257,7 +282,7 @@ class Loaders:
         self._watch = LoaderWatch(unmanaged, adopted, self._now)
         self._watch.has_named, self._watch.in_use = bool(self.named), self._in_use
         self._watch.enter(stack)
-        self._has_fetched = self._told_idle = False
+        self._has_fetched = self._told_idle = self._has_ended = False
         self._idle_after_end = 0
         for followed in [f for f in self._followed if f.is_native]:
             self._followed.remove(followed)
@@ -324,6 +349,44 @@ class Loaders:
             if followed.track is not None:
                 followed.track.at_next_ask = look if followed.look_ahead.ahead == 0 else None
 
+    # --- the end of an epoch ---
+
+    def at_end_of_epoch(self) -> tuple[bool, bool]:
+        """At a boundary: whether its step has used the last batch of an epoch, and whether the first loader knows that
+        before the next one is asked for."""
+        followed = self._first_of_epochs()
+        if followed is None or followed.look_ahead.ahead != 0:
+            return False, True
+        return self._has_ended, followed.foresees_end()
+
+    def _first_of_epochs(self) -> FollowedLoader | None:
+        """Where all are ours: others cannot be told to begin their next epoch."""
+        if len(self._followed) != len(self.named) or not self._followed:
+            return None
+        return self._followed[0]
+
+    def at_unforeseen_end(self, look: Callable[[], None]) -> None:
+        """Have `look` called when an epoch of the first loader ends behind the last boundary."""
+        followed = self._first_of_epochs()
+        if followed is not None and followed.track is not None:
+            followed.track.at_exhaustion = look
+
+    def at_next_batch(self, look: Callable[[], None]) -> None:
+        """Have `look` called when the first loader has given another batch of its epoch."""
+        followed = self._first_of_epochs()
+        if followed is not None and followed.track is not None:
+            followed.track.at_next_batch = look
+
+    def at_rest(self) -> list[str]:
+        """The names of those whose next iteration is another epoch."""
+        return [f.name for f in self._followed if f.is_at_rest()]
+
+    def move_on(self, names: Collection[str]) -> None:
+        """The next iteration of those is the epoch behind the loaded one."""
+        for followed in self._followed:
+            if followed.name in names:
+                followed.move_on()
+
     def begin_epoch(self) -> None:
         """The loop over epochs begins one. Other loaders than the first go at their own pace."""
         for followed in self._followed:
@@ -336,12 +399,15 @@ class Loaders:
         `rng`: torch's stream at the last boundary. Raises UnmanagedStateError for batches that no position covers.
         """
         known, fetched, idle = True, 0, bool(self._followed)
+        self._has_ended = False
         for followed in self._followed:
             track = followed.track
             assert track is not None
             before = followed.look_ahead.used
             known = followed.at_boundary() and known
-            fetched += track.at_boundary()
+            number = track.at_boundary()
+            fetched += number
+            self._has_ended = self._has_ended or (number > 0 and followed.engine.cursor.is_at_end)
             idle = idle and followed.look_ahead.used == before
             if track.left_early and self._ended_with(track):
                 track.left_early = False

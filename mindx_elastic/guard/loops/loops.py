@@ -32,6 +32,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end
 from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
@@ -78,6 +79,7 @@ class Loops:
         """Called when the loop asks for the next batch after one of the first boundaries."""
         self._is_resuming = self._restores = False
         self._empty_epoch = 0
+        self.tail = EpochTail(loaders)
 
     # --- around the block ---
 
@@ -101,11 +103,15 @@ class Loops:
         unmanaged: Unmanaged,
         *,
         late_boundary: Callable[[], None],
+        after_tail: Callable[[bool], None],
+        stop_here: Callable[[], None],
         leave_step: Callable[[], None],
         enter_step: Callable[[], None],
         is_clean: Callable[[], bool],
     ) -> None:
         """The state is back, and the stages run. `late_boundary`: the step counted last is a boundary after all.
+        `after_tail`: the code behind an epoch has run, copy its last boundary again; True: the job may stop there.
+        `stop_here`: the job may stop at the last boundary.
         `leave_step`, `enter_step`: around code that belongs to no step. `is_clean`: as `UpdateGate.is_clean`.
         """
         self._is_clean, self._samples = is_clean, WeightSamples(collector)
@@ -118,6 +124,8 @@ class Loops:
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
+        self._after_tail = after_tail
+        self.tail.enter(stop_here)
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -153,6 +161,7 @@ class Loops:
         self.step += 1
         self.step_in_epoch += 1
         self._restores = False
+        self.tail.pass_step()
         if self.step == self._first + 1:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:
@@ -208,8 +217,9 @@ class Loops:
         own, self._left = object(), num_epochs
         self._running = own
         try:
-            for epoch in range(self._first_epoch(), num_epochs + 1):
+            for epoch in range(self._first_epoch(num_epochs), num_epochs + 1):
                 self._begin_epoch(epoch)
+                self.tail.begin_epoch(sys._getframe(1))
                 yield epoch - 1 + start
                 if self._running is not own:
                     raise UsageError(
@@ -251,7 +261,10 @@ class Loops:
                 self.step,
             )
 
-    def _first_epoch(self) -> int:
+    def _first_epoch(self, num_epochs: int) -> int:
+        if self.tail.was_left(self._collector.loop, self.epoch, num_epochs):
+            self._done = self.epoch
+            return num_epochs + 1
         if self._done >= self.epoch or self._is_over():
             return self.epoch + 1
         if not self._is_resuming:
@@ -263,6 +276,8 @@ class Loops:
 
     def _is_over(self) -> bool:
         """Whether the epoch of the last boundary has nothing left, not even code behind its last boundary."""
+        if self.tail.is_over(self._collector.loop, self.epoch):
+            return True
         return not self.loaders and self.step_in_epoch > 0 and bool(self._collector.loop.get(_ONE_STEP))
 
     def _collector_says_finished(self) -> bool:
@@ -290,6 +305,8 @@ class Loops:
         again = epoch == self.epoch and self.step_in_epoch > 0  # its begin has been done before
         if resuming:
             self._keep_resumed_state()
+            if self.tail.is_over(self._collector.loop, epoch - 1):
+                self.tail.move_on(self._collector.loop)
             assert self._restore is not None
             self._restore()
         self._restores = resuming and again
@@ -300,7 +317,7 @@ class Loops:
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
-        loop = self._collector.loop
+        loop = self._collector.loop = without_end(self._collector.loop)
         if self._restores:
             self._arm(restore=True)
             if streams := loop.get(_STREAMS):
@@ -317,11 +334,20 @@ class Loops:
             self._is_late = False
             self._collector.loop = {**self._collector.loop, _ONE_STEP: True}
             self._late_boundary()
+        if self.tail.is_pending:
+            self._pass_tail(left=self._left)
+
+    def _pass_tail(self, *, left: int) -> None:
+        self.tail.pass_step()
+        self._collector.loop = self.tail.record(self._collector.loop, self.epoch, left)
+        self._after_tail(not left)
 
     def _end_epoch(self) -> None:
         """The body of the epoch has ended."""
-        if self._is_late:
+        if self._is_late or self.tail.is_pending:
             self._watches_tail = False  # the boundary is here
+        if self.tail.is_pending:
+            self._pass_tail(left=0)
         self.leave()
         if self._is_over():
             self._look_at_tail()
@@ -382,6 +408,8 @@ class Loops:
             told = find_own_index(sys._getframe(1), self._entry, self._kept)
             if told is not None:
                 self._unmanaged.risk(*told)
+        if self._in_epoch:
+            self.tail.at_boundary(sys._getframe(1), self._entry, self._kept, is_layered=self.is_layered)
         if self.step in self._tail_steps:
             self.watch_tail()
 

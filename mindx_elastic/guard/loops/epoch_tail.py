@@ -1,0 +1,129 @@
+"""The end of an epoch: where the job stops, if the code behind the inner loop needs that loop to have had a batch.
+
+Such code (`tail_reads`) fails in a run that is resumed at the last boundary of an epoch, for the epoch comes once more
+without batches. So that boundary is copied as any other, for an exception or a deadline; but the usual stop, snapshots
+and periodic saves wait until the tail has run. The boundary is then copied again, with the news that nothing is left of
+its epoch, and a resumed run begins with the next one.
+
+==========================================  ============================================================================
+the last batch of an epoch is known         the stop
+==========================================  ============================================================================
+with it (the loader knows its length)       waits for the end of the tail
+when the next one is asked for              waits for that; if there is a batch, the job stops at the boundary before it
+==========================================  ============================================================================
+
+A second pass within the epoch, or a break out of both loops, ends the wait as well: at the next boundary, or at the end
+of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from types import FrameType
+from typing import Any
+
+from mindx_elastic.core.events import logger
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.loops.own_counters import Entry
+from mindx_elastic.guard.loops.tail_reads import Place, place_of, tail_reads
+
+__all__ = ["EpochTail", "without_end"]
+
+_OVER = "epoch_is_over"  # the key in `Collector.loop`
+
+
+class EpochTail:
+    """One per guard. Training thread only."""
+
+    def __init__(self, loaders: Loaders) -> None:
+        self._loaders = loaders
+        self.is_pending = False
+        """The last boundary is the last one of its epoch, and its tail has yet to run."""
+        self.layer_reads: str | None = None
+        """What the layer above reads at an epoch's end and fills at its steps; it keeps the loop itself."""
+        self._place: Place | None = None
+        self._reads: str | None = None  # what the tail of this epoch reads
+        self._is_known = self._has_told = False
+        self._may_go_on = False
+        self._stop: Callable[[], None] = _nothing
+
+    def enter(self, stop: Callable[[], None]) -> None:
+        """`stop`: stops the job at the last boundary, after code that has fetched a batch."""
+        self.is_pending, self._stop = False, stop
+        self._loaders.at_unforeseen_end(self._is_at_end)
+
+    def begin_epoch(self, frame: FrameType | None) -> None:
+        """A loop over epochs, in `frame`, begins one."""
+        self.is_pending = self._is_known = self._may_go_on = False
+        self._reads, self._place = None, place_of(frame)
+
+    def at_boundary(self, frame: FrameType, entry: Entry | None, kept: Collection[int], *, is_layered: bool) -> None:
+        """A boundary within an epoch has been copied."""
+        self.is_pending = self._may_go_on = False
+        at_end, is_foreseen = self._loaders.at_end_of_epoch()
+        if at_end or not is_foreseen:
+            if not self._is_known:
+                self._is_known = True
+                self._reads = self.layer_reads if is_layered else tail_reads(frame, entry, self._place, kept)
+            self.is_pending = at_end and self._reads is not None
+            self._may_go_on = not is_foreseen and self._reads is not None
+
+    def pass_step(self) -> None:
+        """Another step has ended, or the tail."""
+        self.is_pending = self._may_go_on = False
+
+    def holds_stop(self) -> bool:
+        """At a boundary where the job is to stop: whether it goes on for now."""
+        if not self.is_pending and self._may_go_on:
+            self.is_pending = True
+            self._loaders.at_next_batch(self._at_batch)
+        if self.is_pending and not self._has_told:
+            self._has_told = True
+            logger.info(
+                "the code behind the loop over the batches reads %s, which that loop sets: at an epoch's end the job "
+                "stops behind that code, as far as the time allows",
+                self._reads,
+            )
+        return self.is_pending
+
+    def _at_batch(self) -> None:
+        """There is another batch: the boundary was not the last of its epoch."""
+        if self.is_pending:
+            self.is_pending = False
+            self._stop()
+
+    def _is_at_end(self) -> None:
+        """There is no other batch, and the boundary was the last of its epoch."""
+        self.is_pending = self.is_pending or self._may_go_on
+
+    # --- what a checkpoint says ---
+
+    def record(self, loop: Mapping[str, Any], epoch: int, left: int) -> dict[str, Any]:
+        """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
+        before its end, else 0."""
+        return {**loop, _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()}}
+
+    def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
+        """Whether nothing is left of `epoch`."""
+        return _over(loop).get("epoch") == epoch > 0
+
+    def was_left(self, loop: Mapping[str, Any], epoch: int, num_epochs: int) -> bool:
+        """Whether the loop over so many epochs was left in `epoch`."""
+        return self.is_over(loop, epoch) and _over(loop).get("left") == num_epochs
+
+    def move_on(self, loop: Mapping[str, Any]) -> None:
+        """A resumed run begins behind that epoch: so do the loaders that had ended theirs."""
+        self._loaders.move_on(_over(loop).get("move_on") or ())
+
+
+def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
+    """`Collector.loop` as a new epoch begins."""
+    return {key: value for key, value in loop.items() if key != _OVER}
+
+
+def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = loop.get(_OVER)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,321 @@
+"""Tells from source whether the code behind an epoch's loop over its batches needs that loop to have had one.
+
+::
+
+    for epoch in guard.epochs(90):
+        losses = []
+        for x, y in loader:              # the inner loop
+            ...
+            losses.append(loss.item())
+            guard.step_end()
+        print(epoch, loss.item(), sum(losses) / len(losses))    # the tail
+
+A run that is resumed behind the last boundary of an epoch comes to the tail with no batch: `loss` is not set, and
+`losses` is empty. The loops and the tail may be spread over functions; those between the loop over the epochs and
+``step_end()`` are looked at, and the functions of the same file that they call.
+"""
+
+from __future__ import annotations
+
+import ast
+import types
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import CodeType, FrameType
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
+from mindx_elastic.guard.loops.own_counters import Entry, _value, spans, tree_of
+
+__all__ = ["UNSEEN", "Place", "place_of", "tail_reads"]
+
+UNSEEN = "what the loop has made"
+"""The answer where there is no source."""
+
+Place: TypeAlias = "tuple[CodeType, int]"
+"""Where the loop over the epochs is: a function's code, and a line of it."""
+_Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_CONTAINERS = (list, dict, set, deque)
+_GATHERS = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "setdefault"})
+_LIBRARY_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Dataset, DataLoader)
+_DEPTH = 3  # of calls that are followed
+
+
+def place_of(frame: FrameType | None) -> Place | None:
+    """Of the nearest frame of the program."""
+    found = next(program_frames(frame), None)
+    return None if found is None else (found.f_code, found.f_lineno)
+
+
+def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]) -> str | None:
+    """A name that the tail reads and the inner loop around the call in `frame` sets or fills; None: there is none.
+
+    `entry`: where the guard was entered. `epochs`: where the loop over the epochs is. `kept`: `id` of what the guard
+    keeps: it is filled after a resume.
+    """
+    found = _Gathered(kept)
+    has_loop = False
+    for at in program_frames(frame):
+        tree = tree_of(at)
+        if tree is None:
+            return UNSEEN
+        path = _path(tree, at.f_code.co_name, at.f_lineno)
+        is_outermost = epochs is not None and at.f_code is epochs[0]
+        is_entered = entry is not None and at.f_code is entry[0]
+        first = 0  # in `path`: what is behind it belongs to one epoch
+        if is_outermost:
+            first = _epoch_loop(path, epochs[1] if epochs is not None else 0)
+        elif is_entered and entry is not None:
+            inside = [n for n, node in enumerate(path) if isinstance(node, _LOOPS) and not spans(node, entry[1])]
+            first = inside[0] + 1 if inside else 0
+        inner = next((n for n in range(first, len(path)) if isinstance(path[n], _LOOPS)), None)
+        functions = _functions_of(tree)
+        if inner is not None:
+            has_loop = True
+            found.gather(path[inner], at, functions)
+        elif not has_loop:
+            found.gather_attributes(path[min(first, len(path) - 1)], functions)
+        if has_loop:
+            tail = list(_behind(path, first, inner))
+            names = found.names if inner is not None else set()
+            if read := _first_read(tail, names, functions, in_module=at.f_code.co_name == "<module>"):
+                return read
+            if read := _attribute_read(tail, found.attributes, functions):
+                return read
+        found.names = set()  # of another scope
+        if is_outermost or is_entered:
+            break
+    return None
+
+
+# --- where ---
+
+
+def _path(tree: ast.Module, function: str, line: int) -> list[ast.AST]:
+    """The nodes around `line`, outermost first, from the running function (or the module) on."""
+    found: list[ast.AST] = [tree]
+    node: ast.AST = tree
+    while True:
+        inner = next((n for n in ast.iter_child_nodes(node) if spans(n, line)), None)
+        if inner is None or isinstance(inner, ast.expr):
+            return found
+        if isinstance(inner, _FUNCTIONS) and inner.name == function:
+            found = []
+        found.append(inner)
+        node = inner
+
+
+def _epoch_loop(path: Sequence[ast.AST], line: int) -> int:
+    """The place in `path` behind the loop whose head is at `line`; else behind the outermost loop."""
+    for number, node in enumerate(path):
+        if isinstance(node, (ast.For, ast.AsyncFor)) and node.lineno <= line <= (node.iter.end_lineno or node.lineno):
+            return number + 1
+    loops = [number for number, node in enumerate(path) if isinstance(node, _LOOPS)]
+    return loops[0] + 1 if loops else 0
+
+
+def _behind(path: Sequence[ast.AST], first: int, inner: int | None) -> Iterator[ast.stmt]:
+    """The statements that run after ``path[inner]`` (None: after the innermost one), up to the end of an epoch."""
+    last = len(path) - 1 if inner is None else inner
+    if inner is not None:
+        yield from getattr(path[inner], "orelse", ())
+    for number in range(last, max(first, 1) - 1, -1):
+        child, parent = path[number], path[number - 1]
+        for field in ("body", "orelse", "finalbody"):
+            statements = getattr(parent, field, None)
+            if isinstance(statements, list) and child in statements:
+                yield from statements[statements.index(child) + 1 :]
+                if isinstance(parent, ast.Try):
+                    yield from [*(parent.orelse if field == "body" else ()), *parent.finalbody]
+
+
+def _functions_of(tree: ast.Module) -> dict[str, list[_Function]]:
+    found: dict[str, list[_Function]] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, _FUNCTIONS):
+            found.setdefault(node.name, []).append(node)
+    return found
+
+
+def _called(nodes: Iterable[ast.AST], functions: dict[str, list[_Function]]) -> list[_Function]:
+    """The functions of the same file that are called in `nodes`, by name, and those that they call."""
+    found: dict[int, _Function] = {}
+    todo = list(nodes)
+    for _depth in range(_DEPTH):
+        names = {
+            _last_name(node.func) for one in todo for node in ast.walk(one) if isinstance(node, ast.Call)
+        }  # fmt: skip
+        new = [f for name in names for f in functions.get(name, ()) if id(f) not in found]
+        found |= {id(f): f for f in new}
+        todo = list(new)
+    return list(found.values())
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+# --- what the inner loop sets ---
+
+
+class _Gathered:
+    """Names and attributes that only a loop with batches sets or fills."""
+
+    def __init__(self, kept: Collection[int]) -> None:
+        self.names: set[str] = set()
+        self.attributes: set[str] = set()
+        self._kept = kept
+
+    def gather(self, loop: ast.AST, frame: FrameType, functions: dict[str, list[_Function]]) -> None:
+        self.names |= set(_bound(loop))
+        for node in ast.walk(loop):
+            if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
+                self._add(node.value, frame)
+            elif isinstance(node, ast.Call):
+                if isinstance(node.func, ast.Attribute):
+                    self._add(node.func.value, frame)
+                for argument in node.args:
+                    if isinstance(_value(argument, frame), _CONTAINERS):
+                        self._add(argument, frame)
+        if frame.f_code.co_name == "<module>":
+            for function in _called([loop], functions):
+                declared = [n for node in ast.walk(function) if isinstance(node, ast.Global) for n in node.names]
+                self.names |= set(declared) & set(_bound(function))
+        self.gather_attributes(loop, functions)
+
+    def gather_attributes(self, node: ast.AST, functions: dict[str, list[_Function]]) -> None:
+        """``self.total += ...`` and ``self.losses.append(...)`` in `node` and in what it calls."""
+        for one in (node, *_called([node], functions)):
+            for inner in ast.walk(one):
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
+                    self.attributes.add(inner.attr)
+                elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
+                    owner = inner.func.value
+                    if inner.func.attr in _GATHERS and isinstance(owner, ast.Attribute):
+                        self.attributes.add(owner.attr)
+
+    def _add(self, owner: ast.expr, frame: FrameType) -> None:
+        """`owner` is filled, if it is a container or an object of the program's own."""
+        while isinstance(owner, ast.Subscript):
+            owner = owner.value
+        if isinstance(owner, (ast.Name, ast.Attribute)) and self._is_filled(_value(owner, frame)):
+            if isinstance(owner, ast.Name):
+                self.names.add(owner.id)
+            else:
+                self.attributes.add(owner.attr)
+
+    def _is_filled(self, value: Any) -> bool:
+        if id(value) in self._kept or isinstance(value, (type, types.ModuleType, *_LIBRARY_OBJECTS)):
+            return False
+        if isinstance(value, _CONTAINERS):
+            return True
+        return not callable(value) and not _is_library(type(value).__module__) and hasattr(value, "__dict__")
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    """The names that are set below `node`, in its own scope."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+            yield child.id
+        elif isinstance(child, (*_FUNCTIONS, ast.ClassDef)):
+            yield child.name
+        elif isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in child.names)
+        elif isinstance(child, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)):
+            yield from (n.target.id for n in ast.walk(child) if isinstance(n, ast.NamedExpr))
+        else:
+            yield from _bound(child)
+
+
+# --- what the tail reads ---
+
+
+def _first_read(
+    tail: Sequence[ast.stmt], names: set[str], functions: dict[str, list[_Function]], *, in_module: bool
+) -> str | None:
+    """One of `names` that `tail` reads before it sets it."""
+    if not names:
+        return None
+    reads = _Reads(names)
+    reads.go(tail, set())
+    if not reads.found and in_module:
+        for function in _called(tail, functions):
+            reads.go([function], set())
+    return reads.found
+
+
+class _Reads:
+    def __init__(self, names: set[str]) -> None:
+        self._names = names
+        self.found: str | None = None
+
+    def go(self, statements: Iterable[ast.AST], bound: set[str]) -> set[str]:
+        """Returns what is set for certain after `statements`, in whose front `bound` is."""
+        for statement in statements:
+            bound = self._one(statement, bound)
+        return bound
+
+    def _one(self, node: ast.AST, bound: set[str]) -> set[str]:
+        if isinstance(node, ast.If):
+            bound = self._one(node.test, bound)
+            return self.go(node.body, bound) & self.go(node.orelse, bound)
+        if isinstance(node, (ast.For, ast.AsyncFor)):
+            inside = self._one(node.iter, bound) | set(_bound(node.target)) | _names_of(node.target)
+            return self.go(node.orelse, self.go(node.body, inside))
+        if isinstance(node, ast.While):
+            return self.go(node.orelse, self.go(node.body, self._one(node.test, bound)))
+        if isinstance(node, (ast.With, ast.AsyncWith)):
+            for item in node.items:
+                bound = self._one(item.context_expr, bound)
+                bound = bound | (_names_of(item.optional_vars) if item.optional_vars is not None else set())
+            return self.go(node.body, bound)
+        if isinstance(node, ast.Try):
+            after = self.go(node.orelse, self.go(node.body, bound))
+            for handler in node.handlers:
+                self.go(handler.body, bound | ({handler.name} if handler.name else set()))
+            return self.go(node.finalbody, after)
+        if isinstance(node, (*_FUNCTIONS, ast.Lambda)):
+            arguments = node.args
+            own = {a.arg for a in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]}
+            own |= {a.arg for a in (arguments.vararg, arguments.kwarg) if a is not None}
+            body = [node.body] if isinstance(node, ast.Lambda) else node.body
+            shared = {n for one in ast.walk(node) if isinstance(one, ast.Global) for n in one.names}
+            self.go(body, bound | own | (set(_bound(node)) - shared))
+            return bound if isinstance(node, ast.Lambda) else bound | {node.name}
+        if isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)):
+            inside = bound
+            for part in node.generators:
+                inside = self._one(part.iter, inside) | _names_of(part.target)
+                for test in part.ifs:
+                    inside = self._one(test, inside)
+            for value in (node.key, node.value) if isinstance(node, ast.DictComp) else (node.elt,):
+                self._one(value, inside)
+            return bound
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load) and node.id in self._names and node.id not in bound:
+                self.found = self.found or node.id
+            return bound
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
+            self._one(ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target), bound)
+        for child in ast.iter_child_nodes(node):
+            bound = self._one(child, bound)
+        return bound | set(_bound(node)) if isinstance(node, ast.stmt) else bound
+
+
+def _names_of(target: ast.AST) -> set[str]:
+    return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+
+
+def _attribute_read(
+    tail: Sequence[ast.stmt], attributes: set[str], functions: dict[str, list[_Function]]
+) -> str | None:
+    for one in (*tail, *_called(tail, functions)):
+        for node in ast.walk(one):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in attributes:
+                return ast.unparse(node)
+    return None

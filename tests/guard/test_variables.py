@@ -1,0 +1,159 @@
+"""The program's own variables, as a proof notes them."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from mindx_elastic.guard.variables import own_variables
+
+TOKEN = "sk-0123456789"
+limit = 3
+
+
+class Trainer:
+    patience = 2
+
+    def __init__(self) -> None:
+        self.best, self.history = 0.5, [1.0, 2.0]
+        self.fetched = 0
+
+    @property
+    def never(self) -> int:
+        raise AssertionError("no code of the program is run")
+
+
+def noted(*kept: Any, **variables: Any) -> dict[str, str]:
+    """By the name alone, of the variables of this function and of this file."""
+
+    def program() -> dict[str, str]:
+        values = variables  # noqa: F841 - it is looked at
+        return own_variables(sys._getframe(), {id(each) for each in kept})
+
+    return {name.partition(" (")[0]: value for name, value in program().items()}
+
+
+def test_numbers_are_shown_by_their_names() -> None:
+    found = noted(count=3, best=0.5, done=False, trainer=Trainer())
+    assert (found["\"values['count']\""], found["\"values['best']\""], found["\"values['done']\""]) == (
+        "3",
+        "0.5",
+        "False",
+    )
+    trainer = {name.partition(".")[2]: value for name, value in found.items() if "['trainer']." in name}
+    assert trainer == {
+        'best"': "0.5",
+        'history"': "2",
+        'patience"': "2",
+        'fetched"': "0",
+        'history[0]"': "1.0",
+        'history[1]"': "2.0",
+    }
+    assert found["the length of \"values['trainer'].history\""] == "2"
+
+
+def test_globals_of_the_program_count() -> None:
+    global limit
+    name = '"limit" (test_variables.py)'
+    before = own_variables(sys._getframe(), ())
+    limit += 1
+    after = own_variables(sys._getframe(), ())
+    assert (before[name], after[name]) == ("3", "4")
+
+
+def test_texts_are_noted_by_a_hash_only() -> None:
+    one, other = noted(token=TOKEN, mode="train"), noted(token=TOKEN, mode="eval")
+    for found in (one, other):
+        assert not any(
+            text in f"{name}{value}" for name, value in found.items() for text in (TOKEN, "'train'", "'eval'")
+        )
+    assert one["\"values['token']\""] == other["\"values['token']\""]
+    assert one["\"values['mode']\""] != other["\"values['mode']\""]
+    assert "x" * 33 not in str(noted(table={"x" * 33: 1})), "nor a long key"
+
+
+def test_tensors_and_arrays_up_to_a_size() -> None:
+    found = noted(
+        centre=torch.zeros(3),
+        table=np.zeros(4),
+        large=torch.zeros(1 << 19),
+        objects=np.array([Trainer()]),
+        sparse=torch.eye(3).to_sparse(),
+    )
+    assert {name for name in found if name.startswith('"values[')} == {"\"values['centre']\"", "\"values['table']\""}
+    assert found["\"values['centre']\""] != noted(centre=torch.ones(3))["\"values['centre']\""]
+
+
+def test_what_the_guard_keeps_is_left_out() -> None:
+    trainer, centre = Trainer(), torch.zeros(3)
+    found = noted(trainer, centre, trainer=trainer, centre=centre, count=1)
+    assert {name for name in found if name.startswith('"values[')} == {"\"values['count']\""}
+
+
+def test_of_long_containers_the_length_is_noted() -> None:
+    found = noted(losses=deque(range(500)), rows=list(range(65)))
+    assert found["the length of \"values['losses']\""] == "500" and found["the length of \"values['rows']\""] == "65"
+    assert not any("rows'][" in name for name in found)
+
+
+def test_it_is_bounded() -> None:
+    nested: list[Any] = [[[index] * 60 for index in range(60)] for _ in range(60)]
+    assert len(noted(nested=nested)) <= 2000
+
+
+PLACE = "found_in() in test_variables.py"
+
+
+REPLAY = [1, 2]
+
+
+class Stopping:
+    best = 9.0  # until an instance has its own
+
+    def __init__(self) -> None:
+        self.bad = 0
+
+    @property
+    def never(self) -> int:
+        raise AssertionError("code of the program ran")
+
+
+class Counting(Dataset[int]):
+    calls = 0
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 3
+
+
+def found_in(*kept: object) -> dict[str, str]:
+    stopping, names, table, mean = Stopping(), {"x": 1, "y": [2.5]}, np.zeros(3), torch.ones(2)  # noqa: F841
+    loader, huge, model, window = DataLoader(Counting()), torch.zeros(1 << 20), torch.nn.Linear(2, 2), deque([5])  # noqa: F841
+    return own_variables(sys._getframe(), set(map(id, kept)))
+
+
+def test_plain_values_are_found_by_their_names() -> None:
+    found = found_in()
+    expected = {"stopping.bad": "0", "stopping.best": "9.0", "names['x']": "1", "names['y'][0]": "2.5",
+                "loader.dataset.calls": "0"}  # fmt: skip
+    assert {name: found.get(f'"{name}" ({PLACE})') for name in expected} == expected
+    assert found['the length of "REPLAY" (test_variables.py)'] == "2"
+    assert found[f'the length of "window" ({PLACE})'] == "1"
+    assert len(found[f'"mean" ({PLACE})']) == len(found[f'"table" ({PLACE})']) == 16
+    assert not [name for name in found if name.startswith(('"huge', '"model', '"found_in', '"__'))]
+
+
+def test_a_list_that_the_guard_keeps_is_left_out() -> None:
+    assert '"REPLAY[0]" (test_variables.py)' in found_in()
+    assert not [name for name in found_in(REPLAY) if "REPLAY" in name]
+
+
+def test_a_number_is_found_though_the_guard_keeps_an_equal_one() -> None:
+    assert f'"stopping.bad" ({PLACE})' in found_in(0)

@@ -1,0 +1,306 @@
+"""The words for a difference, on witnesses that are made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from mindx_elastic.prove.causes import explain, explain_chance
+from mindx_elastic.prove.compare import Reference, compare_life
+from mindx_elastic.prove.records import Life, Step
+from tests.prove.made import PER_EPOCH, REFERENCE, difference, end, life, moves, step, weights, words
+
+
+def part(letter: str, number: int = 0) -> str:
+    """As a digest looks."""
+    return f"{letter * 14}{number:02}"
+
+
+def handed_out(*parts: Callable[[int], str]) -> Reference:
+    """The reference with batches of these parts, by the step's number."""
+    steps = [step(n, batches=(",".join(each(n) for each in parts),)) for n in range(1, 21)]
+    return Reference(lives=[life(steps)])
+
+
+def test_a_draw_after_the_boundary_is_counted() -> None:
+    moved = Reference(lives=[life([step(n, begin={"torch": str(4 * (n - 1) + 2)}) for n in range(1, 21)])])
+    assert words(step(15), resumed=14, reference=moved) == (
+        "step 15 began with another torch stream: something drew 2 numbers between the boundary of 14 and the batch"
+    )
+
+
+def test_a_draw_is_counted_where_the_streams_are_known_after_the_fetch_only() -> None:
+    def late(number: int) -> Step:
+        there = {"torch": str(4 * (number - 1) + 2)}
+        return step(number, begin=there, fetched=there, forward=there)
+
+    moved = Reference(lives=[life([late(n) for n in range(1, 21)])])
+    resumed = step(15, begin={})
+    assert "something drew 2 numbers between the boundary of 14 and the batch" in words(resumed, reference=moved)
+
+
+def test_a_draw_of_the_resumed_run() -> None:
+    other = {"torch": str(4 * 14 + 3)}
+    text = words(step(15, begin=other, fetched=other, forward=other))
+    assert text.endswith("the resumed run drew 3 numbers up to the batch, the uninterrupted one none")
+
+
+def test_a_seed_set_again() -> None:
+    found = difference(step(15, begin={"torch": "seeded"}))
+    assert "no continuation" in explain(REFERENCE, found, moves).cause
+
+
+def test_a_draw_in_the_data_set() -> None:
+    other = {"torch": str(4 * 14 + 1)}
+    text = words(step(15, fetched=other, forward=other))
+    assert text.startswith(
+        "step 15: the torch stream moved otherwise while the batch was fetched: by 0 numbers, and by 1"
+    )
+
+
+def test_a_batch_that_was_fetched_ahead() -> None:
+    ahead = step(15, inputs={"model": ("x16",)})
+    assert words(ahead) == "the batch of step 15 is the one of step 16: one was fetched ahead"
+    assert "3 were fetched ahead" in words(step(15, inputs={"model": ("x18",)}))
+
+
+def test_a_data_order_that_began_anew() -> None:
+    assert (
+        words(step(15, inputs={"model": ("x1",)}))
+        == "the batch of step 15 is that of step 1: the data order began anew"
+    )
+    assert "that of step 11: the data order began anew" in words(step(15, inputs={"model": ("x11",)}))
+    assert "that of step 13 again" in words(step(15, inputs={"model": ("x13",)}))
+
+
+def test_a_known_batch_says_more_than_what_its_iterator_drew() -> None:
+    other = {"torch": str(4 * 14 + 2)}
+    began_anew = step(15, begin=other, inputs={"model": ("x1",)})
+    found = explain(REFERENCE, difference(began_anew), moves)
+    assert "the data order began anew" in found.what and "random streams" not in found.what
+
+
+def test_batches_of_other_content() -> None:
+    batches = (f"{'c' * 16},label",)
+    assert words(step(15, inputs={"model": ("new",)}, batches=batches)) == "the batch of step 15 is another one"
+    same = step(15, inputs={"model": ("new",)})
+    assert "the loader handed out the same, and the model was given something else" in words(same)
+
+
+def test_samples_are_the_same_where_what_tells_them_apart_is_equal() -> None:
+    def found(reference: Reference, batch: str) -> str:
+        return words(step(15, inputs={"model": ("new",)}, batches=(batch,)), reference=reference)
+
+    def targets(n: int) -> str:
+        return part("e", n)
+
+    noisy = handed_out(partial(part, "d"), targets)
+    assert "the samples are the same and their content differs" in found(noisy, f"{part('c')},{part('e', 15)}")
+    assert found(noisy, f"{part('c')},{part('f')}") == "the batch of step 15 is another one"
+    few_classes = handed_out(partial(part, "d"), lambda n: part("e", n % 3))
+    assert found(few_classes, f"{part('c')},{part('e', 0)}") == "the batch of step 15 is another one"
+    with_index = handed_out(partial(part, "d"), targets, partial(part, "a"))
+    by_chance = found(with_index, f"{part('c')},{part('e', 15)},{part('b')}")
+    assert by_chance == "the batch of step 15 is another one: 2 parts of it differ, and the rest is equal"
+    same_order = handed_out(partial(part, "d"), lambda n: part("e", (n - 1) % PER_EPOCH))
+    assert "the samples are the same" in found(same_order, f"{part('c')},{part('e', 4)}"), "no shuffle: 5, and 15"
+
+
+def test_a_hidden_state_is_told_from_a_mask_of_ones() -> None:
+    def given(*parts: Callable[[int], str]) -> Reference:
+        steps = [step(n, inputs={"model": (",".join(each(n) for each in parts),)}) for n in range(1, 21)]
+        return Reference(lives=[life(steps)])
+
+    in_part = "a part of what the model was given is equal, and another part is not"
+    hidden = given(partial(part, "a"), partial(part, "d"))
+    assert in_part in words(step(15, inputs={"model": (f"{part('a', 15)},{part('c')}",)}), reference=hidden)
+    masked = given(partial(part, "a"), lambda n: part("d"))
+    other = step(15, inputs={"model": (f"{part('c')},{part('d')}",)})
+    assert in_part not in words(other, reference=masked)
+
+
+def test_streams_that_moved_at_another_moment_count_only_where_the_forward_differs() -> None:
+    moved = {"torch": str(4 * 14 + 1)}
+    assert compare_life(REFERENCE, life([step(15, fetched=moved)], resumed=14)) is None
+    assert "while the batch was fetched" in words(step(15, fetched=moved, inputs={"model": ("new",)}))
+    assert "while the batch was fetched" in words(step(15, fetched=moved, forward=None))
+
+
+def test_half_of_a_pair_counts_as_one_number() -> None:
+    def drawn(number: int) -> Step:
+        there = {"torch": f"{4 * (number - 1)}k"}
+        return step(number, begin=there, fetched=there, forward=there)
+
+    def count(stream: str, before: str, after: str) -> int | None:
+        return moves(stream, before.removesuffix("k"), after.removesuffix("k"))
+
+    reference = Reference(lives=[life([drawn(n) for n in range(1, 21)])])
+    for begin in ({}, step(15).begin):
+        found = explain(reference, difference(step(15, begin=begin), reference=reference), count)
+        assert "something drew 1 number between the boundary of 14 and the batch" in found.what, found.what
+
+
+def test_another_number_of_forwards_is_counted() -> None:
+    more = step(15, inputs={"model": ("x15", "x16")})
+    assert words(more) == "model was called 1 time in step 15, and 2 times in the resumed run"
+    gone = explain(REFERENCE, difference(step(15, inputs={"other": ("x15",)})), moves)
+    assert gone.what == "model was called 1 time in step 15, and 0 times in the resumed run"
+    assert "guard.enumerate(loader)" in gone.remedy
+
+
+def test_an_epoch_that_goes_on() -> None:
+    found = explain(REFERENCE, difference(step(11, epoch=1, step_in_epoch=11), resumed=10), moves)
+    assert found.what.endswith("it is step 11 of epoch 1: it went on in an epoch that had ended")
+    assert "islice" in found.cause and "guard.enumerate(loader)" in found.remedy
+
+
+def test_a_rate_that_is_set_before_the_update_comes_before_the_weights() -> None:
+    rate = {**end(15, weights="other", optimizer="other"), "option|optimizer lr": "0.05"}
+    found = difference(step(15, end=rate))
+    assert [part.kind for part in found.parts] == ["option", "weights", "optimizer"]
+    assert explain(REFERENCE, found, moves).what.startswith("optimizer lr differs at step 15: 0.1, and 0.05")
+
+
+def test_weights_with_which_the_script_ends() -> None:
+    def ended(name: str) -> Life:
+        whole = life([step(n) for n in range(15, 21)], resumed=14)
+        whole.exit = {"exit|model.w": name}
+        return whole
+
+    one = Reference(lives=[life([step(n) for n in range(1, 21)])])
+    one.lives[0].exit = {"exit|model.w": "best"}
+    assert compare_life(one, ended("best")) is None
+    found = compare_life(one, ended("last"))
+    assert found is not None and found.step == 20
+    explained = explain(one, found, moves)
+    assert explained.what == "every step is equal, and the weights differ with which the script ends: model.w"
+    assert 'Guard(stateful={"best": best})' in explained.remedy
+    assert compare_life(replace(one, varying=frozenset({"exit|model.w"})), ended("last")) is None
+    assert compare_life(one, life([step(15)], resumed=14)) is None, "a run that was stopped"
+
+
+def test_causes_come_before_effects() -> None:
+    worst = step(
+        15,
+        begin={"torch": "seeded"},
+        inputs={"model": ("new",)},
+        given={"weights|model.w": "w14", "option|optimizer lr": "0.2", "flag|model.training": "False"},
+        end=end(15, weights="other", optimizer="other"),
+        streams={"torch": "other"},
+    )
+    kinds = [part.kind for part in difference(worst).parts]
+    assert kinds == ["stream", "batch", "flag", "option", "weights", "optimizer", "stream"]
+    found = explain(REFERENCE, difference(worst), moves)
+    assert found.also == "the batch, flags, options of the optimizer, weights, the optimizer's state"
+
+
+def test_a_rate_and_a_flag() -> None:
+    rate = step(15, given={**(step(15).given or {}), "option|optimizer lr": "0.05"})
+    assert words(rate) == "optimizer lr differs at step 15: 0.1, and 0.05 in the resumed run"
+    flag = step(15, given={**(step(15).given or {}), "flag|model.training": "False"})
+    assert words(flag) == "step 15: model.training is True, and False in the resumed run"
+
+
+def test_weights_at_entry_at_the_forward_and_after() -> None:
+    entered = life([step(15)], resumed=14)
+    entered.entered = {**weights(14), "weights|model.w": "other"}
+    found = compare_life(REFERENCE, entered)
+    assert found is not None
+    assert (
+        "weights differ at the very first resumed step (15), before any batch: model.w"
+        in explain(REFERENCE, found, moves).what
+    )
+    clipped = Reference(
+        lives=[life([step(n, given={**(step(n).given or {}), "weights|model.w": f"c{n}"}) for n in range(1, 21)])]
+    )
+    text = explain(clipped, difference(step(15), reference=clipped), moves)
+    assert "at the first forward of step 15" in text.what and "after the boundary of 14" in text.cause
+    changed = explain(REFERENCE, difference(step(15, given={**(step(15).given or {}), "weights|model.w": "x"})), moves)
+    assert "the resumed run changed them" in changed.cause
+    assert words(step(17, end=end(17, weights="other"))) == "weights differ after step 17: model.w"
+    assert words(step(17, end=end(17, optimizer="other"))).startswith(
+        "the optimizer's state differs after step 17: optimizer exp_avg of w"
+    )
+
+
+def test_the_place_and_the_length() -> None:
+    assert words(step(15, epoch=1, step_in_epoch=1)) == (
+        "step 15 is step 5 of epoch 2; in the resumed run it is step 1 of epoch 1: it began another epoch"
+    )
+    assert words(step(21), step(22)) == (
+        "the uninterrupted run ended after step 20; the resumed one went on for 2 steps too many"
+    )
+    cut = life([step(n) for n in range(15, 30)], resumed=14, outcome="ended")
+    found = compare_life(REFERENCE, cut)
+    assert found is not None and "9 steps or more too many" in explain(REFERENCE, found, moves).what
+
+
+def test_stateful_objects_and_scalars_have_words() -> None:
+    ema = {"stateful|ema.decay": "0.9"}
+    one = Reference(lives=[life([step(n, end={**weights(n), **ema}) for n in range(1, 21)])])
+    assert "ema.decay differs after step 15: 0.9, and nothing" in words(step(15), reference=one)
+    assert "loss differs at step 15: l15, and other" in words(step(15, scalars={"scalar|loss": "other"}))
+
+
+def test_chance_is_told_from_hashes_and_from_missing_seeds() -> None:
+    found = compare_life(REFERENCE, life([step(1), step(2, inputs={"model": ("new",)})]))
+    assert found is not None
+    hashes = explain_chance(found, by_hash=True, unseeded=())
+    assert "two uninterrupted runs differ at step 2, in the batch" in hashes.what and "PYTHONHASHSEED" in hashes.remedy
+    seeds = explain_chance(found, by_hash=False, unseeded=("python",))
+    assert "random.seed(0)" in seeds.remedy
+    late = compare_life(REFERENCE, life([step(1), step(2), step(3, end=end(3, weights="other"))]))
+    assert late is not None
+    kernels = explain_chance(late, by_hash=False, unseeded=("python",))
+    assert "differ at step 3, in model.w" in kernels.what and "use_deterministic_algorithms" in kernels.remedy
+    fresh = life([step(1)])
+    fresh.entered = {**weights(0), "weights|model.w": "other"}
+    early = compare_life(REFERENCE, fresh)
+    assert early is not None
+    assert "before any step was done, in model.w" in explain_chance(early, by_hash=False, unseeded=()).what
+
+
+def short_step(number: int, **ends: str) -> Step:
+    end = {"weights|w": str(number), "variable|passed": str(number), "variable|clock": "1.5"}
+    given = {"weights|w": str(number - 1)}
+    return Step(series=0, number=number, epoch=1, step_in_epoch=number, given=given, end={**end, **ends})
+
+
+def short_reference() -> Reference:
+    lives = [Life(rank=0, series=0, steps=[short_step(n) for n in (1, 2, 3)], outcome="finished")]
+    return Reference(lives=lives, varying=frozenset({"variable|clock"}))
+
+
+def variables_of(resumed: Step, **entered: str) -> str:
+    life = Life(rank=0, series=0, resumed=2, entered={"weights|w": "2", **entered}, steps=[resumed])
+    known = short_reference()
+    found = compare_life(known, life)
+    assert found is not None
+    return explain(known, found, lambda stream, before, after: None).variables
+
+
+def test_a_variable_that_was_another_one_at_the_entry_is_named() -> None:
+    lost = {"variable|passed": "0", "variable|clock": "7.5"}
+    assert variables_of(short_step(3, **{"weights|w": "x"}), **lost) == "passed: 2, and 0 in the resumed run"
+
+
+def test_a_count_that_the_loop_begins_is_named() -> None:
+    other = short_step(3, **{"weights|w": "x", "variable|passed": "1"})
+    assert variables_of(other) == "passed: 3, and 1 in the resumed run"
+    assert variables_of(other, **{"variable|passed": "2"}) == "", "it was there, and right"
+
+
+def test_other_variables_are_no_difference() -> None:
+    life = Life(rank=0, series=0, resumed=2, entered={"weights|w": "2", "variable|passed": "0"}, outcome="finished")
+    life.steps.append(replace(short_step(3), end={**short_step(3).end, "variable|passed": "1"}))
+    assert compare_life(short_reference(), life) is None
+
+
+def test_an_update_that_only_one_run_has_made() -> None:
+    life = Life(rank=0, series=0, resumed=2, entered={"weights|w": "2"}, steps=[short_step(3, **{"weights|w": "2"})])
+    found = compare_life(short_reference(), life)
+    assert found is not None
+    told = explain(short_reference(), found, lambda stream, before, after: None)
+    assert "the uninterrupted run has updated them in this step, and the other one has not" in told.what
+    assert "optimizer.step()" in told.cause and "guard.enumerate(loader)" in told.remedy

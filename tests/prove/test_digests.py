@@ -1,0 +1,62 @@
+"""Digests of tensors, containers and large objects."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mindx_elastic.prove.digests import digest, leaves, outline
+
+
+@dataclass
+class Thing:
+    number: int
+    parts: tuple[Any, ...]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.zeros(2), torch.zeros(3)),
+        (torch.zeros(2), torch.zeros(2, dtype=torch.float64)),
+        (torch.zeros(2), torch.tensor([0.0, -0.0])),
+        (np.zeros(2), np.zeros(2, dtype=np.float32)),
+        ("x" * 100, "x" * 101),
+        ({1, 2}, {1, 3}),
+        (Thing(1, ()), Thing(2, ())),
+        ([1, 2], (1, 2)),
+    ],
+)
+def test_other_bits_types_and_shapes_give_other_digests(one: Any, other: Any) -> None:
+    assert digest(one) == digest(one) != digest(other)
+
+
+def test_small_values_are_shown() -> None:
+    assert [digest(value) for value in (3, 0.5, True, None, "adam")] == ["3", "0.5", "True", "None", "'adam'"]
+
+
+def test_leaves_are_named_by_their_place() -> None:
+    state = {"groups": [{"lr": 0.1, "empty": {}}], "thing": Thing(1, (2,))}
+    assert dict(leaves(state)) == {
+        "groups.0.lr": "0.1",
+        "groups.0.empty": "empty",
+        "thing.number": "1",
+        "thing.parts.0": "2",
+    }
+
+
+def test_a_large_object_has_one_digest_for_each_entry() -> None:
+    memory = {"at": 7, "items": deque((torch.full((2,), float(n)), n) for n in range(600)), "small": [1, 2]}
+    before = dict(outline(memory))
+    assert set(before) == {"at", "items", "small.0", "small.1"}
+    memory["items"].append(memory["items"].popleft())
+    after = dict(outline(memory))
+    assert {name for name in before if before[name] != after[name]} == {"items"}
+    assert len(dict(outline({str(n): n for n in range(1000)}))) == 1000
+    assert set(dict(outline({str(n): n for n in range(1001)}))) == {""}
+    assert dict(outline(list(range(1001)))) != dict(outline(list(range(1, 1002))))
