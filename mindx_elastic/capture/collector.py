@@ -20,6 +20,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
+from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.structure import Watch
@@ -93,6 +94,7 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
         self._streams = [component for component in self._adapted if component.is_stream]
+        self._forecast = Forecast(self._adapted)
         self._is_at_boundary = False  # the program has not gone on since the last `copy`
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
@@ -236,10 +238,10 @@ class Collector:
         return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
     def copy_ahead(self) -> dict[str, Any] | None:
-        """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
+        """Forecast generators, buffers and named objects of the coming boundary. Training thread, after a forward.
 
-        The forecast is right if nothing else draws or changes them. None when buffers were replaced since the last
-        boundary.
+        The forecast is right if nothing else draws or changes them; of the objects it has those that have always come
+        out as foreseen. None when buffers were replaced since the last boundary.
         """
         modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
         complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says
@@ -247,23 +249,35 @@ class Collector:
             return None
         self._ahead_rng = capture_rng(self._ahead_rng)
         buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
+        return {
+            "rng": pack_rng(self._ahead_rng),
+            "buffers": buffers,
+            "plain": self._forecast.look(),
+            "compiled_calls": self.compiled.kept,
+        }
 
     def forecast_came_true(self) -> bool | None:
-        """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
+        """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast.
+
+        The named objects are judged one by one; see `capture.forecast`.
+        """
         if self._ahead_rng is None:
             return None
+        self._forecast.check()
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return equal_rng(self._ahead_rng, self.rng) and all(module.forecast_came_true() for module in modules)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
 
-        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators and buffers; the rest, which
-        replicas share, is the other rank's).
+        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators, buffers and some named objects;
+        the rest is the other rank's).
         """
         own = {**state, "rng": volatile["rng"], "progress": volatile.get("progress", state["progress"])}
+        plain = volatile.get("plain", {})
         for name, component in self.components.items():
+            if name in plain:
+                own[name] = plain[name]
             if name not in state:
                 continue  # another program wrote it: `load` reports that
             if isinstance(component, ModuleComponent):
@@ -275,8 +289,6 @@ class Collector:
                     theirs = state[name]["param_groups"]
                     merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
                     own[name] = {**state[name], "param_groups": merged}
-            elif name in volatile.get("plain", {}):
-                own[name] = volatile["plain"][name]
         if volatile.get("compiled_calls"):
             own["compiled_calls"] = volatile["compiled_calls"]
         return own
