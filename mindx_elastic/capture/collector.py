@@ -95,6 +95,8 @@ class Collector:
             optimizer.set_names(self.places())
         self._streams = [component for component in self._adapted if component.is_stream]
         self._forecast = Forecast(self._adapted)
+        self._foreseen = dict(self._modules)
+        """The modules whose buffers have always come out as `copy_ahead` forecast."""
         self._is_at_boundary = False  # the program has not gone on since the last `copy`
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
@@ -227,6 +229,7 @@ class Collector:
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
+            "loose": {name: loose for name, component in modules.items() if (loose := component.own_loose())},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {
                 n: c.state() for n, c in self.components.items() if not isinstance(c, plain) and not _is_heavy(c)
@@ -237,35 +240,35 @@ class Collector:
     def _progress(self) -> dict[str, Any]:
         return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
-    def copy_ahead(self) -> dict[str, Any] | None:
+    def copy_ahead(self) -> dict[str, Any]:
         """Forecast generators, buffers and named objects of the coming boundary. Training thread, after a forward.
 
-        The forecast is right if nothing else draws or changes them; of the objects it has those that have always come
-        out as foreseen. None when buffers were replaced since the last boundary.
+        The forecast is right if nothing else draws or changes them. It has the buffers and objects that have always
+        come out as foreseen; not those of a module whose buffers were replaced since the last boundary.
         """
-        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says
-        if not all(complete):
-            return None
+        ahead = {name: module for name, module in self._foreseen.items() if module.copy_ahead()}
         self._ahead_rng = capture_rng(self._ahead_rng)
-        buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
+        loose = {name: module.loose_ahead() for name, module in ahead.items()}
         return {
             "rng": pack_rng(self._ahead_rng),
-            "buffers": buffers,
+            "buffers": {name: module.buffers(ahead=True) for name, module in ahead.items()},
+            "loose": {name: buffers for name, buffers in loose.items() if buffers},
             "plain": self._forecast.look(),
             "compiled_calls": self.compiled.kept,
         }
 
     def forecast_came_true(self) -> bool | None:
-        """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast.
+        """At a boundary: whether the generators are as `copy_ahead` forecast; None: there is no forecast.
 
-        The named objects are judged one by one; see `capture.forecast`.
+        Buffers and named objects that have come out otherwise are foreseen no longer.
         """
         if self._ahead_rng is None:
             return None
         self._forecast.check()
-        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return equal_rng(self._ahead_rng, self.rng) and all(module.forecast_came_true() for module in modules)
+        for name, module in list(self._foreseen.items()):
+            if not module.forecast_came_true():
+                del self._foreseen[name]
+        return equal_rng(self._ahead_rng, self.rng)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
@@ -282,13 +285,20 @@ class Collector:
                 continue  # another program wrote it: `load` reports that
             if isinstance(component, ModuleComponent):
                 extras = volatile.get("extras", {}).get(name, {})
-                own[name] = component.with_buffers(state[name], volatile["buffers"][name], extras)
+                own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras)
             elif isinstance(component, OptimizerComponent):
                 groups = volatile.get("groups", {}).get(name)
                 if groups is not None:
                     theirs = state[name]["param_groups"]
                     merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
                     own[name] = {**state[name], "param_groups": merged}
+        if loose := volatile.get("loose"):
+            beside = state.get("module_extras", {})
+            own["module_extras"] = beside | {
+                name: {**beside[name], "buffers": beside[name].get("buffers", {}) | buffers}
+                for name, buffers in loose.items()
+                if name in beside
+            }
         if volatile.get("compiled_calls"):
             own["compiled_calls"] = volatile["compiled_calls"]
         return own

@@ -176,8 +176,18 @@ class ModuleComponent:
             torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
         return True
 
+    def loose_ahead(self) -> dict[str, torch.Tensor]:
+        """As `own_loose`, in mid-step; after `copy_ahead`."""
+        return self._loose.look_ahead()
+
+    def own_loose(self) -> dict[str, torch.Tensor]:
+        """The boundary's copies of buffers that are not persistent, where they may differ from a replica's."""
+        return self._loose.own()
+
     def forecast_came_true(self) -> bool:
         """At a boundary: whether its buffers are as `copy_ahead` copied them."""
+        if not self._loose.came_true():
+            return False
         return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
 
     @torch.no_grad()
@@ -224,8 +234,12 @@ class ModuleComponent:
             self._described, self._description = block.slices, json.dumps(named)
         return {"places": self._description, "flat": block.flat}
 
-    def with_buffers(self, state: dict[str, Any], buffers: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
-        """`state` of another rank with this rank's own buffers and extra state."""
+    def with_buffers(
+        self, state: dict[str, Any], buffers: dict[str, Any] | None, extras: dict[str, Any]
+    ) -> dict[str, Any]:
+        """`state` of another rank with this rank's own buffers and extra state. None: its own are not known."""
+        if buffers is None:
+            return state
         own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
 
@@ -255,7 +269,8 @@ class ModuleComponent:
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     def beside(self) -> dict[str, Any]:
-        """What no state_dict has, as it was at the boundary; small, and the same for replicas."""
+        """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers (see
+        `own_loose`)."""
         added = [
             n for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None and n not in self._built
         ]

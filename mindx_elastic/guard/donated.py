@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
-from mindx_elastic.capture.components import AdaptedComponent, PlainComponent
+from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
 from mindx_elastic.capture.copying import same_tree
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.printable import listed
@@ -26,6 +26,9 @@ from mindx_elastic.resume.restore import Resumed
 __all__ = ["Choice", "Kept", "choose", "state_of"]
 
 MISSING: Any = object()
+_THEIRS = object()
+_OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
+"""What modules have beside their parameters, as `Collector.volatile` names it."""
 _FOLLOWS_THE_STEPS = re.compile(r"(loader|lr_scheduler|scaler)(_\d+)?")
 """Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
 
@@ -102,6 +105,14 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
         made[name] = value
         if doubt:
             doubts.setdefault(f"{doubt}; {used}", []).append(name)
+    for name, component in collector.components.items():
+        if isinstance(component, ModuleComponent) and name in state and not is_whole:
+            for part, what in _OF_MODULES.items():  # they go with the weights, so the donor's count
+                choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
+                if choice.value is _THEIRS and part == "buffers":
+                    made[name] = state[name]
+                if choice.doubt:
+                    doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(f"{what} of {name}")
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         unmanaged.risk(
@@ -118,11 +129,14 @@ class _Rings:
     def __init__(self, found: Resumed) -> None:
         info = found.checkpoint.info
         self._moment = info.moment
-        self._mine, self._theirs = _plain(found.own_records), _plain(found.donor_records)
+        self._mine, self._theirs = _unpacked(found.own_records), _unpacked(found.donor_records)
         self._has_forecast = found.own is not None and found.own.forecast
 
-    def of(self, name: str) -> Kept:
-        now, mine, theirs = self._moment, self._mine, self._theirs
+    def of(self, name: str, part: str = "plain") -> Kept:
+        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
+        now = self._moment
+        mine = {key: record.get(part, {}) for key, record in self._mine.items()}
+        theirs = {key: record.get(part, {}) for key, record in self._theirs.items()}
         earlier = sorted((m for m, is_forecast in mine if not is_forecast and m < now), reverse=True)
         own = [moment for moment in earlier if name in mine[moment, False]]
         common = [moment for moment in own if (moment, False) in theirs]
@@ -137,13 +151,13 @@ class _Rings:
         )
 
 
-def _plain(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], Mapping[str, Any]]:
+def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], Mapping[str, Any]]:
     """By moment and whether it is a forecast; of several the newest."""
     found: dict[tuple[Moment, bool], Mapping[str, Any]] = {}
     for record in records:
         key = (record.moment, record.forecast)
         if key not in found:
-            found[key] = record.unpack().get("plain", {})
+            found[key] = record.unpack()
     return found
 
 

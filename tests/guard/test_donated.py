@@ -35,7 +35,7 @@ def test_what_moves_for_the_first_time_in_this_step_may_be_anything() -> None:
     assert chosen(7, Kept([6], [6], newest=6)) == (7, True)
 
 
-@pytest.mark.parametrize("mine", [5, [6], {"value": 6}, np.arange(2)])
+@pytest.mark.parametrize("mine", [4, [6], {"value": 6}, np.arange(2)])
 def test_what_differs_is_the_own_copy(mine: Any) -> None:
     value, doubt = chosen(7, Kept([mine], [6], newest=mine))
     assert value is mine and doubt
