@@ -340,6 +340,17 @@ class Collector:
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
 
+    def without_parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """A `state` that another world has written, less what of `module_extras` each rank holds in parts of its own;
+        and the names of that."""
+        beside = dict(state.get("module_extras", {}))
+        left_out: list[str] = []
+        for name, module in self._modules.items():
+            if name in beside:
+                beside[name], parts = module.without_parts(beside[name])
+                left_out += [f"{part} ({name})" for part in parts]
+        return {**state, "module_extras": beside}, left_out
+
     def _load_components(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
         wanted = set(names)
         modules = {name: module for name, module in self._modules.items() if name in wanted}

@@ -72,6 +72,10 @@ class LooseBuffers:
                 found[name] = None
         return found
 
+    def live(self) -> dict[str, torch.Tensor]:
+        """The buffers themselves."""
+        return {name: t for name, table, key in self._slots if (t := table.get(key)) is not None}
+
     def own(self) -> dict[str, torch.Tensor]:
         """The boundary's copies of those that another rank may have otherwise: in host memory, and changed by the
         training or tiny (made at random). What is on a device is not read at each step."""

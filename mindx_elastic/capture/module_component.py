@@ -336,12 +336,35 @@ class ModuleComponent:
         elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
             child._buffers[key] = torch.empty_like(saved, device=own.device)
 
+    def without_parts(self, beside: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """`beside` of a file of another world, and the names of what had to be left out: what this world holds in
+        parts, for which no layout is kept."""
+        kept, left_out = dict(beside), []
+        live: dict[str, Mapping[str, torch.Tensor]] = {
+            "frozen_gradients": self._named,
+            "buffers": self._loose.live(),
+            "pruned": original_names(self._named, (n.removesuffix("_orig") for n in self._named)),
+        }
+        for key in live.keys() & beside.keys():
+            parts = [name for name, value in beside[key].items() if _is_part(value, live[key].get(name))]
+            left_out += [f"the gradient of {name}" if key == "frozen_gradients" else name for name in parts]
+            kept[key] = {name: value for name, value in beside[key].items() if name not in parts}
+            if key == "pruned":  # the next forward makes it
+                kept[key] |= dict.fromkeys(parts)
+        return kept, left_out
+
     def load_beside(self, beside: Mapping[str, Any]) -> None:
         """After `load`: the rest of what `beside` gives, without the flags."""
         self._masks.load(beside.get("pruned", {}))
         self._loose.load(beside.get("buffers", {}))
         for name, gradient in beside.get("frozen_gradients", {}).items():
             if (parameter := self._named.get(name)) is not None:
+                if gradient.shape != local_part(parameter).shape:
+                    raise MismatchError(
+                        f"the checkpoint does not fit {self.name}: the gradient of {name}, which is frozen, has shape "
+                        f"{list(gradient.shape)} there and {list(local_part(parameter).shape)} here. Use the model "
+                        "that wrote it, on as many ranks"
+                    )
                 parameter.grad = with_layout_of(parameter, gradient.to(parameter.device, copy=True))
 
     @property
@@ -371,6 +394,12 @@ class ModuleComponent:
         self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
+
+
+def _is_part(saved: object, live: torch.Tensor | None) -> bool:
+    if live is None or not isinstance(saved, torch.Tensor):
+        return False
+    return isinstance(live, DTensor) or live.shape != saved.shape
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:

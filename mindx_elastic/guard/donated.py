@@ -67,16 +67,16 @@ def choose(donated: Any, kept: Kept, *, is_alike: bool) -> Choice:
     own = mine[0] if mine else kept.newest
     instead = donated if own is MISSING else own
     if donated is MISSING:
-        return Choice(instead, "only this rank has it")
+        return Choice(instead, "held by this rank only")
     if not mine:
-        return Choice(donated) if is_alike else Choice(instead, "it is not known whether all ranks have the same")
+        return Choice(donated) if is_alike else Choice(instead, "not known to be the same on all ranks")
     if not all(map(same_tree, mine, theirs)):
-        return Choice(donated if is_alike else own, "it differs from rank to rank")
+        return Choice(donated if is_alike else own, "differs from rank to rank")
     moves = [donated, *theirs]
     moved_alike = not all(map(same_tree, theirs[1:], theirs))
     if is_alike or moved_alike or same_tree(moves[0], moves[1]):
         return Choice(donated)
-    return Choice(donated, "it has changed in this step for the first time in a while, and may differ")
+    return Choice(donated, "changed in this step for the first time in a while")
 
 
 def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged) -> dict[str, Any]:
@@ -98,10 +98,10 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
         donated = state.get(name, MISSING)
         choice = choose(donated, rings.of(name), is_alike=_FOLLOWS_THE_STEPS.fullmatch(name) is not None)
         value = choice.value
-        doubt = "it takes too long to copy at every boundary" if is_whole else choice.doubt
+        doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
         used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
         if value is MISSING or (doubt and value is donated and not _fits(component, value)):
-            value, used = component.state(), "it begins as the program builds it"
+            value, used = component.state(), "begins as the program builds it"
         made[name] = value
         if doubt:
             doubts.setdefault(f"{doubt}; {used}", []).append(name)
@@ -118,7 +118,7 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
         unmanaged.risk(
             f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
             f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
-            "What is the same on all ranks resumes exactly, and so does what of a step changes before its forward",
+            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill",
         )
     return made
 

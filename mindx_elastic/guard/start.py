@@ -243,6 +243,14 @@ def _load(
                 "before the guard is entered",
             )
     state = state_of(found, collector, ranks.rank, unmanaged)
+    if found.plan.resharded:
+        state, left_out = collector.without_parts(state)
+        if left_out:
+            unmanaged.risk(
+                f"the checkpoint was written by {found.plan.source.world_size} ranks, and it keeps no layout for "
+                f"{listed(left_out, 5)}: they begin as the program builds them",
+                "Resume once with as many ranks as before, where they count",
+            )
     for note in collector.load(state):
         logger.warning("%s", note)
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
