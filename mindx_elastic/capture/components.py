@@ -67,5 +67,15 @@ def component_for(name: str, target: object, others: Collection[int] = ()) -> Co
         return AdaptedComponent(name, target, adapter)
     raise UsageError(
         f"{name} is a {type(target).__name__} without state_dict() and load_state_dict(); its state could not be "
-        "resumed: give it both methods, or leave it out"
+        f"resumed: {_instead(name, target)}"
     )
+
+
+def _instead(name: str, target: object) -> str:
+    kept: tuple[type, ...] = (nn.Module,) if name.startswith("model") else (torch.optim.Optimizer, nn.Module)
+    inner = [key for key, value in getattr(target, "__dict__", {}).items() if isinstance(value, kept)]
+    if not inner or not _LIVES_BY_ITSELF.fullmatch(name):
+        return "give its class both methods, or name the object inside that has them"
+    argument = name.rstrip("0123456789").rstrip("_")
+    content = f"{argument}.{inner[0]}" if argument == name else f"[..., {argument}.{inner[0]}, ...]"
+    return f"give what it wraps, Guard({argument}={content}, ...), or its class both methods"

@@ -44,6 +44,8 @@ class Track:
         self._first_batches: list[weakref.ref[torch.Tensor]] = []
         self._handed_before = self._handed_at_begin = self._boundaries = 0
         self._left_at_boundary = False
+        self.ended_behind = self.left_behind = 0
+        """After how many boundaries an iteration last came to its end, and one was last given up right after a step."""
         self.peeked = False
         """Batches were fetched and their epoch was left before the first step."""
         self.left_early = False
@@ -117,6 +119,8 @@ class Track:
     def drop(self) -> None:
         """The iteration was given up, and its epoch has more batches."""
         self._left_at_boundary = self._handed == self._handed_before
+        if self._left_at_boundary:
+            self.left_behind = self._boundaries
         self._dropped = Fetches(self._handed, self._asked, self._iterations)
 
     def ask(self) -> None:
@@ -149,8 +153,9 @@ class Track:
 
     def end(self, *, exhausted: bool) -> None:
         self._exhausted = exhausted
-        if exhausted and self.at_exhaustion is not None and self._handed == self._handed_before:  # noqa: SIM102
-            if threading.get_ident() == self._thread:
+        if exhausted and self._handed == self._handed_before:
+            self.ended_behind = self._boundaries
+            if self.at_exhaustion is not None and threading.get_ident() == self._thread:
                 self.at_exhaustion()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -153,9 +154,11 @@ class GradientOrders:
         self._collector, self._unmanaged = collector, unmanaged
         modules = ddp_modules(targets) if found is None else found
         if world_size > 1 and not by_hand and not modules and not collector.is_sharded:
-            logger.warning(
+            others = living_objects(DistributedDataParallel)  # around something else: perhaps around a copy
+            logger.log(
+                logging.WARNING if others else logging.INFO,
                 "no DDP or sharded module among the guard's objects: if the model is wrapped in DDP, give the guard "
-                "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks"
+                "the wrapped one, or a resumed run may differ in the last bits at 3 and more ranks",
             )
         self._recording: dict[str, GradientOrder] = {}
         for name, module in modules:

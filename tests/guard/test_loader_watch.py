@@ -328,3 +328,40 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_loader_for_a_function(form: Callable[[Run, Any], None], stop: int, tmp_path: Path) -> None:
     per_epoch = BATCHES if form is plain else None
     stop_and_resume(form, tmp_path, stop, make=lambda: mx_data.from_function(drawn, per_epoch))
+
+
+# --- loaders of different lengths side by side ---
+
+
+def two_lengths() -> list[DataLoader[Any]]:
+    return [DataLoader(Pictures(size), batch_size=2, shuffle=True) for size in (2 * BATCHES, 3 * BATCHES)]
+
+
+def in_parallel(run: Run, loaders: Any) -> None:
+    for _ in run.guard.epochs(EPOCHS):
+        for batch, other in zip(*loaders, strict=False):
+            (run.forward(batch) + run.forward(other)).backward()
+            run.update()
+
+
+def one_is_left(run: Run, loaders: Any) -> None:
+    """The longer one is left right after a step of its own."""
+    for _ in run.guard.epochs(EPOCHS):
+        for loader in loaders:
+            for number, batch in enumerate(loader):
+                run.train(batch)
+                if loader is loaders[1] and number == 2:
+                    break
+
+
+@pytest.mark.parametrize("stop", [4, 5, 6, 10])
+def test_a_longer_loader_is_left_where_the_shorter_one_ends(stop: int, tmp_path: Path) -> None:
+    run, _ = run_loop(in_parallel, tmp_path / "silent", make=two_lengths)
+    assert silent(run), run.guard._unmanaged.notes
+    stop_and_resume(in_parallel, tmp_path, stop, make=two_lengths)
+
+
+def test_one_that_is_left_by_itself_is_told(tmp_path: Path) -> None:
+    run, _ = run_loop(one_is_left, tmp_path, make=two_lengths)
+    (note,) = [note for note in run.guard._unmanaged.notes if "leaves an epoch" in note]
+    assert "loader_1" in note

@@ -46,6 +46,7 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.checks.averagers import Averagers
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
@@ -136,7 +137,7 @@ class Checks:
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
-        self.refreshed = RefreshedModules()
+        self.refreshed, self._averagers = RefreshedModules(), Averagers()
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
@@ -244,6 +245,8 @@ class Checks:
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
         self._rebound.look(frame)
+        for told in self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame):
+            self._unmanaged.certain(*told)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()

@@ -39,7 +39,7 @@ from mindx_elastic.guard.checks.surroundings import (
 from mindx_elastic.guard.loops.own_counters import spans, tree_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["ReboundState"]
+__all__ = ["ReboundState", "paths_of"]
 
 _KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
 _KINDS += ((nn.Module,),)
@@ -93,7 +93,7 @@ class ReboundState:
             return
         known: set[tuple[str, tuple[str, ...]]] = set()
         for place, variables in variables_of(frame):
-            for path, value in _paths(variables):
+            for path, value in paths_of(variables):
                 if id(value) in plain and (place, path) not in known:
                     known.add((place, path))
                     self._holders.append(_Holder(*plain[id(value)], place, path))
@@ -139,7 +139,7 @@ def _kind(value: object) -> int:
     return next((number for number, kinds in enumerate(_KINDS, 1) if isinstance(value, kinds)), 0)
 
 
-def _paths(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def paths_of(variables: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
     """The variables, and attributes of the program's own objects among them, two levels deep."""
     for name, value in list(variables.items()):
         yield (name,), value

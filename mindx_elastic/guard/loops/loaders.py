@@ -409,6 +409,8 @@ class Loaders:
             fetched += number
             self._has_ended = self._has_ended or (number > 0 and followed.engine.cursor.is_at_end)
             idle = idle and followed.look_ahead.used == before
+            if track.left_early and self._ended_with(track):
+                track.left_early = False
             if track.other_thread is not None or track.left_early or track.peeked or followed.draws_ahead:
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
@@ -417,6 +419,11 @@ class Loaders:
         elif idle and known and self._has_fetched and not self._told_idle:
             self._tell_idle()
         return known
+
+    def _ended_with(self, track: Track) -> bool:
+        """Whether another loader came to its end where that epoch was left, as in ``zip(shorter, longer)``."""
+        others = [f.track for f in self._followed if f.track is not None and f.track is not track]
+        return any(other.ended_behind == track.left_behind for other in others)
 
     def _tell_idle(self) -> None:
         """A step without a batch, after steps with one."""

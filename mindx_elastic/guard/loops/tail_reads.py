@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, value_of
 
-__all__ = ["UNSEEN", "Place", "place_of", "tail_reads"]
+__all__ = ["UNSEEN", "Place", "place_of", "places_of", "tail_reads"]
 
 UNSEEN = "what the loop has made"
 """The answer where there is no source."""
@@ -50,6 +50,14 @@ def place_of(frame: FrameType | None) -> Place | None:
     """Of the nearest frame of the program."""
     found = next(program_frames(frame), None)
     return None if found is None else (found.f_code, found.f_lineno)
+
+
+def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:
+    """Of the frames of the program, up to the one in which the guard was entered."""
+    for at in program_frames(frame):
+        yield at.f_code, at.f_lineno
+        if entry is not None and at.f_code is entry[0]:
+            return
 
 
 def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]) -> str | None:
