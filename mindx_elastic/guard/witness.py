@@ -99,6 +99,8 @@ class Witness:
         self._outside: Callable[[], bool] = lambda: False
         self._may_be_restored = False  # the first batch's iterator may still put the streams back
         self._is_fetching = False
+        self._at_head = True
+        """No batch of an epoch has come yet, since its begin or the end of the one before."""
         self._is_ended = False
         self._has_finished = False
         self._begin_step()
@@ -213,6 +215,8 @@ class Witness:
         if self._is_fetching or self._outside():
             return False
         self._is_fetching = True
+        if self._at_head and not self._fetched:  # what an epoch's head has done is part of no step
+            self._begin, self._forward, self._inputs = None, None, {}
         if self._begin is None and not self._may_be_restored:
             self._begin = self._streams()
         return True
@@ -221,10 +225,11 @@ class Witness:
         """`batch`: what the loader has handed out, or None."""
         self._is_fetching = False
         if batch is None:  # the end of an epoch: what runs before the next one's first batch is no fault of the resume
+            self._at_head = True
             if not self._fetched and self._forward is None:
                 self._begin = None
             return
-        self._may_be_restored = False
+        self._may_be_restored = self._at_head = False
         if len(self._fetched) < _MOST_BATCHES:
             self._fetched.append({"loader": loader, "batch": _parts(batch), "streams": self._streams()})
 
@@ -243,7 +248,7 @@ class Witness:
         if self._forward is None:
             self._forward = {
                 "streams": self._streams(),
-                "sample": self._changes({**self._weights(), **self._options(), **self._flags()}, partly=True),
+                "sample": {**self._weights(), **self._options(), **self._flags()},
             }
         given = self._inputs.setdefault(name, [])
         if len(given) < MOST_FORWARDS:
@@ -255,6 +260,8 @@ class Witness:
         if self._passed == STEPS and self._ranks.world_size == 1:
             self._took_s = time.monotonic() - self._entered_at
         self._may_be_restored = False
+        if self._forward is not None:
+            self._forward["sample"] = self._changes(self._forward["sample"], partly=True)
         self._write(
             "step",
             step=position.step,

@@ -226,7 +226,9 @@ class Loaders:
         self.stateful: Any = stateful
         """What to save under its `stateful`."""
         if isinstance(stateful, Mapping):
-            self.stateful = {n: self._target(n, v) if _is_loader(v) else v for n, v in stateful.items()}
+            # An iterable of another kind there is none: a network in layers, a replay memory.
+            kinds = (DataLoader, ReplayLoader, FunctionLoader)
+            self.stateful = {n: self._target(n, v) if isinstance(v, kinds) else v for n, v in stateful.items()}
         self.first: Any = self.named[0] if self.named else None
         """The loader whose epochs and batches count; None without one."""
         followed = self._followed[0] if self._followed and self._followed[0].loader is self.first else None
