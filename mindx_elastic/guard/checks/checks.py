@@ -46,6 +46,7 @@ from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.averagers import Averagers
+from mindx_elastic.guard.checks.carried_variables import CarriedVariables
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
@@ -120,6 +121,7 @@ class Checks:
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         uneven: str = "",
+        guard: object = None,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
@@ -135,8 +137,9 @@ class Checks:
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
-        self.refreshed, self._averagers = RefreshedModules(), Averagers()
+        self.refreshed, self._averagers = RefreshedModules(), Averagers(unmanaged)
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
+        self._variables = CarriedVariables(unmanaged, [guard, *self._loaders, *targets.values()])
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
@@ -162,6 +165,7 @@ class Checks:
         tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
+        self._variables.at_entry(sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -180,7 +184,7 @@ class Checks:
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
-            self._look_at_refreshed()
+            self.refreshed.watch((one.reference() for one in self._watch.modules.values()), self._targets.values())
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -193,6 +197,7 @@ class Checks:
             self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
             self._rebound.look(sys._getframe(1))
+            self._variables.look(sys._getframe(1), kept)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -239,8 +244,8 @@ class Checks:
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
         self._rebound.look(frame)
-        for told in self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame):
-            self._unmanaged.certain(*told)
+        self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame)
+        self._variables.look(frame, kept)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -547,11 +552,6 @@ class Checks:
                     f"buffers of module {watched.name}, which is not named, change in the training",
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
-
-    def _look_at_refreshed(self) -> None:
-        found = [watched.reference() for watched in self._watch.modules.values()]
-        named = [t for t in self._targets.values() if isinstance(t, nn.Module)]
-        self.refreshed.watch([m for m in found if m is not None and not is_sharded_in_part(m)], named)
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
