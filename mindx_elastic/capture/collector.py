@@ -20,6 +20,7 @@ from mindx_elastic.capture.components import (
     component_for,
     unwrap_optimizer,
 )
+from mindx_elastic.capture.forecast import Forecast
 from mindx_elastic.capture.layouts import LayoutRecorder, ParallelSetup
 from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng
 from mindx_elastic.capture.structure import Watch
@@ -93,6 +94,9 @@ class Collector:
         for optimizer in self._optimizers.values():
             optimizer.set_names(self.places())
         self._streams = [component for component in self._adapted if component.is_stream]
+        self._forecast = Forecast(self._adapted)
+        self._foreseen = dict(self._modules)
+        """The modules whose buffers have always come out as `copy_ahead` forecast."""
         self._is_at_boundary = False  # the program has not gone on since the last `copy`
         self.rng = capture_rng()
         """The generators as they were at the boundary, as `capture_rng` gives them."""
@@ -231,6 +235,7 @@ class Collector:
             "progress": self._progress(),
             "buffers": {name: component.buffers() for name, component in modules.items()},
             "extras": {name: component.extras for name, component in modules.items()},
+            "loose": {name: loose for name, component in modules.items() if (loose := component.own_loose())},
             "groups": {n: c.groups for n, c in self.components.items() if isinstance(c, OptimizerComponent)},
             "plain": {
                 n: c.state() for n, c in self.components.items() if not isinstance(c, plain) and not _is_heavy(c)
@@ -241,48 +246,65 @@ class Collector:
     def _progress(self) -> dict[str, Any]:
         return {**asdict(self.position), "loop": self._loop} if self._loop else asdict(self.position)
 
-    def copy_ahead(self) -> dict[str, Any] | None:
-        """Forecast generators and buffers of the coming boundary. Training thread, after a forward.
+    def copy_ahead(self) -> dict[str, Any]:
+        """Forecast generators, buffers and named objects of the coming boundary. Training thread, after a forward.
 
-        The forecast is right if nothing else draws or changes them. None when buffers were replaced since the last
-        boundary.
+        The forecast is right if nothing else draws or changes them. It has the buffers and objects that have always
+        come out as foreseen; not those of a module whose buffers were replaced since the last boundary.
         """
-        modules = {n: c for n, c in self.components.items() if isinstance(c, ModuleComponent)}
-        complete = [component.copy_ahead() for component in modules.values()]  # all of them, whatever the first says
-        if not all(complete):
-            return None
+        ahead = {name: module for name, module in self._foreseen.items() if module.copy_ahead()}
         self._ahead_rng = capture_rng(self._ahead_rng)
-        buffers = {name: component.buffers(ahead=True) for name, component in modules.items()}
-        return {"rng": pack_rng(self._ahead_rng), "buffers": buffers, "compiled_calls": self.compiled.kept}
+        loose = {name: module.loose_ahead() for name, module in ahead.items()}
+        return {
+            "rng": pack_rng(self._ahead_rng),
+            "buffers": {name: module.buffers(ahead=True) for name, module in ahead.items()},
+            "loose": {name: buffers for name, buffers in loose.items() if buffers},
+            "plain": self._forecast.look(),
+            "compiled_calls": self.compiled.kept,
+        }
 
     def forecast_came_true(self) -> bool | None:
-        """At a boundary: whether generators and buffers are as `copy_ahead` forecast; None: there is no forecast."""
+        """At a boundary: whether the generators are as `copy_ahead` forecast; None: there is no forecast.
+
+        Buffers and named objects that have come out otherwise are foreseen no longer.
+        """
         if self._ahead_rng is None:
             return None
-        modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
-        return equal_rng(self._ahead_rng, self.rng) and all(module.forecast_came_true() for module in modules)
+        self._forecast.check()
+        for name, module in list(self._foreseen.items()):
+            if not module.forecast_came_true():
+                del self._foreseen[name]
+        return equal_rng(self._ahead_rng, self.rng)
 
     def compose(self, state: dict[str, Any], volatile: dict[str, Any]) -> dict[str, Any]:
         """The state of this rank, from a replica's `state` of the same boundary and this rank's own volatile part.
 
-        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators and buffers; the rest, which
-        replicas share, is the other rank's).
+        `volatile` comes from `volatile` (everything) or from `copy_ahead` (generators, buffers and some named objects;
+        the rest is the other rank's).
         """
         own = {**state, "rng": volatile["rng"], "progress": volatile.get("progress", state["progress"])}
+        plain = volatile.get("plain", {})
         for name, component in self.components.items():
+            if name in plain:
+                own[name] = plain[name]
             if name not in state:
                 continue  # another program wrote it: `load` reports that
             if isinstance(component, ModuleComponent):
                 extras = volatile.get("extras", {}).get(name, {})
-                own[name] = component.with_buffers(state[name], volatile["buffers"][name], extras)
+                own[name] = component.with_buffers(state[name], volatile["buffers"].get(name), extras)
             elif isinstance(component, OptimizerComponent):
                 groups = volatile.get("groups", {}).get(name)
                 if groups is not None:
                     theirs = state[name]["param_groups"]
                     merged = [{**mine, "params": g["params"]} for mine, g in zip(groups, theirs, strict=True)]
                     own[name] = {**state[name], "param_groups": merged}
-            elif name in volatile.get("plain", {}):
-                own[name] = volatile["plain"][name]
+        if loose := volatile.get("loose"):
+            beside = state.get("module_extras", {})
+            own["module_extras"] = beside | {
+                name: {**beside[name], "buffers": beside[name].get("buffers", {}) | buffers}
+                for name, buffers in loose.items()
+                if name in beside
+            }
         if volatile.get("compiled_calls"):
             own["compiled_calls"] = volatile["compiled_calls"]
         return own
@@ -323,6 +345,17 @@ class Collector:
         self.gradient_order = {key: list(order) for key, order in state["gradient_order"].items()}
         extra = [name for name in state if name not in self.components and name not in RESERVED_NAMES]
         return [f"the checkpoint also holds {name}, which this job does not use" for name in extra]
+
+    def without_parts(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """A `state` that another world has written, less what of `module_extras` each rank holds in parts of its own;
+        and the names of that."""
+        beside = dict(state.get("module_extras", {}))
+        left_out: list[str] = []
+        for name, module in self._modules.items():
+            if name in beside:
+                beside[name], parts = module.without_parts(beside[name])
+                left_out += [f"{part} ({name})" for part in parts]
+        return {**state, "module_extras": beside}, left_out
 
     def _load_components(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
         wanted = set(names)

@@ -16,6 +16,8 @@ from mindx_elastic.capture.tensor_copy import TensorCopy
 __all__ = ["LooseBuffers"]
 
 _SMALL = 1 << 20  # bytes
+_TINY, _MOST_TINY = 1 << 12, 8
+"""Buffers of this many bytes, and no more of them, may be made at random; more are tables that every start makes."""
 
 
 class LooseBuffers:
@@ -27,6 +29,8 @@ class LooseBuffers:
         self._kept: dict[str, TensorCopy | None] = {}
         """None: the place holds no tensor."""
         self._replaced: set[str] = set()  # not as the program has built them: None there is state too
+        self._changed: set[str] = set()  # loaded with other values than the program builds
+        self._ahead: dict[str, torch.Tensor] = {}
         self.follow()
 
     def follow(self) -> None:
@@ -40,6 +44,8 @@ class LooseBuffers:
                 tensor = table[key]
                 is_large = tensor is not None and tensor.nbytes > _SMALL
                 self._kept[name] = None if tensor is None else TensorCopy(tensor, is_original=is_large)
+        tiny = [name for name, kept in self._kept.items() if kept is not None and kept.tensor.nbytes <= _TINY]
+        self._tiny = frozenset(tiny if len(tiny) <= _MOST_TINY else ())
 
     def copy(self) -> None:
         """This is a boundary."""
@@ -67,6 +73,40 @@ class LooseBuffers:
                 found[name] = None
         return found
 
+    def live(self) -> dict[str, torch.Tensor]:
+        """The buffers themselves."""
+        return {name: t for name, table, key in self._slots if (t := table.get(key)) is not None}
+
+    def own(self) -> dict[str, torch.Tensor]:
+        """The boundary's copies of those that another rank may have otherwise: in host memory, and changed by the
+        training or tiny (made at random). What is on a device is not read at each step."""
+        found = {}
+        for name, kept in self._kept.items():
+            if kept is not None and kept.value is not None and self._is_own(name, kept):
+                found[name] = local_part(kept.value)
+        return found
+
+    def _is_own(self, name: str, kept: TensorCopy) -> bool:
+        is_new = kept.has_changed or name in self._changed or name in self._replaced
+        return kept.tensor.device.type == "cpu" and (is_new or name in self._tiny)
+
+    @torch.no_grad()
+    def look_ahead(self) -> dict[str, torch.Tensor]:
+        """In mid-step: copies of the same as they are now."""
+        self._ahead = {}
+        for name, table, key in self._slots:
+            tensor, kept = table.get(key), self._kept[name]
+            if tensor is None or kept is None or tensor.device.type != "cpu":
+                continue
+            if tensor is not kept.tensor or kept.is_stale or self._is_own(name, kept):
+                self._ahead[name] = local_part(tensor).detach().clone()
+        return self._ahead
+
+    def came_true(self) -> bool:
+        """At a boundary: whether it has what `look_ahead` has seen."""
+        now = self.own()
+        return now.keys() == self._ahead.keys() and all(torch.equal(now[n], seen) for n, seen in self._ahead.items())
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Any]) -> None:
         """In place where shape and type fit. Names that this module lacks are passed over."""
@@ -76,6 +116,8 @@ class LooseBuffers:
                 continue
             table, key = slots[name]
             live = table[key]
+            if not _is_same(live, value):
+                self._changed.add(name)
             if isinstance(live, torch.Tensor) and isinstance(value, torch.Tensor):
                 table[key] = _filled(live, with_layout_of(live, value).to(live.device))
             else:
@@ -90,6 +132,14 @@ def _slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
         for key in table:
             if key in child._non_persistent_buffers_set:
                 yield (f"{prefix}.{key}" if prefix else key), table, key
+
+
+def _is_same(live: Any, saved: Any) -> bool:
+    if not isinstance(live, torch.Tensor) or not isinstance(saved, torch.Tensor):
+        return live is saved
+    own = local_part(live)
+    alike = own.shape == saved.shape and own.dtype == saved.dtype
+    return alike and torch.equal(own, saved.to(own.device))
 
 
 def _filled(live: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:

@@ -179,8 +179,18 @@ class ModuleComponent:
             torch._foreach_copy_(self._ahead.views, live)  # type: ignore[arg-type]
         return True
 
+    def loose_ahead(self) -> dict[str, torch.Tensor]:
+        """As `own_loose`, in mid-step; after `copy_ahead`."""
+        return self._loose.look_ahead()
+
+    def own_loose(self) -> dict[str, torch.Tensor]:
+        """The boundary's copies of buffers that are not persistent, where they may differ from a replica's."""
+        return self._loose.own()
+
     def forecast_came_true(self) -> bool:
         """At a boundary: whether its buffers are as `copy_ahead` copied them."""
+        if not self._loose.came_true():
+            return False
         return self._ahead.slices == self._block.slices and torch.equal(self._ahead.flat, self._block.flat)
 
     @torch.no_grad()
@@ -227,8 +237,12 @@ class ModuleComponent:
             self._described, self._description = block.slices, json.dumps(named)
         return {"places": self._description, "flat": block.flat}
 
-    def with_buffers(self, state: dict[str, Any], buffers: dict[str, Any], extras: dict[str, Any]) -> dict[str, Any]:
-        """`state` of another rank with this rank's own buffers and extra state."""
+    def with_buffers(
+        self, state: dict[str, Any], buffers: dict[str, Any] | None, extras: dict[str, Any]
+    ) -> dict[str, Any]:
+        """`state` of another rank with this rank's own buffers and extra state. None: its own are not known."""
+        if buffers is None:
+            return state
         own = {name: view_of(buffers["flat"], place) for name, place in json.loads(buffers["places"])}
         return {name: own.get(name, extras.get(name, value)) for name, value in state.items()}
 
@@ -258,7 +272,8 @@ class ModuleComponent:
         return {name: local_part(t) if isinstance(t, torch.Tensor) else t for name, t in state.items()}
 
     def beside(self) -> dict[str, Any]:
-        """What no state_dict has, as it was at the boundary; small, and the same for replicas."""
+        """What no state_dict has, as it was at the boundary; small, and the same for replicas but for some buffers (see
+        `own_loose`)."""
         added = [
             n for n, c in zip(self._slot_names, self._copies, strict=True) if c is not None and n not in self._built
         ]
@@ -324,12 +339,35 @@ class ModuleComponent:
         elif (own.shape, own.dtype) != (saved.shape, saved.dtype):
             child._buffers[key] = torch.empty_like(saved, device=own.device)
 
+    def without_parts(self, beside: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """`beside` of a file of another world, and the names of what had to be left out: what this world holds in
+        parts, for which no layout is kept."""
+        kept, left_out = dict(beside), []
+        live: dict[str, Mapping[str, torch.Tensor]] = {
+            "frozen_gradients": self._named,
+            "buffers": self._loose.live(),
+            "pruned": original_names(self._named, (n.removesuffix("_orig") for n in self._named)),
+        }
+        for key in live.keys() & beside.keys():
+            parts = [name for name, value in beside[key].items() if _is_part(value, live[key].get(name))]
+            left_out += [f"the gradient of {name}" if key == "frozen_gradients" else name for name in parts]
+            kept[key] = {name: value for name, value in beside[key].items() if name not in parts}
+            if key == "pruned":  # the next forward makes it
+                kept[key] |= dict.fromkeys(parts)
+        return kept, left_out
+
     def load_beside(self, beside: Mapping[str, Any]) -> None:
         """After `load`: the rest of what `beside` gives, without the flags."""
         self._masks.load(beside.get("pruned", {}))
         self._loose.load(beside.get("buffers", {}))
         for name, gradient in beside.get("frozen_gradients", {}).items():
             if (parameter := self._named.get(name)) is not None:
+                if gradient.shape != local_part(parameter).shape:
+                    raise MismatchError(
+                        f"the checkpoint does not fit {self.name}: the gradient of {name}, which is frozen, has shape "
+                        f"{list(gradient.shape)} there and {list(local_part(parameter).shape)} here. Use the model "
+                        "that wrote it, on as many ranks"
+                    )
                 parameter.grad = with_layout_of(parameter, gradient.to(parameter.device, copy=True))
 
     @property
@@ -359,6 +397,12 @@ class ModuleComponent:
         self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
         self._find_slots()
         self.copy()
+
+
+def _is_part(saved: object, live: torch.Tensor | None) -> bool:
+    if live is None or not isinstance(saved, torch.Tensor):
+        return False
+    return isinstance(live, DTensor) or live.shape != saved.shape
 
 
 def _refuse_lazy(name: str, module: nn.Module) -> None:

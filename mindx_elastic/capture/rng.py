@@ -25,7 +25,7 @@ from mindx_elastic.core.mersenne import (
 )
 from mindx_elastic.errors import MismatchError
 
-__all__ = ["capture_rng", "equal_rng", "kept_rng", "pack_rng", "restore_rng", "seed_rng"]
+__all__ = ["capture_rng", "equal_rng", "kept_rng", "moved_streams", "pack_rng", "restore_rng", "seed_rng"]
 
 _HAS_CUDA = torch.backends.cuda.is_built()
 
@@ -72,13 +72,21 @@ def _pack_python(state: Any) -> dict[str, Any]:
 
 def equal_rng(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two captured states are the same."""
-    if one.keys() != other.keys() or one["python"] != other["python"]:
-        return False
+    return one.keys() == other.keys() and not moved_streams(one, other)
+
+
+def moved_streams(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The streams that two captured states have differently: "python", "torch", "numpy", "cuda"."""
+    moved = []
+    if one["python"] != other["python"]:
+        moved.append("python")
     if not _equal_bytes(one["torch"], other["torch"]):
-        return False
-    if "numpy" in one and not _equal_numpy(one["numpy"], other["numpy"]):
-        return False
-    return all(map(torch.equal, one.get("cuda", ()), other.get("cuda", ())))
+        moved.append("torch")
+    if "numpy" in one and "numpy" in other and not _equal_numpy(one["numpy"], other["numpy"]):
+        moved.append("numpy")
+    if not all(map(torch.equal, one.get("cuda", ()), other.get("cuda", ()))):
+        moved.append("cuda")
+    return moved
 
 
 def _equal_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,6 +26,8 @@ class TensorCopy:
         self.tensor = tensor
         self.value: torch.Tensor | None = None
         """The copy; None: the tensor has not changed since the program built it."""
+        self.has_changed = False
+        """The tensor has been copied anew since."""
         self._always = tensor.is_inference()  # it has no counter
         self._version = -1 if self._always else tensor._version
         self._renewals = 0
@@ -34,10 +36,16 @@ class TensorCopy:
         if not is_original:
             self._copy()
 
+    @property
+    def is_stale(self) -> bool:
+        """The tensor's counter has moved since the copy, or it has none."""
+        return self._always or self._version != self.tensor._version
+
     def renew(self) -> None:
         """A boundary: copy the tensor if it has changed."""
-        if self._always or self._version != self.tensor._version:
+        if self.is_stale:
             self._copy()
+            self.has_changed = True
             return
         count = self._renewals = self._renewals + 1
         if self._compares or count <= _FIRST or count & (count - 1) == 0:
@@ -46,7 +54,7 @@ class TensorCopy:
     def recheck(self) -> None:
         """Compare the contents. For a moment in which the tensor is as at the boundary."""
         if not self._always and not self._is_same():
-            self._always = True
+            self._always = self.has_changed = True
             self._copy()
 
     @torch.no_grad()

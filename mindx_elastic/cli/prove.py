@@ -269,7 +269,7 @@ def _print(proof: Proof, wanted: _Wanted, seconds: float, repeat: Sequence[str])
     console.print()
     _print_result(console, proof, seconds)
     _print_notes(console, proof, wanted)
-    if proof.steps and not wanted.steps:
+    if proof.repeating_steps and not wanted.steps:
         console.print(printable(f"the same runs again: {shlex.join(repeat)}"), soft_wrap=True)
 
 

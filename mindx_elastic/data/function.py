@@ -11,7 +11,7 @@ from mindx_elastic.data.generators import find_generators, seed_generators
 from mindx_elastic.data.iteration import Engine
 from mindx_elastic.data.permutation import mix
 from mindx_elastic.data.position import Cursor, check_numbers, check_unchanged, whole_number
-from mindx_elastic.data.random_streams import preserved_streams, seed_streams
+from mindx_elastic.data.random_streams import device_generators, preserved_streams, seed_streams
 from mindx_elastic.data.sampler import rank_and_world_size
 from mindx_elastic.data.track import Mark
 from mindx_elastic.errors import UsageError
@@ -25,10 +25,10 @@ _BATCH = 8  # keeps its hashes apart
 class FunctionLoader:
     """Gives the batches that a function makes, and knows its position.
 
-    The function draws from the global streams (Python's, numpy's, torch's on the CPU) and from generators that it
-    refers to. For each call they are seeded with a hash of (seed, epoch, number of the batch, rank), and afterwards
-    they are put back: so a batch may be fetched ahead, and a resumed run makes the same ones, at once and at any
-    position. What else the function changes (a pointer into a file, a counter) is not seen.
+    The function draws from the global streams (Python's, numpy's, torch's on the CPU and on CUDA devices) and from
+    generators that it refers to. For each call they are seeded with a hash of (seed, epoch, number of the batch,
+    rank), and afterwards they are put back: so a batch may be fetched ahead, and a resumed run makes the same ones, at
+    once and at any position. What else the function changes (a pointer into a file, a counter) is not seen.
 
     Args:
         function: called without arguments; returns the next batch, or raises StopIteration at an epoch's end.
@@ -133,11 +133,18 @@ class _Calls(Iterator[Any]):
         number, self._number = self._number, self._number + 1
         if self._own is None:
             self._own = find_generators([self._function])
-        with preserved_streams(self._own):
+        on_devices = device_generators()
+        own = self._own | on_devices
+        with preserved_streams(own):
             seed = self._seed_of(number)
             seed_streams(seed)
-            seed_generators(self._own, seed)
-            return self._function()
+            seed_generators(own, seed)
+            try:
+                return self._function()
+            finally:
+                if not on_devices:  # the function may be what has brought them to life: as before it then
+                    for generator in device_generators().values():
+                        generator.manual_seed(generator.initial_seed())
 
 
 def from_function(

@@ -28,6 +28,7 @@ __all__ = [
     "advance_streams",
     "as_collated",
     "capture_streams",
+    "device_generators",
     "preserved_streams",
     "restore_streams",
     "seed_streams",
@@ -77,6 +78,13 @@ def preserved_streams(own: dict[str, Any] | None = None) -> Iterator[None]:
         put_back_python(python)
         put_back_numpy(numpy)
         torch.default_generator.set_state(generator)
+
+
+def device_generators() -> dict[str, Any]:
+    """The default generators of the CUDA devices, once CUDA is in use in this process."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {f"cuda:{number}": generator for number, generator in enumerate(torch.cuda.default_generators)}
 
 
 class SeparateStreams:

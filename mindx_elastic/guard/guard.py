@@ -187,6 +187,8 @@ class Guard:
         self._more, self._kept = dict(variables), tuple(kept)
 
     def __enter__(self) -> Guard:
+        if self in _entered:  # on every rank alike; the block that is open goes on
+            raise UsageError("this guard is active already: write `with guard:` once around the loop")
         self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
@@ -585,8 +587,8 @@ class Guard:
         refusal = self._unmanaged.refusal
         if refusal is not None and not isinstance(error, (GracefulExit, UnmanagedStateError)):
             self._conclude(refusal)  # the program has caught it, or has made another exception of it
-            if error is None:
-                raise refusal
+            if error is None or (isinstance(error, SystemExit) and not error.code):
+                raise refusal  # a launcher would take it for the end of the training
             return
         if self._witness is not None:
             outcome = "finished" if error is None else type(error).__name__

@@ -43,6 +43,7 @@ from mindx_elastic.data.position import num_batches
 from mindx_elastic.errors import MindxError, MismatchError
 from mindx_elastic.guard.compilation import CompiledPart, restore_compiled
 from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.donated import state_of
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
@@ -241,20 +242,18 @@ def _load(
                 "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
                 "before the guard is entered",
             )
-    own = None if found.own is None else found.own.unpack()
-    if own is not None:
-        state = collector.compose(state, own)
-        others = [name for name in collector.heavy_names(state) if name not in own.get("plain", {name: None})]
-        if others:
-            logger.warning(
-                "%s: this rank's own state took too long to copy at every boundary and was lost with it; that of rank "
-                "%s is used, so the run is not bit for bit the uninterrupted one",
-                listed(others, 3),
-                found.donor,
+    state = state_of(found, collector, ranks.rank, unmanaged)
+    if found.plan.resharded:
+        state, left_out = collector.without_parts(state)
+        if left_out:
+            unmanaged.risk(
+                f"the checkpoint was written by {found.plan.source.world_size} ranks, and it keeps no layout for "
+                f"{listed(left_out, 5)}: they begin as the program builds them",
+                "Resume once with as many ranks as before, where they count",
             )
     for note in collector.load(state):
         logger.warning("%s", note)
-    restore_streams = _how_to_restore_rng(found, state["rng"], ranks)
+    restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
     if with_flags:
         _say_flags(collector.load_flags(state))
     head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
@@ -298,7 +297,9 @@ def _say_flags(changed: Mapping[str, Sequence[str]]) -> None:
         logger.info("other than the program begins, and as at that step: %s", "; ".join(told))
 
 
-def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) -> Callable[[], None]:
+def _how_to_restore_rng(
+    found: Resumed, rng: dict[str, Any], ranks: RankInfo, unmanaged: Unmanaged
+) -> Callable[[], None]:
     info = found.checkpoint.info
     if found.donor is None:
         return lambda: restore_rng(rng)
@@ -311,15 +312,14 @@ def _how_to_restore_rng(found: Resumed, rng: dict[str, Any], ranks: RankInfo) ->
             ranks.rank,
             info.step,
             found.donor,
-            "are foreseen from its last forward, all else is that rank's" if found.own.forecast else "from memory",
+            "are foreseen from its last forward" if found.own.forecast else "from memory",
         )
         return lambda: restore_rng(rng)
-    logger.warning(
-        "rank %d has no file of step %d and takes rank %d's: weights, optimizer and position are the same; its random "
-        "numbers begin anew, so from here the run is not bit for bit the uninterrupted one",
-        ranks.rank,
-        info.step,
-        found.donor,
+    unmanaged.risk(
+        f"rank {ranks.rank} has no file of step {info.step} and takes rank {found.donor}'s: weights, optimizer and "
+        "position are the same; its random numbers begin anew, so from here the run is not bit for bit the "
+        "uninterrupted one",
+        "Shared memory (MINDX_ARENA_DIR) keeps them for a killed rank, where nothing is drawn behind the forward",
     )
     return _new_numbers(info, ranks)
 

@@ -34,7 +34,7 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
     """``"best_loss" (train.py)`` -> digest. `kept`: `id` of what the guard keeps, which is left out."""
     found: dict[str, str] = {}
     known = set(kept)
-    left = _MOST_BYTES_IN_ALL
+    left: float = _MOST_BYTES_IN_ALL
     waiting: deque[tuple[str, str, Any, int]] = deque()
     for place, variables in variables_of(frame):
         for name, value in list(variables.items()):
@@ -57,13 +57,11 @@ def own_variables(frame: FrameType | None, kept: Collection[int]) -> dict[str, s
 
 
 def _num_bytes(value: Any) -> float:
-    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, whose text their code makes."""
-    plain = (
-        not value.dtype.hasobject
-        if isinstance(value, np.ndarray)
-        else (value.layout is torch.strided and not value.is_nested)
-    )
-    return value.nbytes if plain else float("inf")
+    """Infinite for what has no plain bytes: sparse and nested tensors, arrays of objects, which would be asked."""
+    if isinstance(value, np.ndarray):
+        return float("inf") if value.dtype.hasobject else value.nbytes
+    is_plain = value.layout is torch.strided and not value.is_nested
+    return float(value.nbytes) if is_plain else float("inf")
 
 
 def _noted(value: Any) -> str:

@@ -143,7 +143,9 @@ def read_ring(path: Path, owners: Owners | None = None) -> list[BoundaryRecord]:
         if size < _TOP_ROOM:
             return []
         with mmap.mmap(fd, size, access=mmap.ACCESS_READ) as data:
-            return sorted(_records(data, size), key=lambda r: (r.attempt, r.step, not r.forecast), reverse=True)
+            # Of several forecasts of a step (two forwards) the last one counts.
+            found = sorted(_records(data, size), key=lambda r: (r[1].attempt, r[1].step, not r[1].forecast, r[0]))
+        return [record for _, record in reversed(found)]
     finally:
         os.close(fd)
 
@@ -162,7 +164,8 @@ def _parse_top(data: bytes) -> tuple[int, str] | None:
     return (capacity, run_id.rstrip(b"\0").decode("utf-8", "replace")) if magic == _MAGIC else None
 
 
-def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
+def _records(data: mmap.mmap, size: int) -> Iterator[tuple[int, BoundaryRecord]]:
+    """Sound records, and the place of each in the order of writing."""
     top = _parse_top(data[:_TOP_ROOM])
     if top is None or size != _TOP_ROOM + _NUM_PLACES * (_HEAD_ROOM + top[0]):
         return
@@ -175,7 +178,7 @@ def _records(data: mmap.mmap, size: int) -> Iterator[BoundaryRecord]:
         content = data[start + _HEAD_ROOM : start + _HEAD_ROOM + length]
         if xxhash.xxh3_128_digest(content) == digest:
             kinds = [bool(flags & flag) for flag in (_FORECAST, _TRUSTED, _IS_PINNED)]
-            yield BoundaryRecord(run_id, attempt, step, content, *kinds)
+            yield sequence, BoundaryRecord(run_id, attempt, step, content, *kinds)
 
 
 BOUNDARIES_FILE = "boundaries"

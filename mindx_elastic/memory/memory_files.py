@@ -15,7 +15,7 @@ from mindx_elastic.memory.boundaries import read_ring
 from mindx_elastic.memory.folders import rank_folders
 from mindx_elastic.persist.packed import unpack_state
 
-__all__ = ["RING_COPY", "OwnState", "own_rings", "own_states", "snapshot_files"]
+__all__ = ["RING_COPY", "OwnState", "SmallRecord", "own_rings", "own_states", "small_records", "snapshot_files"]
 
 RING_COPY = "boundaries.mindx"
 """Name of a ring's copy in the rank's folder on disk (see `agent.holder`)."""
@@ -37,6 +37,13 @@ class OwnState:
         return state
 
 
+@dataclass(frozen=True)
+class SmallRecord(OwnState):
+    """One of all that a ring holds."""
+
+    moment: Moment
+
+
 def snapshot_files(arenas: Path) -> list[Path]:
     """The files that may hold snapshots, of all ranks of this machine."""
     return [path for folder in rank_folders(arenas).values() for path in sorted(folder.glob("slot_*.safetensors"))]
@@ -50,17 +57,22 @@ def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> li
 
 def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
     """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same."""
+    found: dict[Moment, OwnState] = {}
+    for record in small_records(ring, owners):
+        found.setdefault(record.moment, OwnState(record.content, record.forecast))
+    return found
+
+
+def small_records(ring: Path, owners: Owners | None = None) -> list[SmallRecord]:
+    """All that `ring` holds and may be used, the newest first; of one moment first the boundary, then its forecast."""
     try:
         records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
     except UntrustedFileError as error:
         logger.warning("%s; it is left out", error)
-        return {}
+        return []
     except OSError as error:
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
-        return {}
-    found: dict[Moment, OwnState] = {}
-    for record in records:
-        if record.trusted:
-            found.setdefault((record.run_id, record.attempt, record.step), OwnState(record.content, record.forecast))
-    return found
+        return []
+    usable = (record for record in records if record.trusted)
+    return [SmallRecord(r.content, r.forecast, (r.run_id, r.attempt, r.step)) for r in usable]

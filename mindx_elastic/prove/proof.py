@@ -75,7 +75,10 @@ class Proof:
 
     @property
     def repeating_steps(self) -> int:
-        """The `steps` that give runs of this length on a machine of any speed; 0: there was no run."""
+        """The `steps` that give runs of this length on a machine of any speed; 0: not even the first one came to its
+        end."""
+        if not self.rows or self.rows[0].verdict.outcome != "equal":
+            return 0
         return self.steps + self.has_ended  # a training that ends by itself must not be ended at its last boundary
 
     @property

@@ -52,7 +52,7 @@ from mindx_elastic.inventory.findings import (
     scan,
 )
 from mindx_elastic.inventory.inventory import Inventory
-from mindx_elastic.memory.memory_files import OwnState
+from mindx_elastic.memory.memory_files import OwnState, SmallRecord, own_rings, small_records
 from mindx_elastic.persist.catalog import root_of
 from mindx_elastic.persist.format import read_header
 from mindx_elastic.persist.reader import Checkpoint
@@ -107,6 +107,10 @@ class Resumed:
     """The rank whose file this is, if this rank has no file of its own."""
     own: OwnState | None = None
     """With a donor: this rank's own small state of the same step, if it was kept in memory."""
+    own_records: Sequence[SmallRecord] = ()
+    """With a donor, and unless `own` is a boundary: what this rank kept of the run up to this step, newest first."""
+    donor_records: Sequence[SmallRecord] = ()
+    """The same of the donor, where this process can read it."""
     only_in_memory: bool = False
     """All files of the step are snapshots."""
     next_attempt: int = 0
@@ -490,7 +494,21 @@ class PlanPart(Part):
         if donor is not None and not plan.resharded and share.uses_own_state:
             own = self._findings.own.get(self._ranks.rank, {}).get(plan.moment)
         in_memory = bool(answer.common["only_in_memory"])
-        self.resumed = Resumed(self._reader.path, checkpoint, plan, lines, donor, own, in_memory, self.attempt)
+        found = Resumed(self._reader.path, checkpoint, plan, lines, donor, own)
+        if donor is not None and not plan.resharded and (own is None or own.forecast):
+            found = replace(
+                found,
+                own_records=self._records(self._ranks.rank, plan.moment),
+                donor_records=self._records(donor, plan.moment),
+            )
+        self.resumed = replace(found, only_in_memory=in_memory, next_attempt=self.attempt)
+
+    def _records(self, rank: int, moment: Moment) -> list[SmallRecord]:
+        """What `rank` kept of its small state, of this run up to `moment`, as far as this process sees it."""
+        places = self._places
+        rings = own_rings(places.directories, places.arenas, rank)
+        found = [record for ring in rings for record in small_records(ring, places.trust.of(ring))]
+        return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
 
 
 def plan_of(

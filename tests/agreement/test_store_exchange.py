@@ -474,7 +474,9 @@ def test_only_an_early_failure_of_this_job_is_heard(monkeypatch: pytest.MonkeyPa
             exchange.say("here", exchange.rank)
 
         def merge(said: list[int]) -> Merged:
-            connect().set("start/round0/answer", Seal(key, "s", 1).close("start/round0/answer", text))
+            store = connect()
+            store.set("start/round0/answer", Seal(key, "s", 1).close("start/round0/answer", text))
+            store.get("start/round0/answer")  # `set` does not wait until the store has it
             return Merged(said)
 
         with pytest.raises(UntrustedMessageError, match="different keys"):

@@ -62,6 +62,17 @@ def test_a_second_guard_is_refused_and_does_no_harm(tmp_path: Path) -> None:
         pass
 
 
+def test_a_guard_that_is_entered_in_its_own_block_is_refused_and_does_no_harm(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+
+    def enter_again(job: Job, step: int) -> None:
+        with pytest.raises(UsageError, match="this guard is active already"), job.guard:
+            pass
+
+    job.run(after=enter_again)
+    assert [event["outcome"] for event in events(tmp_path, "end")] == ["finished"]
+
+
 def test_another_thread_is_refused(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,23 @@ def test_a_refusal_that_the_program_catches_comes_again_and_nothing_is_saved(tmp
             except UnmanagedStateError:
                 raised += 1
     assert raised == 10  # from the third boundary on
+    assert files(tmp_path) == []
+
+
+def test_a_refusal_that_the_program_makes_a_good_end_of_is_none(tmp_path: Path) -> None:
+    """``sys.exit(0)`` would tell a launcher that the training is done."""
+    job = Job(tmp_path)
+    rng = np.random.default_rng(0)
+    with no_traces(), pytest.raises(UnmanagedStateError, match="generator"), job.guard as guard:  # noqa: PT012
+        while guard.position.step < 12:
+            job.network(torch.randn(5, 4) + float(rng.normal())).square().mean().backward()
+            job.optimizer.step()
+            job.scheduler.step()
+            job.optimizer.zero_grad()
+            try:
+                guard.step_end()
+            except UnmanagedStateError:
+                sys.exit(0)
     assert files(tmp_path) == []
 
 

@@ -51,10 +51,11 @@ def test_leaves_are_named_by_their_place() -> None:
 
 
 def test_a_large_object_has_one_digest_for_each_entry() -> None:
-    memory = {"at": 7, "items": deque((torch.full((2,), float(n)), n) for n in range(600)), "small": [1, 2]}
+    items = deque((torch.full((2,), float(n)), n) for n in range(600))
+    memory = {"at": 7, "items": items, "small": [1, 2]}
     before = dict(outline(memory))
     assert set(before) == {"at", "items", "small.0", "small.1"}
-    memory["items"].append(memory["items"].popleft())
+    items.append(items.popleft())
     after = dict(outline(memory))
     assert {name for name in before if before[name] != after[name]} == {"items"}
     assert len(dict(outline({str(n): n for n in range(1000)}))) == 1000

@@ -131,6 +131,7 @@ def test_what_the_guard_refuses_by_itself_is_told_as_that(runs: Runs, tmp_path: 
     proof = prove_fault(runs, tmp_path, fault, stops=1)
     assert proof.exit_code == 4, text_of(proof)
     assert "the uninterrupted run is refused: " in text_of(proof)
+    assert proof.repeating_steps == 0
 
 
 @pytest.mark.parametrize(

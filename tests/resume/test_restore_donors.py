@@ -14,6 +14,7 @@ from mindx_elastic.capture.rng import seed_rng
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import NoUsableCheckpointError
 from mindx_elastic.guard.start import _how_to_restore_rng
+from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.resume.restore import Resumed
 from tests.checkpoint_files import write_step
 from tests.resume.finding import find_and_read
@@ -97,7 +98,7 @@ def test_random_numbers_of_a_rank_with_a_donor_are_its_own_and_always_the_same(
     found[0].checkpoint.state["rng"] = found[2].checkpoint.state["rng"] = None  # the donor's are not looked at
     drawn = []
     for rank in (0, 2, 0):
-        _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=WORLD))()  # type: ignore[arg-type]
+        _how_to_restore_rng(found[rank], None, RankInfo(rank=rank, world_size=WORLD), Unmanaged("error"))()  # type: ignore[arg-type]
         drawn.append(numbers())
     assert drawn[0] == drawn[2] != drawn[1]
     assert "rank 2 has no file of step 7 and takes rank 1's" in caplog.text

@@ -44,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent
 from mindx_elastic.capture.update_gate import UpdateGate
+from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.averagers import Averagers
 from mindx_elastic.guard.checks.carried_variables import CarriedVariables
@@ -137,6 +138,7 @@ class Checks:
         self._own_tensors, self._weights_of_samplers = OwnTensors(), WeightsOfSamplers()
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
+        self._has_told_of_size = False
         self.refreshed, self._averagers = RefreshedModules(), Averagers(unmanaged)
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
         self._variables = CarriedVariables(unmanaged, [guard, *self._loaders, *targets.values()])
@@ -231,7 +233,11 @@ class Checks:
             self._watch_anew()
         kept = self._kept()
         loose = [p for _, p in self._loose_parameters(kept)]
-        return look(frame, self._roots, map(id, loose)), kept
+        seen = look(frame, self._roots, map(id, loose))
+        if not seen.complete and not self._has_told_of_size:
+            self._has_told_of_size = True
+            logger.info("the program has more objects than the checks look at, so what is not named may go unnoticed")
+        return seen, kept
 
     def _look_again(self, frame: FrameType | None) -> None:
         self._strangers.look_again()
@@ -423,7 +429,7 @@ class Checks:
         for key, found in _outermost(seen.modules, kept):
             if key in watch.modules:
                 continue
-            parameters, buffers = _extra_tensors(found.value, kept)
+            parameters, buffers = kept.missing(found.value)
             parameters = [p for p in parameters if id(p) not in claimed]
             buffers = [b for b in buffers if id(b) not in claimed]
             if (parameters or buffers) and not is_sharded_in_part(found.value):
@@ -477,7 +483,7 @@ class Checks:
         kept = self._kept()
         for watched in watch.modules.values():
             if (module := watched.reference()) is not None:
-                parameters, buffers = _extra_tensors(module, kept)
+                parameters, buffers = kept.missing(module)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
         self._generators.forget()
         for watched in watch.scalers.values():
@@ -531,7 +537,7 @@ class Checks:
                 continue
             if is_sharded_in_part(module):
                 continue
-            parameters, buffers = _extra_tensors(module, kept)
+            parameters, buffers = kept.missing(module)
             now = TensorsLook.at(parameters), TensorsLook.at(buffers)
             trained, other = (old.movement(new) is Movement.MOVED for old, new in zip(watched.look, now, strict=True))
             between_epochs = watched.epoch != epoch
@@ -596,11 +602,6 @@ def _scale_of(scaler: Any) -> tuple[float, int] | None:
     if not attributes.get("_enabled") or not torch.is_tensor(scale) or not torch.is_tensor(tracker):
         return None
     return float(scale.item()), int(tracker.item())
-
-
-def _extra_tensors(module: nn.Module, kept: Kept) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Its parameters and buffers that no named object keeps."""
-    return [p for p in module.parameters() if not kept.has(p)], [b for b in module.buffers() if not kept.has(b)]
 
 
 def _outermost(modules: Mapping[int, Found], kept: Kept) -> Sequence[tuple[int, Found]]:

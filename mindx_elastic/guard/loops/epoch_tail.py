@@ -25,7 +25,7 @@ from typing import Any
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_counters import Entry
-from mindx_elastic.guard.loops.tail_reads import Place, place_of, tail_reads
+from mindx_elastic.guard.loops.tail_reads import Place, place_of, places_of, tail_reads
 
 __all__ = ["EpochTail", "without_end"]
 
@@ -43,6 +43,7 @@ class EpochTail:
         """What the layer above reads at an epoch's end and fills at its steps; it keeps the loop itself."""
         self._place: Place | None = None
         self._reads: str | None = None  # what the tail of this epoch reads
+        self._found: dict[tuple[Place, ...], str | None] = {}  # by where the boundary was
         self._is_known = self._has_told = False
         self._may_go_on = False
         self._stop: Callable[[], None] = _nothing
@@ -64,9 +65,16 @@ class EpochTail:
         if at_end or not is_foreseen:
             if not self._is_known:
                 self._is_known = True
-                self._reads = self.layer_reads if is_layered else tail_reads(frame, entry, self._place, kept)
+                self._reads = self.layer_reads if is_layered else self._look(frame, entry, kept)
             self.is_pending = at_end and self._reads is not None
             self._may_go_on = not is_foreseen and self._reads is not None
+
+    def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> str | None:
+        """Reads source: once for each place in the program that ends a step."""
+        key = tuple(places_of(frame, entry))
+        if key not in self._found:
+            self._found[key] = tail_reads(frame, entry, self._place, kept)
+        return self._found[key]
 
     def pass_step(self) -> None:
         """Another step has ended, or the tail."""

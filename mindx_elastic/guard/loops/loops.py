@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import PlainComponent
-from mindx_elastic.capture.rng import capture_rng, equal_rng, pack_rng, restore_rng
+from mindx_elastic.capture.rng import capture_rng, equal_rng, moved_streams, pack_rng, restore_rng
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
@@ -120,6 +120,7 @@ class Loops:
         self._tail_steps = frozenset() if self.is_layered else frozenset(self._first + n for n in _TAILS)
         self._watches_tail = False
         self._weights_at_tail: Mapping[str, list[torch.Tensor]] = {}
+        self._drawn: tuple[list[str], dict[str, Any]] | None = None
         self._ended_steps: dict[int, int] = {}  # by epoch, 0: of the whole training
         self._counted_inside = False
         self._collector, self._unmanaged = collector, unmanaged
@@ -404,6 +405,8 @@ class Loops:
     def at_boundary(self) -> None:
         """The boundary has been copied."""
         self._num_boundaries += 1
+        if self._drawn is not None:
+            self._judge_drawn(*self._drawn)
         if self._num_boundaries == 2 and not self.is_layered:
             told = find_own_index(sys._getframe(1), self._entry, self._kept)
             if told is not None:
@@ -427,17 +430,24 @@ class Loops:
         self._watches_tail = False
         self.at_next_batch()
         moved, others = moved_since(self._collector)
+        now = capture_rng()
+        if drawn := moved_streams(self._collector.rng, now):
+            self._drawn = drawn, now
         sample, self._weights_at_tail = self._weights_at_tail, {}
         if not self._is_clean():  # else they need no comparison; weights that were exchanged and put back are the same
             moved += self._samples.changed_since(sample)
         for names, tell in ((moved, self._unmanaged.certain), (others, self._unmanaged.risk)):
             if names:
-                tell(
-                    f"{listed(names, 3)} moves after guard.step_end() and before the next batch, and a run that is "
-                    "stopped at that step goes on without it",
-                    "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws "
-                    "random numbers belongs into `with guard.outside_step():`",
-                )
+                tell(*_moves_at_tail(listed(names, 3)))
+
+    def _judge_drawn(self, drawn: list[str], then: dict[str, Any]) -> None:
+        """A step has ended. `drawn`: the streams that had moved in front of it, where `then` was read.
+
+        Numbers that are drawn to print something do no harm where no step draws from that stream."""
+        self._drawn = None
+        steps = moved_streams(then, self._collector.rng)
+        if used := [name for name in drawn if name in steps]:
+            self._unmanaged.certain(*_moves_at_tail(f"a random stream ({listed(used, 3)})"))
 
     # --- the streams at the resumed place ---
 
@@ -565,6 +575,17 @@ class _WhenReady:
         if self._other is not None:
             self._loader.on_iterator_ready = self._other
             self._other()
+
+
+def _moves_at_tail(names: str) -> tuple[str, str]:
+    what = (
+        f"{names} moves after guard.step_end() and before the next batch, and a run that is stopped at that step goes "
+        "on without it"
+    )
+    return what, (
+        "Do it before guard.step_end(), or at the head of the loop for the step before; what only draws random numbers "
+        "belongs into `with guard.outside_step():`"
+    )
 
 
 def _batches_done(loader: Any) -> int:

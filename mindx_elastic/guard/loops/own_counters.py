@@ -37,6 +37,7 @@ __all__ = [
     "has_source",
     "spans",
     "tree_of",
+    "value_of",
 ]
 
 _Loop: TypeAlias = "ast.For | ast.While"
@@ -202,13 +203,13 @@ def _asks(loop: _Loop, frame: FrameType, kept: Collection[int], *, strictly: boo
 
     `strictly`: a function that is called there counts as looking, because the program has asked the guard somewhere.
     """
-    if isinstance(loop, ast.For) and isinstance(items := _value(loop.iter, frame), (list, tuple)):
+    if isinstance(loop, ast.For) and isinstance(items := value_of(loop.iter, frame), (list, tuple)):
         return any(id(item) in kept for item in items)  # loaders in turn: those before the resumed one have no batch
     nodes = [node for end in _ends(loop) for node in ast.walk(end)]
     if strictly and any(isinstance(node, ast.Call) and not _is_plain(node) for node in nodes):
         return True
     for node in nodes:
-        value = _value(node, frame) if isinstance(node, (ast.Name, ast.Attribute)) else _UNKNOWN
+        value = value_of(node, frame) if isinstance(node, (ast.Name, ast.Attribute)) else _UNKNOWN
         if id(value) in kept:
             return True
     return False
@@ -239,12 +240,12 @@ def _is_plain(call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id in _PLAIN
 
 
-def _value(node: ast.expr, frame: FrameType) -> Any:
+def value_of(node: ast.expr, frame: FrameType) -> Any:
     """What a name or an attribute of one stands for, without running the program's code."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id, _UNKNOWN))
     if isinstance(node, ast.Attribute):
-        return inspect.getattr_static(_value(node.value, frame), node.attr, _UNKNOWN)
+        return inspect.getattr_static(value_of(node.value, frame), node.attr, _UNKNOWN)
     return _UNKNOWN
 
 

@@ -13,7 +13,7 @@ from functools import partial
 from types import FrameType
 
 from mindx_elastic.guard.checks.source_reads import parents_of, steering_reads
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _value, _where, spans
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _where, spans, value_of
 
 __all__ = ["find_own_index"]
 
@@ -56,15 +56,15 @@ def find_own_index(frame: FrameType | None, entry: Entry | None, kept: Collectio
             continue
         index, batches, start = found
         wanted = [node for node in ast.walk(batches) if isinstance(node, (ast.Name, ast.Attribute))]
-        named = next((node for node in wanted if id(_value(node, place)) in kept), None)
+        named = next((node for node in wanted if id(value_of(node, place)) in kept), None)
         if named is None:
             continue
-        size = _length(_value(named, place))
+        size = _length(value_of(named, place))
 
         def divides(node: ast.AST, place: FrameType = place, size: int = size) -> bool:
             if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Mod):
                 return False
-            by = node.right.value if isinstance(node.right, ast.Constant) else _value(node.right, place)
+            by = node.right.value if isinstance(node.right, ast.Constant) else value_of(node.right, place)
             return isinstance(by, int) and by > 0 and size > 0 and size % by == 0
 
         starts_at_1 = isinstance(start, ast.Constant) and start.value == 1
@@ -85,7 +85,7 @@ def _is_off(loop: ast.AST, place: FrameType, test: ast.expr) -> bool:
     """Whether a test is a setting that is switched off (``args.dry_run``), and nothing in the loop sets it."""
     if not isinstance(test, (ast.Name, ast.Attribute)):
         return False
-    value = _value(test, place)
+    value = value_of(test, place)
     if not (value is None or value is False or (type(value) is int and value == 0)):
         return False
     own = _name(test)

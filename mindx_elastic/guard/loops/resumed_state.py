@@ -16,7 +16,6 @@ import torch
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.components import ModuleComponent, OptimizerComponent, PlainComponent
 from mindx_elastic.capture.copying import copy_tree
-from mindx_elastic.capture.rng import capture_rng, equal_rng
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 
 __all__ = ["equal_trees", "moved_since", "named_streams", "put_back_small_state", "put_back_streams"]
@@ -50,8 +49,8 @@ def put_back_small_state(collector: Collector) -> list[str]:
 
 
 def moved_since(collector: Collector) -> tuple[list[str], list[str]]:
-    """What is not as at the boundary now: optimizers, schedulers and random streams; other objects of the program."""
-    certain = [] if equal_rng(collector.rng, capture_rng()) else ["a random stream"]
+    """What is not as at the boundary now: optimizers, schedulers and named generators; other objects of the program."""
+    certain: list[str] = []
     others: list[str] = []
     for name, component in collector.components.items():
         if isinstance(component, OptimizerComponent):

@@ -28,9 +28,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
-from mindx_elastic.guard.loops.own_counters import Entry, _value, spans, tree_of
+from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, value_of
 
-__all__ = ["UNSEEN", "Place", "place_of", "tail_reads"]
+__all__ = ["UNSEEN", "Place", "place_of", "places_of", "tail_reads"]
 
 UNSEEN = "what the loop has made"
 """The answer where there is no source."""
@@ -50,6 +50,14 @@ def place_of(frame: FrameType | None) -> Place | None:
     """Of the nearest frame of the program."""
     found = next(program_frames(frame), None)
     return None if found is None else (found.f_code, found.f_lineno)
+
+
+def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:
+    """Of the frames of the program, up to the one in which the guard was entered."""
+    for at in program_frames(frame):
+        yield at.f_code, at.f_lineno
+        if entry is not None and at.f_code is entry[0]:
+            return
 
 
 def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]) -> str | None:
@@ -180,7 +188,7 @@ class _Gathered:
                 if isinstance(node.func, ast.Attribute):
                     self._add(node.func.value, frame)
                 for argument in node.args:
-                    if isinstance(_value(argument, frame), _CONTAINERS):
+                    if isinstance(value_of(argument, frame), _CONTAINERS):
                         self._add(argument, frame)
         if frame.f_code.co_name == "<module>":
             for function in _called([loop], functions):
@@ -203,7 +211,7 @@ class _Gathered:
         """`owner` is filled, if it is a container or an object of the program's own."""
         while isinstance(owner, ast.Subscript):
             owner = owner.value
-        if isinstance(owner, (ast.Name, ast.Attribute)) and self._is_filled(_value(owner, frame)):
+        if isinstance(owner, (ast.Name, ast.Attribute)) and self._is_filled(value_of(owner, frame)):
             if isinstance(owner, ast.Name):
                 self.names.add(owner.id)
             else:

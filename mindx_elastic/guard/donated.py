@@ -1,0 +1,170 @@
+"""The state of a rank that has no file of the resumed step: a replica's file, and what is this rank's own.
+
+What all replicas share is the donor's: weights, optimizer, position. Of the rest this rank's own copy is used, from its
+boundary ring. Where the rank was killed in the step, before its boundary, some of it is only foreseen, and an object
+that moves after the forward (a counter behind the update) is not even that. Whether the donor's can stand in for it is
+seen from the boundaries that both have kept: `choose` decides. What may be another than it was is a warning, and a note
+in every file from here on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
+from mindx_elastic.capture.components import AdaptedComponent, ModuleComponent, PlainComponent
+from mindx_elastic.capture.copying import same_tree
+from mindx_elastic.core.moment import Moment
+from mindx_elastic.core.printable import listed
+from mindx_elastic.guard.unmanaged import Unmanaged
+from mindx_elastic.memory.memory_files import SmallRecord
+from mindx_elastic.resume.restore import Resumed
+
+__all__ = ["Choice", "Kept", "choose", "state_of"]
+
+MISSING: Any = object()
+_THEIRS = object()
+_OF_MODULES = {"buffers": "the buffers", "extras": "the extra state", "loose": "the non-persistent buffers"}
+"""What modules have beside their parameters, as `Collector.volatile` names it."""
+_FOLLOWS_THE_STEPS = re.compile(r"(loader|lr_scheduler|scaler)(_\d+)?")
+"""Names of objects that replicas move alike: the donor's counts where nothing is known against it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the rings of both ranks have of one object. Lists: its states at the boundaries that both have kept before
+    the step, the newest first."""
+
+    mine: Sequence[Any] = ()
+    theirs: Sequence[Any] = ()
+    newest: Any = MISSING
+    """This rank's newest boundary, kept by the donor too or not."""
+    foreseen: Any = MISSING
+    """At the step, this rank's forecast."""
+    was_wrong: bool = False
+    """The donor's forecast of the same has not come true."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The state to use, and what speaks against it; empty: nothing does. MISSING: as the program has built it."""
+
+    value: Any
+    doubt: str = ""
+
+
+def choose(donated: Any, kept: Kept, *, is_alike: bool) -> Choice:
+    """The state of one object at the step. `donated`: in the donor's file, or MISSING.
+
+    is_alike: replicas move it alike, if nothing is known against it. Pure.
+    """
+    if kept.foreseen is not MISSING and not kept.was_wrong:
+        return Choice(kept.foreseen)
+    mine, theirs = kept.mine, kept.theirs
+    own = mine[0] if mine else kept.newest
+    instead = donated if own is MISSING else own
+    if donated is MISSING:
+        return Choice(instead, "held by this rank only")
+    if not mine:
+        return Choice(donated) if is_alike else Choice(instead, "not known to be the same on all ranks")
+    if not all(map(same_tree, mine, theirs)):
+        return Choice(donated if is_alike else own, "differs from rank to rank")
+    moves = [donated, *theirs]
+    moved_alike = not all(map(same_tree, theirs[1:], theirs))
+    if is_alike or moved_alike or same_tree(moves[0], moves[1]):
+        return Choice(donated)
+    return Choice(donated, "changed in this step for the first time in a while")
+
+
+def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged) -> dict[str, Any]:
+    """The state that `rank` resumes from. Raises CorruptCheckpointError."""
+    state = found.checkpoint.state
+    if found.donor is None or found.plan.resharded:
+        return state
+    own = None if found.own is None else found.own.unpack()
+    names = {*collector.components, *RESERVED_NAMES}
+    known = {name: value for name, value in state.items() if name in names}  # the donor may have objects of its own
+    made = known if own is None else collector.compose(known, own)
+    is_whole = own is not None and found.own is not None and not found.own.forecast
+    plain = {name: c for name, c in collector.components.items() if isinstance(c, PlainComponent)}
+    rings = _Rings(found)
+    doubts: dict[str, list[str]] = {}
+    for name, component in plain.items():
+        if is_whole and own is not None and name in own.get("plain", {name: None}):
+            continue
+        donated = state.get(name, MISSING)
+        choice = choose(donated, rings.of(name), is_alike=_FOLLOWS_THE_STEPS.fullmatch(name) is not None)
+        value = choice.value
+        doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
+        used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
+        if value is MISSING or (doubt and value is donated and not _fits(component, value)):
+            value, used = component.state(), "begins as the program builds it"
+        made[name] = value
+        if doubt:
+            doubts.setdefault(f"{doubt}; {used}", []).append(name)
+    for name, component in collector.components.items():
+        if isinstance(component, ModuleComponent) and name in state and not is_whole:
+            for part, what in _OF_MODULES.items():  # they go with the weights, so the donor's count
+                choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
+                if choice.value is _THEIRS and part == "buffers":
+                    made[name] = state[name]
+                if choice.doubt:
+                    doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(f"{what} of {name}")
+    step = found.checkpoint.info.step
+    for doubt, theirs in doubts.items():
+        unmanaged.risk(
+            f"rank {rank} was killed before it had kept all of its own state of step {step}, so from here the run may "
+            f"differ from the uninterrupted one: {listed(theirs, 5)} ({doubt})",
+            "Kept the same on all ranks, or changed before the forward of a step, it resumes exactly after a kill",
+        )
+    return made
+
+
+class _Rings:
+    """The named objects in the rings of this rank and of the donor, up to the resumed step."""
+
+    def __init__(self, found: Resumed) -> None:
+        info = found.checkpoint.info
+        self._moment = info.moment
+        self._mine, self._theirs = _unpacked(found.own_records), _unpacked(found.donor_records)
+        self._has_forecast = found.own is not None and found.own.forecast
+
+    def of(self, name: str, part: str = "plain") -> Kept:
+        """`part` of a boundary's state: one of `Collector.volatile`, which has the object `name`."""
+        now = self._moment
+        mine = {key: record.get(part, {}) for key, record in self._mine.items()}
+        theirs = {key: record.get(part, {}) for key, record in self._theirs.items()}
+        earlier = sorted((m for m, is_forecast in mine if not is_forecast and m < now), reverse=True)
+        own = [moment for moment in earlier if name in mine[moment, False]]
+        common = [moment for moment in own if (moment, False) in theirs]
+        foreseen = mine.get((now, True), {}).get(name, MISSING) if self._has_forecast else MISSING
+        expected, came = theirs.get((now, True), {}), theirs.get((now, False), {})
+        return Kept(
+            mine=[mine[moment, False][name] for moment in common],
+            theirs=[theirs[moment, False].get(name, MISSING) for moment in common],
+            newest=mine[own[0], False][name] if own else MISSING,
+            foreseen=foreseen,
+            was_wrong=bool(came) and name in expected and not same_tree(expected[name], came.get(name, MISSING)),
+        )
+
+
+def _unpacked(records: Sequence[SmallRecord]) -> dict[tuple[Moment, bool], Mapping[str, Any]]:
+    """By moment and whether it is a forecast; of several the newest."""
+    found: dict[tuple[Moment, bool], Mapping[str, Any]] = {}
+    for record in records:
+        key = (record.moment, record.forecast)
+        if key not in found:
+            found[key] = record.unpack()
+    return found
+
+
+def _fits(component: PlainComponent, state: Any) -> bool:
+    """Whether a dict of the donor's has the names that this rank's has, as the program has built it."""
+    own = component.state() if isinstance(component, AdaptedComponent) else None
+    if not isinstance(own, dict) or not isinstance(state, dict):
+        return True
+    pairs = [(own, state), (own.get("value"), state.get("value"))]
+    return all(one.keys() == other.keys() for one, other in pairs if isinstance(one, dict) and isinstance(other, dict))

@@ -1,0 +1,216 @@
+"""What a guard notes under `mindx-elastic prove`, and that it notes nothing without it."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mindx_elastic.guard import witness
+from mindx_elastic.prove.control import Alarm, Control
+from mindx_elastic.prove.records import Life, read_lives
+from tests.guarded import STEPS_PER_EPOCH, Job, no_traces, plain_environment, weights_of_uninterrupted
+
+Begin = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    monkeypatch.setattr(atexit, "register", lambda *arguments: None)
+    with no_traces():
+        yield
+
+
+@pytest.fixture
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Begin:
+    """Begin a run of a proof, as a process of its own would; returns the folder of its witnesses."""
+    numbers = itertools.count()
+
+    def make(**control: Any) -> Path:
+        for name, value in (("_series", []), ("_entered", {}), ("_passed", itertools.count(1))):
+            monkeypatch.setattr(witness, name, value)
+        folder = tmp_path / "proof" / f"run_{next(numbers)}"
+        folder.mkdir(parents=True)
+        for name in ("directories", "streams"):
+            (tmp_path / "proof" / name).mkdir(exist_ok=True)
+        told = Control(
+            folder=folder, directories=tmp_path / "proof/directories", streams=tmp_path / "proof/streams", **control
+        )
+        monkeypatch.setenv("MINDX_PROVE", str(told.write(folder / "control.json")))
+        return folder
+
+    return make
+
+
+def life_of(folder: Path) -> Life:
+    (found,) = read_lives(folder)
+    return found
+
+
+def run_to_the_end_of_the_proof(job: Job, **options: Any) -> None:
+    with pytest.raises(SystemExit) as left:
+        job.run(**options)
+    assert not left.value.code
+
+
+def test_nothing_is_noted_in_an_ordinary_run(tmp_path: Path) -> None:
+    job = Job(tmp_path / "ckpt")
+    job.run(1)
+    assert witness.open_witness(job.guard.ranks) is None
+    assert not list(tmp_path.rglob("*.jsonl.*")) and not list(tmp_path.rglob("rank_*.jsonl"))
+
+
+def test_it_changes_nothing(tmp_path: Path, begin: Begin) -> None:
+    expected = weights_of_uninterrupted(tmp_path)
+    begin()
+    noted = Job(tmp_path / "ckpt").run()
+    assert all(torch.equal(noted[name], value) for name, value in expected.items())
+
+
+def test_each_place_of_a_step_is_noted(tmp_path: Path, begin: Begin) -> None:
+    folder = begin()
+    Job(tmp_path / "ckpt").run(2)
+    life = life_of(folder)
+    assert (life.outcome, life.resumed, len(life.steps)) == ("finished", None, 2 * STEPS_PER_EPOCH)
+    assert not (tmp_path / "ckpt").exists(), "the directory is another one"
+    assert [(step.epoch, step.step_in_epoch) for step in life.steps[4:6]] == [(1, 5), (2, 1)]
+    one, two = life.steps[:2]
+    assert {"torch", "python", "numpy"} <= set(one.begin or {})
+    assert one.begin == one.fetched == one.forward, "the loader's samples have streams of their own"
+    assert one.begin is not None and one.streams["torch"] != one.begin["torch"], "dropout"
+    assert len(one.batches) == 1 and one.batches[0].count(",") == 1, "inputs and labels"
+    assert list(one.inputs) == ["model"] and one.inputs != two.inputs
+    assert one.given is not None and one.given["weights|model.0.weight"] == life.entered["weights|model.0.weight"]
+    assert one.end["weights|model.0.weight"] != one.given["weights|model.0.weight"]
+    assert two.given is not None and two.given["weights|model.0.weight"] == one.end["weights|model.0.weight"]
+    assert one.end["flag|model.1.training"] == "True" and "scalar|loss" in one.scalars
+    assert {key.partition("|")[0] for key in one.end} >= {"weights", "optimizer", "option", "stateful", "flag"}
+    assert one.end["option|optimizer lr"] != two.end["option|optimizer lr"], "the scheduler's"
+
+
+def test_a_line_has_only_what_has_changed(tmp_path: Path, begin: Begin) -> None:
+    folder = begin()
+    Job(tmp_path / "ckpt").run(1)
+    (path,) = folder.glob("rank_*.jsonl")
+    steps = [event for line in path.read_text().splitlines() if (event := json.loads(line))["event"] == "step"]
+    assert "flag|model.1.training" not in steps[1]["end"]["changed"]
+    assert not steps[1]["forward"]["sample"]["changed"].keys() - {"option|optimizer lr", "option|optimizer betas"}
+
+
+def test_a_module_in_evaluation_mode_counts_for_no_step(tmp_path: Path, begin: Begin) -> None:
+    def evaluate(job: Job, step: int) -> None:
+        with job.guard.outside_step():
+            job.network(torch.ones(4, 4))
+
+    folders = [begin()]
+    Job(tmp_path / "one").run(1)
+    folders.append(begin())
+    Job(tmp_path / "two").run(1, after=evaluate)
+    one, two = (life_of(folder) for folder in folders)
+    assert [step.inputs for step in one.steps] == [step.inputs for step in two.steps]
+
+
+def test_a_frozen_layer_and_a_buffer_that_is_not_saved_are_seen(tmp_path: Path, begin: Begin) -> None:
+    def freeze(job: Job, step: int) -> None:
+        if step == 3:
+            job.network[1].eval()
+            job.network[0].weight.requires_grad_(False)
+        job.network.count.add_(1)  # type: ignore[operator]
+
+    folder = begin()
+    job = Job(tmp_path / "ckpt")
+    job.network.register_buffer("count", torch.zeros(()), persistent=False)
+    job.run(1, middle=freeze)
+    two, three = life_of(folder).steps[1:3]
+    for key in ("flag|model.1.training", "flag|model.0.weight.requires_grad"):
+        assert (two.end[key], three.end[key]) == ("True", "False")
+    assert two.end["weights|model.count"] != three.end["weights|model.count"]
+
+
+def test_the_run_ends_where_it_is_told_to_and_saves_nothing(tmp_path: Path, begin: Begin) -> None:
+    folder = begin(steps=7)
+    run_to_the_end_of_the_proof(Job(tmp_path / "ckpt"))
+    life = life_of(folder)
+    assert (life.outcome, len(life.steps)) == ("ended", 7)
+    assert not list((tmp_path / "proof").rglob("*.safetensors"))
+
+
+def test_a_stop_comes_at_its_boundary_and_the_next_run_goes_on(tmp_path: Path, begin: Begin) -> None:
+    folder = begin(alarm=Alarm(series=0, step=6, rank=0), last=(0, 9))
+    with pytest.raises(SystemExit):
+        Job(tmp_path / "ckpt").run()
+    stopped = life_of(folder)
+    assert (stopped.alarm, len(stopped.steps)) == (6, 6)
+    resumed_folder = begin(last=(0, 9))
+    run_to_the_end_of_the_proof(Job(tmp_path / "ckpt", seed=5))
+    resumed = life_of(resumed_folder)
+    assert (resumed.resumed, [step.number for step in resumed.steps]) == (6, [7, 8, 9])
+    assert resumed.directory == stopped.directory == str(tmp_path / "ckpt"), "as the program names it"
+    assert not (tmp_path / "ckpt").exists()
+    saved = {key: value for key, value in stopped.steps[-1].end.items() if not key.startswith(("flag|", "variable|"))}
+    assert {key: resumed.entered.get(key) for key in saved} == saved
+
+
+def test_an_alarm_of_another_rank_or_guard_is_left_alone(tmp_path: Path, begin: Begin) -> None:
+    folder = begin(alarm=Alarm(series=1, step=3, rank=0))
+    Job(tmp_path / "ckpt").run(1)
+    assert life_of(folder).alarm is None and life_of(folder).outcome == "finished"
+
+
+def test_an_alarm_fires_once_in_a_run(tmp_path: Path, begin: Begin) -> None:
+    """An agent starts the job again, which passes the same boundary once more."""
+    folder = begin(alarm=Alarm(series=0, step=2, rank=0))
+    (folder / "fired").touch()
+    Job(tmp_path / "ckpt").run(1)
+    assert life_of(folder).outcome == "finished"
+
+
+def test_streams_can_be_read_by_their_digest(tmp_path: Path, begin: Begin) -> None:
+    folder = begin(steps=2)
+    run_to_the_end_of_the_proof(Job(tmp_path / "ckpt"))
+    known = {path.name for path in (tmp_path / "proof" / "streams").iterdir()}
+    for step in life_of(folder).steps:
+        assert {f"{name}-{digest}" for name, digest in step.streams.items()} <= known
+
+
+def test_the_weights_at_the_exit_are_those_of_the_script_s_end(tmp_path: Path, begin: Begin) -> None:
+    folder = begin()
+    job = Job(tmp_path / "ckpt")
+    job.run(1)
+    with torch.no_grad():
+        next(job.network.parameters()).zero_()
+    (entered,) = witness._entered.values()
+    entered.at_exit()
+    life = life_of(folder)
+    assert life.exit["exit|model.0.bias"] == life.steps[-1].end["weights|model.0.bias"]
+    assert life.exit["exit|model.0.weight"] != life.steps[-1].end["weights|model.0.weight"]
+
+
+def test_a_large_replay_memory_takes_a_line_of_usual_length(tmp_path: Path, begin: Begin) -> None:
+    class Memory:
+        def __init__(self) -> None:
+            self.items = [(float(n), n) for n in range(2000)]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"items": list(self.items), "at": 0}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.items = list(state["items"])
+
+    memory = Memory()
+    folder = begin(steps=3)
+    job = Job(tmp_path / "ckpt", stateful={"memory": memory})
+    run_to_the_end_of_the_proof(job, middle=lambda job, step: memory.items.append((0.5, memory.items.pop(0)[1])))
+    ends = [step.end for step in life_of(folder).steps]
+    assert {key for key in ends[0] if key.startswith("stateful|memory")} == {
+        "stateful|memory.items",
+        "stateful|memory.at",
+    }
+    assert len({end["stateful|memory.items"] for end in ends}) == 3

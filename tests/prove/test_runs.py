@@ -1,0 +1,106 @@
+"""One run of the script: its folders and environment, what is read of it, and the end of a stuck one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.errors import UsageError
+from mindx_elastic.prove.control import read_control
+from mindx_elastic.prove.runs import Command, Runs
+from tests.prove.started import ROOT
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A memory file system of the test's own."""
+    folder = tmp_path / "memory"
+    folder.mkdir()
+    for name in [name for name in os.environ if name.startswith("MINDX_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("MINDX_ARENA_DIR", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return folder
+
+
+def write(tmp_path: Path, text: str) -> Command:
+    (tmp_path / "script.py").write_text(text)
+    return Command(script=(str(tmp_path / "script.py"),))
+
+
+def test_what_a_run_has_done_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    command = write(
+        tmp_path,
+        f"import os\nopen({str(tmp_path / 'own.txt')!r}, 'w')\nprint('a line')\nos.environ['OMP_NUM_THREADS'] = '9'\n"
+        "raise KeyError('gone')\n",
+    )
+    with Runs(command, fresh=True) as runs:
+        outcome = runs.run(runs.chain())
+        assert (outcome.code, outcome.hung_s, outcome.lives) == (1, 0.0, [])
+        assert [(error["type"], error["text"]) for error in outcome.errors] == [("KeyError", "'gone'")]
+        assert outcome.writes == [str(tmp_path / "own.txt")] and outcome.variables == ["OMP_NUM_THREADS"]
+        assert outcome.last_lines[-1] == "KeyError: 'gone'"
+        assert outcome.refusal == "" and not outcome.has_ended_well
+
+
+def test_a_run_has_places_of_its_own_and_none_of_a_job_around_it(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINDX_AGENT_DIR", "/of/another/job")
+    command = write(tmp_path, "import os\nfor name in sorted(os.environ): print(name, '=', os.environ[name])\n")
+    with Runs(command, fresh=True) as runs:
+        chain = runs.chain()
+        outcome = runs.run(chain, steps=4)
+        said = dict(line.split(" = ", 1) for line in outcome.log.read_text().splitlines() if " = " in line)
+        control = read_control(Path(said["MINDX_PROVE"]))
+        assert (control.steps, control.directories) == (4, chain.directories)
+        assert Path(said["MINDX_ARENA_DIR"]).parent == memory and "MINDX_AGENT_DIR" not in said
+        folder = runs.folder
+        runs.drop(chain)
+        assert not chain.directories.exists()
+    assert not folder.exists() and not list(memory.iterdir())
+
+
+def test_a_run_that_does_nothing_is_ended(tmp_path: Path) -> None:
+    command = write(tmp_path, "import time\nprint('it waits')\ntime.sleep(3600)\n")
+    with Runs(command, fresh=True, timeout_s=1.0) as runs:
+        outcome = runs.run(runs.chain())
+    assert outcome.hung_s == 1.0 and not outcome.has_ended_well
+
+
+def test_what_a_killed_proof_has_left_is_removed(tmp_path: Path, memory: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    left = memory / f"mindx-prove-{ended.pid}-00ff"
+    left.mkdir(mode=0o700)
+    with Runs(write(tmp_path, ""), fresh=True):
+        assert not left.exists() and len(list(memory.iterdir())) == 1
+    assert not list(memory.iterdir())
+
+
+def test_what_is_kept_stays_and_goes_into_an_empty_folder(tmp_path: Path) -> None:
+    command = write(tmp_path, "print('a line')\n")
+    with Runs(command, fresh=True, keep=tmp_path / "kept") as runs:
+        runs.drop(chain := runs.chain())
+        runs.run(chain)
+    assert (tmp_path / "kept" / "run_001" / "output.log").read_text() == "a line\n"
+    assert (tmp_path / "kept" / "checkpoints_1").is_dir()
+    with pytest.raises(UsageError, match="the folder is not empty"), Runs(command, keep=tmp_path / "kept"):
+        pass
+
+
+def test_a_kill_needs_the_agent_and_a_snapshot_of_each_step(tmp_path: Path) -> None:
+    command = Command(script=("train.py", "--lr", "1"), agent=("--nproc-per-node", "2"))
+    runs = Runs(command, fresh=True)
+    request = runs._request(tmp_path, {}, under_agent=True)
+    words = " ".join(request.command)
+    assert words.startswith("-m mindx_elastic run --nproc-per-node 2 --snapshot-every 1 --run-dir ")
+    assert words.endswith("-m mindx_elastic.prove.script train.py --lr 1") and request.launches
+    runs.command = Command(script=("train.py",), agent=("--snapshot-every=5",))
+    assert "--snapshot-every 1" not in " ".join(runs._request(tmp_path, {}, under_agent=True).command)
