@@ -29,7 +29,7 @@ from mindx_elastic.guard.checks.carried_names import is_carried, variable
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import content_of
 from mindx_elastic.guard.checks.surroundings import place_of
-from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, _value, entry_of, spans, tree_of
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
 from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -82,7 +82,7 @@ class CarriedVariables:
             place = frames.get(one.place)
             if place is None or one.name in self._told:
                 continue
-            value = _value(ast.Name(one.name, ast.Load()), place)
+            value = value_of(ast.Name(one.name, ast.Load()), place)
             if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
                 one.before = None
                 continue
@@ -166,7 +166,7 @@ def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int])
         if id(node) in inside and name in _reads(node.value):
             continue
         for part in ast.walk(node.value):
-            if isinstance(part, (ast.Name, ast.Attribute)) and id(_value(part, frame)) in origins:
+            if isinstance(part, (ast.Name, ast.Attribute)) and id(value_of(part, frame)) in origins:
                 return True
     return False
 
@@ -242,7 +242,7 @@ def _is_sink(
         return False
     if called == "step" or _SETS.search(called):
         return True
-    value = _value(node.func, frame)
+    value = value_of(node.func, frame)
     return isinstance(value, nn.Module) and id(value) in kept
 
 
@@ -264,7 +264,7 @@ def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...
     for node in nodes:
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
             inside = {id(part) for part in ast.walk(node.left)} & reads
-            by = node.right.value if isinstance(node.right, ast.Constant) else _value(node.right, frame)
+            by = node.right.value if isinstance(node.right, ast.Constant) else value_of(node.right, frame)
             if inside and type(by) is int and by > 0:
                 reads -= inside
                 found.append(by)

@@ -38,7 +38,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
