@@ -62,5 +62,5 @@ class Kept:
 
     def missing(self, module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Parameters and buffers of `module` that no named object keeps."""
-        parameters = [parameter for parameter in module.parameters() if not self.has(parameter)]
+        parameters: list[torch.Tensor] = [p for p in module.parameters() if not self.has(p)]
         return parameters, [buffer for buffer in module.buffers() if not self.has(buffer)]
