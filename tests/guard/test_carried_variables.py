@@ -251,6 +251,16 @@ def reads_ahead(job: Job) -> None:
             job.guard.step_end()
 
 
+def swaps(job: Job) -> None:
+    for _ in job.guard.epochs(3):
+        batches = iter(job.loader)
+        following = next(batches)[0]
+        for _ in range(4):
+            x, following = following, next(batches)[0]
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+
+
 @pytest.mark.parametrize(
     "program",
     [
@@ -262,6 +272,7 @@ def reads_ahead(job: Job) -> None:
         ends_at_a_number_of_steps,
         sums_over_parts_of_a_step,
         reads_ahead,
+        swaps,
     ],
 )
 def test_left_alone(program: Callable[[Job], None], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -129,8 +129,13 @@ def _own_updates(node: ast.AST) -> list[ast.Name]:
         return [node.target] if isinstance(node.target, ast.Name) else []
     if not isinstance(node, ast.Assign):
         return []
-    reads = _reads(node.value)
-    return [each for target in node.targets for each in _targets(target) if each.id in reads]
+    found: list[ast.Name] = []
+    for target in node.targets:
+        pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # batch, following = following, fetch()
+            pairs = list(zip(target.elts, node.value.elts, strict=False))
+        found += [each for one, value in pairs for each in _targets(one) if each.id in _reads(value)]
+    return found
 
 
 def _targets(node: ast.AST) -> Iterator[ast.Name]:
