@@ -141,7 +141,7 @@ class _Explainer:
         if part.where == "boundary":
             what = f"step {step} ended with another {name} stream, and had begun with the same one"
             cause = "the step draws depending on something that is not kept"
-            return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
+            return what, cause, "Name what it depends on in stateful=, or compute it from guard.step"
         ours, theirs = self._moved(name, part.first), self._moved(name, part.second)
         early = self._moved_before(name)
         if early and part.where != "begin" and ours is not None and theirs in (ours - early, ours):
@@ -182,7 +182,7 @@ class _Explainer:
             cause = "the loader or its data set draws from the global stream, at other moments after a resume"
             return what, cause, "Name the loader: loader=..., or give the data set a seed for each sample"
         cause = "the code in front of the model draws depending on something that is not kept"
-        return what, cause, "Name what it depends on in stateful=, or compute it from guard.position.step"
+        return what, cause, "Name what it depends on in stateful=, or compute it from guard.step"
 
     def _moved(self, name: str, digest: str) -> int | None:
         """Numbers drawn since the boundary before."""
@@ -227,7 +227,7 @@ class _Explainer:
             "stop) is not kept"
         )
         remedy = (
-            "Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.position.step; "
+            "Write `for epoch in guard.epochs(n):` or `for step in guard.steps(n):`, or begin at guard.step; "
             "name what decides an early stop: Guard(stateful={'stopping': stopping})"
         )
         return what, cause, remedy
@@ -241,7 +241,7 @@ class _Explainer:
         )
         cause = "a counter or a value that no checkpoint has decides it, such as the i of `enumerate(loader)`"
         remedy = (
-            "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.position.step, or name the "
+            "Write `for i, batch in guard.enumerate(loader):`, compute it from guard.step, or name the "
             "counter in stateful="
         )
         return what, cause, remedy
@@ -285,7 +285,7 @@ class _Explainer:
             cause = (
                 "code between loader and model (augmentation, a curriculum) uses a generator or counter that is not "
             )
-            return what, f"{cause}kept", "Name it in stateful=, or compute it from guard.position.step"
+            return what, f"{cause}kept", "Name it in stateful=, or compute it from guard.step"
         num_other_parts = self._num_other_parts(one, other)
         if num_other_parts == 1:
             what += ": a part of it is equal, so the samples are the same and their content differs"
@@ -363,7 +363,7 @@ class _Explainer:
         if name.rpartition(" ")[2] not in ("lr", "momentum", "betas", "weight_decay", "initial_lr"):
             return what, "the program sets it and the resumed run does not", "Set it before the guard is entered"
         cause = "a scheduler is not named, or the value is computed from a counter that began anew"
-        return what, cause, "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.position.step"
+        return what, cause, "Name the scheduler: Guard(lr_scheduler=...), or compute it from guard.step"
 
     def weights(self, part: Part) -> Words:
         step, names = self.step, listed(part.names, _NAMED)
@@ -380,7 +380,7 @@ class _Explainer:
         what = f"weights differ after step {step}: {names}"
         remedy = (
             "Keep such a variable in an object that is named: Guard(stateful={'counts': counts}), or compute it from "
-            "guard.position.step; name every optimizer: Guard(optimizer=[...])"
+            "guard.step; name every optimizer: Guard(optimizer=[...])"
         )
         if (updated := self._updated_alone(part)) is not None:
             what += f": the {updated} run has updated them in this step, and the other one has not"
@@ -440,7 +440,7 @@ class _Explainer:
     def scalar(self, part: Part) -> Words:
         what = f"{part.names[0]} differs at step {self.step}: {part.first}, and {part.second} in the resumed run"
         cause = "it depends on something that is not kept: a counter, a curriculum, an averaged value"
-        return what, cause, "Name that in stateful=, or compute it from guard.position.step"
+        return what, cause, "Name that in stateful=, or compute it from guard.step"
 
     def exit(self, part: Part) -> Words:
         names = listed(part.names, _NAMED)

@@ -45,7 +45,7 @@ def test_a_line_is_seen_at_once(tmp_path: Path, zygote: Zygote, how: str) -> Non
         notes, env = tmp_path / "notes", environment(MINDX_PROVE=str(control))
         request = replace(request, notes=notes, env=env)
     process = zygote.start(request) if how == "forked" else FreshProcess(request)
-    wait_until(process, lambda: "a line" in request.log.read_text())
+    wait_until(process, lambda: request.log.exists() and "a line" in request.log.read_text())
     (tmp_path / "go").touch()
     assert wait_for(process) == 0
     assert request.log.read_text().splitlines()[-1] == "end"

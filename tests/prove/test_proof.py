@@ -102,7 +102,7 @@ FAULTS = [
     ),
     ("clip", "weights differ at the first forward of step 2: model.0.weight", "changed after the boundary of 1", ""),
     ("counter", "the resumed one went on for 12 steps too many", "does not read its position", "guard.epochs(n)"),
-    ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.position.step"),
+    ("schedule", "optimizer lr differs at step ", "a counter that began anew", "guard.step"),
     ("moves", "never resumed", "its directory is another one each time", "the same directory at each start"),
     ("best", "every step is equal, and the weights differ with which the script ends: model", "a variable", "stateful"),
     ("enumerates", "model was called 2 times in step", "enumerate(loader)", "guard.enumerate(loader)"),
