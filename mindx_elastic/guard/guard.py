@@ -237,6 +237,7 @@ class Guard:
             more=self._more,
             kept=self._kept,
             uneven=start.uneven,
+            guard=self,
             epoch=lambda: self._loops.epoch,
         )
         trains = not self._around.is_guest

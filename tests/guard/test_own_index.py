@@ -52,7 +52,8 @@ def breaks_by_what_it_finds(p: Program) -> None:
     is_bad = False
     for _ in p.guard.epochs(2):
         for i, batch in enumerate(p.loader):
-            is_bad = bool(p.step(*batch))
+            p.step(*batch)
+            is_bad = len(batch) > 5
             if i % 3 == 2:
                 print(i)
                 if is_bad:

@@ -64,7 +64,7 @@ def test_what_a_model_gives_back_for_the_next_step(tmp_path: Path) -> None:
         memories = [torch.zeros(5, 3)]
         job = job_with(tmp_path, memories=memories)
         for out in steps(job):
-            _, memories = out, (out + memories[0],)
+            _, memories = out, [out + memories[0]]
 
     refused(train, "memories[:] = ...")
 

@@ -29,7 +29,8 @@ def network(job: Job) -> nn.Module:
 
 def train(directory: Path, place: str, *, every: int = 1, stop: int = 0, with_steps: bool = False) -> dict[str, Any]:
     """Train against the weights of the step before. `place`: where they are copied."""
-    job = Job(directory, **({"loader": None} if with_steps else {}))
+    options: dict[str, Any] = {"loader": None} if with_steps else {}
+    job = Job(directory, **options)
     old = network(job)
 
     def copy_at(here: str) -> None:

@@ -321,10 +321,16 @@ LOOPS: Sequence[Loop] = (
     Loop("hand_made_update", EXACT, [Cut("loader=loader, ", Refused("steps use batches of a "))]),
     Loop("non_persistent_buffer", EXACT, [Cut("optimizer=opt, ", Refused("steps and is not named"))]),
     Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
-    Loop("counter_of_its_own", Found("weights differ after step", "passed", often=True)),
+    Loop(
+        "counter_of_its_own",
+        Warned("the variable passed", Found("weights differ after step", "passed", often=True)),
+    ),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
     Loop("best_weights", Found("weights differ after step", "best_loss", often=True)),
-    Loop("moving_average_of_the_loss", Found("optimizer lr differs at step", "average", often=True)),
+    Loop(
+        "moving_average_of_the_loss",
+        Warned("the variable average", Found("optimizer lr differs at step", "average", often=True)),
+    ),
     Loop(
         "calls_of_the_data_set",
         Found("the samples are the same and their content differs", "loader.dataset.calls", often=True),

@@ -14,6 +14,7 @@ from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import paths_of
 from mindx_elastic.guard.checks.source_reads import Sources
 from mindx_elastic.guard.checks.surroundings import Found, attributes_of, program_files, variables_of
+from mindx_elastic.guard.unmanaged import Unmanaged
 
 __all__ = ["Averagers"]
 
@@ -24,15 +25,15 @@ _LOOKS = 4
 class Averagers:
     """One per guard. Training thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, unmanaged: Unmanaged) -> None:
+        self._unmanaged = unmanaged
         self._before: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._looks = 0
 
     def look(
         self, optimizers: Mapping[int, Found], named: Iterable[object], kept: Kept, frame: FrameType | None
-    ) -> Iterator[tuple[str, str]]:
-        """What is certain against those that live, and what to write. `optimizers`: those of the program, by id.
-        `named`: the guard's."""
+    ) -> None:
+        """At a boundary. `optimizers`: those of the program, by id. `named`: the guard's."""
         module = sys.modules.get(_MODULE)
         if module is None or self._looks >= _LOOKS:
             return
@@ -48,7 +49,7 @@ class Averagers:
             if reference is not None and reference() is averager and old != step:
                 name = next((name for name, value in _variables(frame) if value is averager), "")
                 if not _is_set(name, frame):
-                    yield _words(averager, name, optimizers)
+                    self._unmanaged.certain(*_words(averager, name, optimizers))
 
 
 def _words(averager: Any, name: str, optimizers: Mapping[int, Found]) -> tuple[str, str]:

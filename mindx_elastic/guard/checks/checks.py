@@ -38,7 +38,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.capture.collector import Collector
@@ -47,6 +46,7 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed
 from mindx_elastic.guard.checks.averagers import Averagers
+from mindx_elastic.guard.checks.carried_variables import CarriedVariables
 from mindx_elastic.guard.checks.generators import Generators
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.module_attributes import ModuleAttributes
@@ -121,6 +121,7 @@ class Checks:
         more: Mapping[str, object] | None = None,
         kept: Sequence[object] = (),
         uneven: str = "",
+        guard: object = None,
         epoch: Callable[[], int],
     ) -> None:
         """`loaders`: the named ones. `ddp`: the known DDP modules. `more`: objects to look into that no variable
@@ -137,8 +138,9 @@ class Checks:
         self._strangers = Strangers(self._collector.optimizers())
         self._is_outside, self._is_stale, self._evaluations = False, False, 0
         self._has_told_of_size = False
-        self.refreshed, self._averagers = RefreshedModules(), Averagers()
+        self.refreshed, self._averagers = RefreshedModules(), Averagers(unmanaged)
         self._remedies, self._rebound = Remedies(targets), ReboundState(unmanaged)
+        self._variables = CarriedVariables(unmanaged, [guard, *self._loaders, *targets.values()])
         self._generators = Generators(unmanaged, self._remedies.how_to_keep)
 
     def watch(self, gate: UpdateGate) -> None:
@@ -164,6 +166,7 @@ class Checks:
         tell_of_torchscript(self._targets, self._unmanaged)
         self._look_at_attributes(kept, sys._getframe(1))
         self._rebound.at_entry(self._targets, sys._getframe(1))
+        self._variables.at_entry(sys._getframe(1))
 
     def at_boundary(self) -> None:
         """A boundary was passed. Raises UnmanagedStateError."""
@@ -182,7 +185,7 @@ class Checks:
         if self._boundaries >= self._next:
             self._next += 1 if self._boundaries < _FIRST_LOOKS else self._boundaries
             self._look_again(sys._getframe(1))
-            self._look_at_refreshed()
+            self.refreshed.watch((one.reference() for one in self._watch.modules.values()), self._targets.values())
 
     def before_save(self, *, refuse: bool) -> None:
         """A boundary is about to be saved: look once more. `refuse`: raise UnmanagedStateError for what is certain;
@@ -195,6 +198,7 @@ class Checks:
             self._generators.look(seen, kept, self._epoch())
             self._look_at_copies(seen, kept, sys._getframe(1))
             self._rebound.look(sys._getframe(1))
+            self._variables.look(sys._getframe(1), kept)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -245,8 +249,8 @@ class Checks:
         self._watch_found(seen, kept)
         self._look_at_copies(seen, kept, frame)
         self._rebound.look(frame)
-        for told in self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame):
-            self._unmanaged.certain(*told)
+        self._averagers.look(seen.optimizers, self._collector.optimizers(), kept, frame)
+        self._variables.look(frame, kept)
 
     def _named_optimizers(self) -> dict[str, torch.optim.Optimizer]:
         components = self._collector.components.items()
@@ -424,7 +428,7 @@ class Checks:
         for key, found in _outermost(seen.modules, kept):
             if key in watch.modules:
                 continue
-            parameters, buffers = _extra_tensors(found.value, kept)
+            parameters, buffers = kept.missing(found.value)
             parameters = [p for p in parameters if id(p) not in claimed]
             buffers = [b for b in buffers if id(b) not in claimed]
             if (parameters or buffers) and not is_sharded_in_part(found.value):
@@ -478,7 +482,7 @@ class Checks:
         kept = self._kept()
         for watched in watch.modules.values():
             if (module := watched.reference()) is not None:
-                parameters, buffers = _extra_tensors(module, kept)
+                parameters, buffers = kept.missing(module)
                 watched.look, watched.epoch = (TensorsLook.at(parameters), TensorsLook.at(buffers)), epoch
         self._generators.forget()
         for watched in watch.scalers.values():
@@ -532,7 +536,7 @@ class Checks:
                 continue
             if is_sharded_in_part(module):
                 continue
-            parameters, buffers = _extra_tensors(module, kept)
+            parameters, buffers = kept.missing(module)
             now = TensorsLook.at(parameters), TensorsLook.at(buffers)
             trained, other = (old.movement(new) is Movement.MOVED for old, new in zip(watched.look, now, strict=True))
             between_epochs = watched.epoch != epoch
@@ -553,11 +557,6 @@ class Checks:
                     f"buffers of module {watched.name}, which is not named, change in the training",
                     f"{remedy}, or call eval() on it if it is only evaluated",
                 )
-
-    def _look_at_refreshed(self) -> None:
-        found = [watched.reference() for watched in self._watch.modules.values()]
-        named = [t for t in self._targets.values() if isinstance(t, nn.Module)]
-        self.refreshed.watch([m for m in found if m is not None and not is_sharded_in_part(m)], named)
 
     def _look_at_attributes(self, kept: Kept, frame: FrameType | None) -> None:
         named = {n: c.module for n, c in self._collector.components.items() if isinstance(c, ModuleComponent)}
@@ -602,11 +601,6 @@ def _scale_of(scaler: Any) -> tuple[float, int] | None:
     if not attributes.get("_enabled") or not torch.is_tensor(scale) or not torch.is_tensor(tracker):
         return None
     return float(scale.item()), int(tracker.item())
-
-
-def _extra_tensors(module: nn.Module, kept: Kept) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Its parameters and buffers that no named object keeps."""
-    return [p for p in module.parameters() if not kept.has(p)], [b for b in module.buffers() if not kept.has(b)]
 
 
 def _outermost(modules: Mapping[int, Found], kept: Kept) -> Sequence[tuple[int, Found]]:

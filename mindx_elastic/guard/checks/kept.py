@@ -59,3 +59,8 @@ class Kept:
         if self._storages is None:
             self._storages = {storage_of(held) for held in self._held if held is not None} - {None}
         return storage_of(tensor) in self._storages
+
+    def missing(self, module: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Parameters and buffers of `module` that no named object keeps."""
+        parameters: list[torch.Tensor] = [p for p in module.parameters() if not self.has(p)]
+        return parameters, [buffer for buffer in module.buffers() if not self.has(buffer)]

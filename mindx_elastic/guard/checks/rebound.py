@@ -39,7 +39,7 @@ from mindx_elastic.guard.checks.surroundings import (
 from mindx_elastic.guard.loops.own_counters import spans, tree_of
 from mindx_elastic.guard.unmanaged import Unmanaged
 
-__all__ = ["ReboundState", "paths_of"]
+__all__ = ["ReboundState", "content_of", "paths_of"]
 
 _KINDS: tuple[tuple[type, ...], ...] = ((torch.Tensor, np.ndarray), (list, tuple, deque), (dict,), (set, frozenset))
 _KINDS += ((nn.Module,),)
@@ -88,7 +88,7 @@ class ReboundState:
         """Remember where the program has the plain objects among `targets`."""
         plain = {id(t): (key, t) for key, t in targets.items() if _kind(t) and not isinstance(t, nn.Parameter)}
         self._holders = []
-        self._kept = {key: _content(target) for key, target in plain.values()}
+        self._kept = {key: content_of(target) for key, target in plain.values()}
         if not plain:
             return
         known: set[tuple[str, tuple[str, ...]]] = set()
@@ -106,13 +106,13 @@ class ReboundState:
         for place, variables in variables_of(frame):
             places.setdefault(place, variables)
         kept = {holder.key: holder.target for holder in self._holders}
-        now = {key: _content(target) for key, target in kept.items()}
+        now = {key: content_of(target) for key, target in kept.items()}
         before, self._kept = self._kept, now
         told = []
         for holder in self._holders:
             value = holder.value(places)
             is_bound, was_bound = value is holder.target, holder.was_bound
-            content = None if is_bound or _kind(value) != _kind(holder.target) else _content(value)
+            content = None if is_bound or _kind(value) != _kind(holder.target) else content_of(value)
             old, holder.before, holder.was_bound = holder.before, content, is_bound
             if content is None or content == now[holder.key] or before.get(holder.key) != now[holder.key]:
                 continue
@@ -153,7 +153,7 @@ def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
     return list(attributes_of(value).items()) if kind_of(type(value)) in ("instance", "module") else ()
 
 
-def _content(value: Any, depth: int = 0) -> object:
+def content_of(value: Any, depth: int = 0) -> object:
     """What is in it, in short, to be compared."""
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
@@ -171,7 +171,7 @@ def _content(value: Any, depth: int = 0) -> object:
         some = list(islice(iter(value), _MOST_ITEMS))
         if isinstance(value, (list, tuple, deque)):
             some += list(islice(reversed(value), _MOST_ITEMS))
-    return len(value), tuple(_content(item, depth + 1) for item in some)
+    return len(value), tuple(content_of(item, depth + 1) for item in some)
 
 
 def _of_tensor(tensor: torch.Tensor) -> object:

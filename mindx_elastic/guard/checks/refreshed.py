@@ -16,7 +16,7 @@ Where one of the moments is not seen, it is not known.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
+
+from mindx_elastic.guard.checks.movements import is_sharded_in_part
 
 __all__ = ["RefreshedModules"]
 
@@ -63,16 +65,19 @@ class RefreshedModules:
         is_set = key in self._set and key not in self._carried
         return is_set, is_set and key in self._buffers_set
 
-    def watch(self, modules: Iterable[nn.Module], named: Sequence[nn.Module]) -> None:
-        """At a boundary: look at the step that follows. `modules`: those that are not named."""
+    def watch(self, modules: Iterable[nn.Module | None], named: Iterable[object]) -> None:
+        """At a boundary: look at the step that follows. `modules`: those that are not named; `named`: what is."""
+        known = [one for one in named if isinstance(one, nn.Module)]
         for module in list(modules)[:_MOST]:
+            if module is None or is_sharded_in_part(module):
+                continue
             own = _sample(module.parameters())
             if id(module) in self._carried or not own or isinstance(module, torch.jit.ScriptModule):
                 continue
             if any(name == "_orig_mod" for name, _ in module.named_children()):
                 continue  # a hook would compile it anew
             shapes = _shapes(module)
-            like = next((one for one in named if _shapes(one) == shapes), None)
+            like = next((one for one in known if _shapes(one) == shapes), None)
             if like is None:
                 continue
             parameters, buffers = _sample(like.parameters()), _sample(like.buffers())

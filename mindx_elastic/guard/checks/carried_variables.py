@@ -1,0 +1,289 @@
+"""Finds local and global variables that go on from step to step and steer the training: ``epsilon *= 0.99``, a count of
+steps that sets the learning rate, a running mean that decides what is skipped, a hidden state.
+
+That a value changes is not enough: most such variables are sums and counts for a log. What is told is
+
+- set from its own last value in the loop around ``step_end()``, which reads it before it sets it,
+- not begun from the guard or from an object that the guard keeps, and
+- used, itself or by what is worked out from it, in one of these places: ``loss.backward()``, a learning rate, a call
+  of a named module, an argument of ``step(...)`` or of a function named like ``adjust_lr``, a test above a step or a
+  break.
+
+A count of which only ``count % n`` is used must also differ from its first value in that. All is a risk.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from mindx_elastic.guard.checks.carried_names import is_carried, variable
+from mindx_elastic.guard.checks.kept import Kept
+from mindx_elastic.guard.checks.rebound import content_of
+from mindx_elastic.guard.checks.surroundings import place_of
+from mindx_elastic.guard.loops.own_counters import Entry, _loops_around, entry_of, spans, tree_of, value_of
+from mindx_elastic.guard.loops.own_index import _LOGS, _SETS, _name, _sets_rate, _trains
+from mindx_elastic.guard.unmanaged import Unmanaged
+
+__all__ = ["CarriedVariables"]
+
+_Loop = ast.For | ast.While
+_SIMPLE = (int, float, np.number, torch.Tensor, np.ndarray)
+_OF_NO_VALUE = ("len", "time", "perf_counter", "isinstance")
+_ADDS = ("append", "appendleft", "extend", "add", "push", "insert", "put", "store", "remember")
+_LOADS = ("load_state_dict", "copy_", "reset_parameters")
+
+
+@dataclass
+class _Variable:
+    name: str
+    place: str
+    line: int
+    moduli: tuple[int, ...]
+    """Where only ``count % n`` is used: those n."""
+    before: object = None
+
+
+class CarriedVariables:
+    """One per guard. Training thread."""
+
+    def __init__(self, unmanaged: Unmanaged, kept: Iterable[object]) -> None:
+        """`kept`: the guard and what it keeps: what is begun from these, modules apart, goes on by itself."""
+        self._unmanaged = unmanaged
+        self._origins = {id(one) for one in kept if one is not None and not isinstance(one, nn.Module)}
+        self._entry: Entry | None = None
+        self._variables: list[_Variable] | None = None
+        self._told: set[str] = set()
+
+    def at_entry(self, frame: FrameType | None) -> None:
+        """Where the program enters the guard's block."""
+        self._entry, self._variables = entry_of(frame), None
+
+    def forget(self) -> None:
+        """What has changed until the next look does not count."""
+        for one in self._variables or ():
+            one.before = None
+
+    def look(self, frame: FrameType | None, kept: Kept) -> None:
+        """At a boundary, which is passed in `frame`."""
+        places = dict(_loops_by_frame(frame, self._entry))
+        if self._variables is None:
+            self._variables = [v for place, loops in places.items() for v in _find(place, loops, self._origins, kept)]
+        frames = {place_of(place): place for place in places}
+        for one in self._variables:
+            place = frames.get(one.place)
+            if place is None or one.name in self._told:
+                continue
+            value = value_of(ast.Name(one.name, ast.Load()), place)
+            if not _is_simple(value) or (torch.is_tensor(value) and kept.has(value)) or _is_named(value, kept):
+                one.before = None
+                continue
+            now = content_of(value) if not one.moduli else repr([value % n for n in one.moduli])
+            before, one.before = one.before, now
+            if before is not None and before != now:
+                self._told.add(one.name)
+                self._unmanaged.risk(*_words(one, value))
+
+
+def _is_simple(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return 0 < len(value) < 100 and all(isinstance(each, torch.Tensor) for each in value)
+    return isinstance(value, _SIMPLE) and not isinstance(value, (bool, nn.Parameter))
+
+
+def _is_named(value: Any, kept: Kept) -> bool:
+    return isinstance(value, (np.ndarray, list)) and id(value) in kept.objects
+
+
+def _loops_by_frame(frame: FrameType | None, entry: Entry | None) -> Iterator[tuple[FrameType, list[_Loop]]]:
+    """The functions that run inside of the block with the loops in them that do, the innermost first."""
+    found: dict[FrameType, list[_Loop]] = {}
+    for loop, place in _loops_around(frame, entry) or ():
+        found.setdefault(place, []).append(loop)
+    yield from found.items()
+
+
+def _find(frame: FrameType, loops: list[_Loop], origins: set[int], kept: Kept) -> Iterator[_Variable]:
+    outer = loops[-1]
+    nodes = list(ast.walk(outer))
+    names = {target.id: None for node in nodes for target in _own_updates(node)}
+    for name in names:
+        if not any(is_carried(loop, variable(name)) for loop in loops) or _is_begun_from(name, frame, outer, origins):
+            continue
+        line = _sink(outer, name, frame, kept.objects)
+        if line is not None:
+            yield _Variable(name, place_of(frame), line, _moduli(nodes, name, frame))
+
+
+def _own_updates(node: ast.AST) -> list[ast.Name]:
+    """The variables that a statement sets from their own last value."""
+    if isinstance(node, ast.AugAssign):
+        return [node.target] if isinstance(node.target, ast.Name) else []
+    if not isinstance(node, ast.Assign):
+        return []
+    found: list[ast.Name] = []
+    for target in node.targets:
+        pairs: list[tuple[ast.expr, ast.expr]] = [(target, node.value)]
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):  # batch, following = following, fetch()
+            pairs = list(zip(target.elts, node.value.elts, strict=False))
+        found += [each for one, value in pairs for each in _targets(one) if each.id in _reads(value)]
+    return found
+
+
+def _targets(node: ast.AST) -> Iterator[ast.Name]:
+    if isinstance(node, (ast.Tuple, ast.List)):
+        for element in node.elts:
+            yield from _targets(element)
+    elif isinstance(node, ast.Starred):
+        yield from _targets(node.value)
+    elif isinstance(node, ast.Name):
+        yield node
+
+
+def _reads(node: ast.AST) -> set[str]:
+    """The variables that an expression reads, without what it only logs and the length of things."""
+    if isinstance(node, ast.Call) and (
+        _LOGS.search(_name(node.func)) or _name(node.func) in ("len", "time", "isinstance")
+    ):
+        return set()
+    if isinstance(node, ast.Name):
+        return {node.id} if isinstance(node.ctx, ast.Load) else set()
+    return {name for child in ast.iter_child_nodes(node) for name in _reads(child)}
+
+
+def _is_begun_from(name: str, frame: FrameType, outer: _Loop, origins: set[int]) -> bool:
+    """Whether a statement sets it from one of `origins`."""
+    inside = {id(node) for node in ast.walk(outer)}
+    for node in _function(frame):
+        if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) or node.value is None:
+            continue
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if not any(each.id == name for target in targets for each in _targets(target)):
+            continue
+        if id(node) in inside and name in _reads(node.value):
+            continue
+        for part in ast.walk(node.value):
+            if isinstance(part, (ast.Name, ast.Attribute)) and id(value_of(part, frame)) in origins:
+                return True
+    return False
+
+
+def _function(frame: FrameType) -> list[ast.AST]:
+    """The nodes of the running function."""
+    tree = tree_of(frame)
+    nodes = [] if tree is None else list(ast.walk(tree))
+    name, line = frame.f_code.co_name, frame.f_lineno
+    own = [n for n in nodes if isinstance(n, ast.FunctionDef) and n.name == name and spans(n, line)]
+    return list(ast.walk(own[-1])) if own else nodes
+
+
+def _sink(outer: _Loop, name: str, frame: FrameType, kept: set[int]) -> int | None:
+    """The line in which it steers the training."""
+    nodes = [node for statement in outer.body for node in ast.walk(statement)]
+    tainted: set[str] = {name}
+    before: set[str] = set()
+    while tainted != before:
+        before = set(tainted)
+        for node in nodes:
+            if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)) and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if _reads(node.value) & tainted:
+                    tainted |= {each.id for target in targets for each in _targets(target)}
+            elif isinstance(node, ast.Call) and _name(node.func) in _ADDS and isinstance(node.func, ast.Attribute):
+                if any(_reads(part) & tainted for part in node.args):
+                    tainted |= _reads(node.func.value)
+            elif isinstance(node, ast.If) and _reads(node.test) & tainted:
+                inner = [each for statement in (*node.body, *node.orelse) for each in ast.walk(statement)]
+                assigns = [each for each in inner if isinstance(each, ast.Assign)]
+                tainted |= {each.id for node in assigns for target in node.targets for each in _targets(target)}
+    code = (node for node in nodes if isinstance(node, (ast.stmt, ast.expr)))
+    counts = _only_counts(nodes, name)
+    return min((n.lineno for n in code if _is_sink(n, tainted, frame, kept, counts=counts)), default=None)
+
+
+def _only_counts(nodes: list[ast.AST], name: str) -> bool:
+    """Whether ``count += 1`` is all that is done to it."""
+    sets = [n for n in nodes if isinstance(n, ast.Name) and n.id == name and not isinstance(n.ctx, ast.Load)]
+    adds = [
+        node.target
+        for node in nodes
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and isinstance(node.value, ast.Constant)
+    ]
+    return all(any(one is target for target in adds) for one in sets)
+
+
+def _leaves(statement: ast.stmt) -> bool:
+    """``if count >= total: break`` may agree with the end of the loops around it: `prove` tells."""
+    if isinstance(statement, ast.Expr):
+        return isinstance(statement.value, ast.Call) and bool(_LOGS.search(_name(statement.value.func)))
+    return isinstance(statement, (ast.Break, ast.Return))
+
+
+def _is_sink(
+    node: ast.stmt | ast.expr, tainted: set[str], frame: FrameType, kept: set[int], *, counts: bool = False
+) -> bool:
+    if isinstance(node, (ast.If, ast.While)):
+        only_ends = counts and (isinstance(node, ast.While) or all(map(_leaves, node.body)))
+        if only_ends or not _reads(node.test) & tainted:
+            return False
+        return any(_trains(statement) or _loads(statement) for statement in node.body)
+    if isinstance(node, ast.Assign):
+        return _sets_rate(node) and bool(_reads(node.value) & tainted)
+    if not isinstance(node, ast.Call):
+        return False
+    called = _name(node.func)
+    given = {name for part in (*node.args, *node.keywords) for name in _reads(part)} & tainted
+    if called == "backward":
+        return isinstance(node.func, ast.Attribute) and bool((_reads(node.func.value) | given) & tainted)
+    if not given or _LOGS.search(called):
+        return False
+    if called == "step" or _SETS.search(called):
+        return True
+    value = value_of(node.func, frame)
+    return isinstance(value, nn.Module) and id(value) in kept
+
+
+def _loads(statement: ast.stmt) -> bool:
+    return any(isinstance(node, ast.Call) and _name(node.func) in _LOADS for node in ast.walk(statement))
+
+
+def _moduli(nodes: list[ast.AST], name: str, frame: FrameType) -> tuple[int, ...]:
+    """The n of ``name % n`` where nothing else of it is used; a test of another kind, or an n not known: none."""
+    own = {id(part) for node in nodes if _own_updates(node) for part in ast.walk(node)}
+    logs = {
+        id(part)
+        for node in nodes
+        if isinstance(node, ast.Call) and _LOGS.search(_name(node.func))
+        for part in ast.walk(node)
+    }
+    reads = {id(node) for node in nodes if isinstance(node, ast.Name) and node.id == name} - own - logs
+    found: list[int] = []
+    for node in nodes:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):
+            inside = {id(part) for part in ast.walk(node.left)} & reads
+            by = node.right.value if isinstance(node.right, ast.Constant) else value_of(node.right, frame)
+            if inside and type(by) is int and by > 0:
+                reads -= inside
+                found.append(by)
+    return tuple(found) if not reads else ()
+
+
+def _words(one: _Variable, value: Any) -> tuple[str, str]:
+    name, file = one.name, Path(one.place.rpartition(" in ")[2]).name
+    what = f"the variable {name} ({one.place}) goes on from step to step, steers the training in line {one.line} of "
+    what += f"{file}, and is not kept"
+    if isinstance(value, (torch.Tensor, np.ndarray)) and value.ndim:
+        change = f"{name}.copy_(...)" if isinstance(value, torch.Tensor) else f"{name}[...] = ..."
+        line = f'Guard(stateful={{"{name}": {name}}}, ...)'
+        return what, f"Make it before the guard, write {line}, and change it in place: {change}"
+    state = f'state = {{"{name}": {name}}} before the guard, Guard(stateful={{"state": state}}, ...)'
+    other = "" if isinstance(value, (list, tuple)) else "; or work it out from guard.step"
+    return what, f'Keep it in a dict: {state}, and state["{name}"] in its place{other}'

@@ -1,0 +1,282 @@
+"""A variable that goes on from step to step is told where it steers the training, and only there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.guarded import Job, no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def update(job: Job, loss: torch.Tensor) -> None:
+    loss.backward()
+    job.optimizer.step()
+    job.scheduler.step()
+    job.optimizer.zero_grad()
+
+
+def a_scale_that_decays(job: Job) -> str:
+    noise = 0.1
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            out = job.network(x + noise * torch.randn(4))
+            update(job, out.square().mean())
+            noise *= 0.9
+            job.guard.step_end()
+    return "noise"
+
+
+def a_count_that_sets_the_rate(job: Job) -> str:
+    count = 0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            count += 1
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.01 * min(1.0, count / 10)
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+    return "count"
+
+
+def a_mean_that_decides_what_is_skipped(job: Job) -> str:
+    mean = 1.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            mean = 0.9 * mean + 0.1 * loss.item()
+            if loss.item() < 3 * mean:
+                loss.backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.guard.step_end()
+    return "mean"
+
+
+def a_baseline(job: Job) -> str:
+    baseline = 0.0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            value = job.network(x).mean(1)
+            advantage = value.detach().mean() - baseline
+            baseline = 0.9 * baseline + 0.1 * value.mean().item()
+            loss = (value * advantage).mean()
+            loss.backward()
+            job.optimizer.step()
+            job.optimizer.zero_grad()
+            job.guard.step_end()
+    return "baseline"
+
+
+def a_hidden_state(job: Job) -> str:
+    hidden = torch.zeros(4, 4)
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            out = job.network(x + hidden)
+            hidden = 0.5 * hidden + x
+            update(job, out.square().mean())
+            job.guard.step_end()
+    return "hidden"
+
+
+def a_sum_that_a_scheduler_gets(job: Job) -> str:
+    steps: list[float] = []
+
+    class Rule:
+        def step(self, value: float) -> None:
+            steps.append(value)
+
+    rule = Rule()
+    for _ in job.guard.epochs(3):
+        total = 0.0
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            total += loss.item()
+            update(job, loss)
+            job.guard.step_end()
+        rule.step(total / 5)
+    return "total"
+
+
+def a_patience(job: Job) -> str:
+    best, bad = 0.0, 0
+    for _ in job.guard.epochs(4):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+        if best > 1:
+            bad = 0
+        else:
+            bad += 1
+        if bad > 3:
+            break
+    return "bad"
+
+
+CARRIED: list[Callable[[Job], str]] = [
+    a_scale_that_decays,
+    a_count_that_sets_the_rate,
+    a_mean_that_decides_what_is_skipped,
+    a_baseline,
+    a_hidden_state,
+    a_sum_that_a_scheduler_gets,
+    a_patience,
+]
+
+
+@pytest.mark.parametrize("program", CARRIED)
+def test_told(program: Callable[[Job], str], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        name = program(job)
+    told = [r.getMessage() for r in caplog.records if "goes on from step to step" in r.getMessage()]
+    assert len(told) == 1 and told[0].startswith(f"the variable {name} ({program.__name__}() in "), told
+    assert "stateful={" in told[0]
+
+
+def logs(job: Job) -> None:
+    running, seen, losses, smooth = 0.0, 0, [], 1.0
+    for epoch in job.guard.epochs(3):
+        correct = total = 0
+        for number, (x, y) in enumerate(job.loader):
+            out = job.network(x)
+            loss = out.square().mean()
+            running += loss.item()
+            smooth = 0.9 * smooth + 0.1 * loss.item()
+            seen += len(x)
+            correct += int((out.argmax(1) == y).sum())
+            total += len(y)
+            losses.append(running)
+            update(job, loss)
+            job.guard.step_end(loss=loss)
+            if number % 2 == 1:
+                print(f"{epoch} {seen} {running / 2} {smooth:.3f}")
+                running = 0.0
+        accuracy = correct / total
+        print("accuracy", accuracy)
+
+
+def saves_the_best(job: Job) -> None:
+    best, best_epoch, files = 0.0, 0, []
+    for epoch in job.guard.epochs(3):
+        for x, _ in job.loader:
+            loss = job.network(x).square().mean()
+            update(job, loss)
+            job.guard.step_end()
+        score = 1 - loss.item()
+        is_best = score > best
+        best = max(score, best)
+        if is_best:
+            best_epoch = epoch
+            files.append(f"best-{best_epoch}-{best}.pt")
+
+
+def counts_from_the_guard(job: Job) -> None:
+    count = job.guard.step
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            count += 1
+            for group in job.optimizer.param_groups:
+                group["lr"] = 0.01 * min(1.0, count / 10)
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+
+
+def counts_for_a_window(job: Job) -> None:
+    micro = 0
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            for half in x.chunk(2):
+                micro += 1
+                job.network(half).square().mean().backward()
+                if micro % 2 == 0:
+                    job.optimizer.step()
+                    job.optimizer.zero_grad()
+            job.guard.step_end()
+
+
+def evaluates_now_and_then(job: Job) -> None:
+    count, history = 0, []
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+            count += 1
+            if count % 4 == 0:
+                with job.guard.outside_step(), torch.no_grad():
+                    job.network.eval()
+                    history.append((count, float(job.network(x).mean())))
+                    job.network.train()
+
+
+def ends_at_a_number_of_steps(job: Job) -> None:
+    count, total = 0, 15
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            update(job, job.network(x).square().mean())
+            count += 1
+            job.guard.step_end()
+            if count >= total:
+                break
+
+
+def sums_over_parts_of_a_step(job: Job) -> None:
+    for _ in job.guard.epochs(3):
+        for x, _ in job.loader:
+            total: Any = 0
+            for half in x.chunk(2):
+                total = total + job.network(half).square().mean()
+            update(job, total)
+            job.guard.step_end()
+
+
+def reads_ahead(job: Job) -> None:
+    for _ in job.guard.epochs(3):
+        batches = iter(job.loader)
+        batch = next(batches)
+        while batch is not None:
+            loss = job.network(batch[0]).square().mean()
+            batch = next(batches, None)
+            update(job, loss)
+            job.guard.step_end()
+
+
+def swaps(job: Job) -> None:
+    for _ in job.guard.epochs(3):
+        batches = iter(job.loader)
+        following = next(batches)[0]
+        for _ in range(4):
+            x, following = following, next(batches)[0]
+            update(job, job.network(x).square().mean())
+            job.guard.step_end()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        logs,
+        saves_the_best,
+        counts_from_the_guard,
+        counts_for_a_window,
+        evaluates_now_and_then,
+        ends_at_a_number_of_steps,
+        sums_over_parts_of_a_step,
+        reads_ahead,
+        swaps,
+    ],
+)
+def test_left_alone(program: Callable[[Job], None], tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path)
+    with job.guard:
+        program(job)
+    assert "goes on from step to step" not in caplog.text
