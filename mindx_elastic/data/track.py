@@ -53,6 +53,8 @@ class Track:
         self._thread = threading.get_ident()
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
+        self.at_ask: Callable[[], None] | None = None
+        """Called each time when the training thread asks for a batch."""
         self.at_next_batch: Callable[[], None] | None = None
         """Called once, when the training thread has got another batch of this iteration. It may raise."""
         self.at_exhaustion: Callable[[], None] | None = None
@@ -128,7 +130,10 @@ class Track:
         thread = threading.get_ident()
         if thread != self._thread:
             self.other_thread = threading.current_thread().name
-        elif self.at_next_ask is not None:
+            return
+        if self.at_ask is not None:
+            self.at_ask()
+        if self.at_next_ask is not None:
             look, self.at_next_ask = self.at_next_ask, None
             look()
 

@@ -6,6 +6,7 @@ of the batches that steps have used (`data.look_ahead`), not of those that the l
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -22,6 +23,7 @@ from mindx_elastic.data.position import epoch_reader, num_batches
 from mindx_elastic.data.replay import is_stream, is_torchdata
 from mindx_elastic.data.track import Track
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loops.askers import Askers
 from mindx_elastic.guard.loops.loader_watch import LoaderWatch, find_cycle
 from mindx_elastic.guard.unmanaged import Unmanaged
 
@@ -45,6 +47,8 @@ class FollowedLoader:
         self.draws_ahead = False
         """It is found just now that batches ahead of their step draw from the streams that the training draws from."""
         self._iteration, self._num_batches = 0, 0
+        self._askers: Askers | None = None
+        self._told_doubt = False
 
     def state_dict(self) -> dict[str, Any]:
         """The position if a step ended now; right after `at_boundary`, that of the boundary."""
@@ -89,6 +93,9 @@ class FollowedLoader:
     def follow(self) -> None:
         cursor = self.engine.cursor
         self.track = cursor.track = Track(cursor.mark())
+        if self.look_ahead.ahead is None:
+            self._askers = Askers()
+            self.track.at_ask = self._askers.see
         cursor.loaded = cursor.mark() if cursor.pending and cursor.batch else None
 
     def leave(self) -> None:
@@ -117,6 +124,8 @@ class FollowedLoader:
         if self.track is not None and self.look_ahead.ahead is None:
             self.look_ahead.pass_over(self.track.fetches)
             self.track.forget_before(self.look_ahead.used)
+            if self._askers is not None:
+                self._askers.begin_anew()
 
     def at_boundary(self) -> bool:
         """Returns whether it is known which batches were used."""
@@ -128,8 +137,13 @@ class FollowedLoader:
             return True
         was_known = look_ahead.ahead is not None
         seen, before = track.fetches, look_ahead.used
+        askers = self._askers
+        if askers is not None and look_ahead.is_ambiguous(seen) and askers.have_used_all(sys._getframe(1)):
+            look_ahead.use_all(seen)
         if not look_ahead.at_boundary(seen):
             return False
+        if self._askers is not None and look_ahead.ahead is not None:
+            self._askers = track.at_ask = None
         track.forget_before(look_ahead.used)
         if look_ahead.ahead and seen.exhausted and before < look_ahead.used == seen.handed:
             # The end of an epoch. After a resume here the epoch would come once more without batches, and code that
@@ -172,6 +186,11 @@ class FollowedLoader:
         finally:
             self.loader.on_iterator_ready = ready
 
+    def has_news(self, track: Track) -> bool:
+        """Whether `tell` has something to say."""
+        doubt = self.look_ahead.is_doubtful
+        return track.other_thread is not None or track.left_early or track.peeked or self.draws_ahead or doubt
+
     def tell(self, unmanaged: Unmanaged) -> None:
         """What the fetches since the last boundary show."""
         track = self.track
@@ -190,6 +209,17 @@ class FollowedLoader:
                     f"a batch of {self.name} is fetched before the first step and its epoch is left, as "
                     "`next(iter(loader))` does: a resumed run would leave the resumed epoch",
                     "Do it before `with guard:`, or in `with guard.outside_step():`",
+                )
+        if self.look_ahead.is_doubtful:
+            self.look_ahead.is_doubtful = False
+            if not self._told_doubt:
+                self._told_doubt = True
+                unmanaged.risk(
+                    f"steps take different numbers of batches of {self.name}, and the first ones looked as if the loop "
+                    "fetched ahead: which batches a boundary has used is not certain, and a resumed run may use some "
+                    "of them again",
+                    "Iterate the loader itself in the loop that calls guard.step_end(), as guard.enumerate(loader) "
+                    "does; where a batch is left out, call guard.step_end() before `continue`",
                 )
         if self.draws_ahead:
             self.draws_ahead = False
@@ -413,7 +443,7 @@ class Loaders:
             idle = idle and followed.look_ahead.used == before
             if track.left_early and self._ended_with(track):
                 track.left_early = False
-            if track.other_thread is not None or track.left_early or track.peeked or followed.draws_ahead:
+            if followed.has_news(track):
                 followed.tell(self._unmanaged)
         self._watch.at_boundary(rng)
         if fetched:

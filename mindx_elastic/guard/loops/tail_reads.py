@@ -185,7 +185,7 @@ class _Gathered:
             if isinstance(node, (ast.Attribute, ast.Subscript)) and isinstance(node.ctx, ast.Store):
                 self._add(node.value, frame)
             elif isinstance(node, ast.Call):
-                if isinstance(node.func, ast.Attribute):
+                if isinstance(node.func, ast.Attribute) and node.func.attr in _GATHERS:
                     self._add(node.func.value, frame)
                 for argument in node.args:
                     if isinstance(value_of(argument, frame), _CONTAINERS):
