@@ -40,7 +40,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
 
 
 def test_what_moves_before_the_forward_is_the_ranks_own_bit_for_bit(tmp_path: Path, whole: dict[int, str]) -> None:
-    """Generators and counters that differ from rank to rank."""
+    """Generators, counters and a non-persistent buffer that differ from rank to rank. An average and a counter that
+    all ranks have alike move behind the update: they are the donor's."""
     resumed = killed_and_resumed(tmp_path, victim=1)
     assert resumed.matches("rank 1 has no file of step 5: .* are foreseen"), resumed.report()
     assert not resumed.matches(MAY_DIFFER), resumed.report()
