@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from mindx_elastic.capture.collector import RESERVED_NAMES, Collector
@@ -56,20 +57,23 @@ class Choice:
     doubt: str = ""
 
 
-def choose(donated: Any, kept: Kept, *, is_alike: bool) -> Choice:
+def choose(donated: Any, kept: Kept, *, is_alike: bool, is_stream: bool = False) -> Choice:
     """The state of one object at the step. `donated`: in the donor's file, or MISSING.
 
-    is_alike: replicas move it alike, if nothing is known against it. Pure.
+    is_alike: replicas move it alike, if nothing is known against it. is_stream: a random generator, whose numbers two
+    ranks should not share. Pure.
     """
     if kept.foreseen is not MISSING and not kept.was_wrong:
         return Choice(kept.foreseen)
     mine, theirs = kept.mine, kept.theirs
     own = mine[0] if mine else kept.newest
-    instead = donated if own is MISSING else own
     if donated is MISSING:
-        return Choice(instead, "held by this rank only")
+        return Choice(own, "held by this rank only")
+    if not mine and is_alike:
+        return Choice(donated)
     if not mine:
-        return Choice(donated) if is_alike else Choice(instead, "not known to be the same on all ranks")
+        instead = own if is_stream and own is not MISSING else donated
+        return Choice(instead, "not known to be the same on all ranks")
     if not all(map(same_tree, mine, theirs)):
         return Choice(donated if is_alike else own, "differs from rank to rank")
     moves = [donated, *theirs]
@@ -81,7 +85,7 @@ def choose(donated: Any, kept: Kept, *, is_alike: bool) -> Choice:
 
 def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanaged) -> dict[str, Any]:
     """The state that `rank` resumes from. Raises CorruptCheckpointError."""
-    state = found.checkpoint.state
+    state: dict[str, Any] = found.checkpoint.state
     if found.donor is None or found.plan.resharded:
         return state
     own = None if found.own is None else found.own.unpack()
@@ -96,7 +100,8 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
         if is_whole and own is not None and name in own.get("plain", {name: None}):
             continue
         donated = state.get(name, MISSING)
-        choice = choose(donated, rings.of(name), is_alike=_FOLLOWS_THE_STEPS.fullmatch(name) is not None)
+        is_alike = _FOLLOWS_THE_STEPS.fullmatch(name) is not None
+        choice = choose(donated, rings.of(name), is_alike=is_alike, is_stream=component.is_stream)
         value = choice.value
         doubt = "takes too long to copy at every boundary" if is_whole else choice.doubt
         used = f"rank {found.donor}'s is used" if value is donated else "this rank's last known one is used"
@@ -105,14 +110,14 @@ def state_of(found: Resumed, collector: Collector, rank: int, unmanaged: Unmanag
         made[name] = value
         if doubt:
             doubts.setdefault(f"{doubt}; {used}", []).append(name)
-    for name, component in collector.components.items():
-        if isinstance(component, ModuleComponent) and name in state and not is_whole:
-            for part, what in _OF_MODULES.items():  # they go with the weights, so the donor's count
-                choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
-                if choice.value is _THEIRS and part == "buffers":
-                    made[name] = state[name]
-                if choice.doubt:
-                    doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(f"{what} of {name}")
+    modules = [name for name, c in collector.components.items() if isinstance(c, ModuleComponent) and name in state]
+    for name, part in product(() if is_whole else modules, _OF_MODULES):  # they go with the weights: the donor's count
+        choice = choose(_THEIRS, rings.of(name, part), is_alike=True)
+        if choice.value is _THEIRS and part == "buffers":
+            made[name] = state[name]
+        if choice.doubt:
+            what = f"{_OF_MODULES[part]} of {name}"
+            doubts.setdefault(f"{choice.doubt}; rank {found.donor}'s is used", []).append(what)
     step = found.checkpoint.info.step
     for doubt, theirs in doubts.items():
         unmanaged.risk(

@@ -10,9 +10,9 @@ import pytest
 from mindx_elastic.guard.donated import MISSING, Choice, Kept, choose
 
 
-def chosen(donated: Any, kept: Kept, *, is_alike: bool = False) -> tuple[Any, bool]:
+def chosen(donated: Any, kept: Kept, *, is_alike: bool = False, is_stream: bool = False) -> tuple[Any, bool]:
     """The state, and whether there is a doubt."""
-    choice: Choice = choose(donated, kept, is_alike=is_alike)
+    choice: Choice = choose(donated, kept, is_alike=is_alike, is_stream=is_stream)
     return choice.value, bool(choice.doubt)
 
 
@@ -45,7 +45,9 @@ def test_what_differs_is_the_own_copy(mine: Any) -> None:
 
 def test_without_a_common_boundary_nothing_is_known() -> None:
     assert chosen(7, Kept()) == (7, True)
-    assert chosen(7, Kept(newest=5)) == (5, True)
+    assert chosen(7, Kept(newest=5)) == (7, True), "more often than not replicas have the same"
+    assert chosen(7, Kept(newest=5), is_stream=True) == (5, True), "two ranks would draw the same numbers"
+    assert chosen(7, Kept(), is_stream=True) == (7, True)
     assert chosen(MISSING, Kept(newest=5)) == (5, True)
     assert chosen(MISSING, Kept()) == (MISSING, True)
 

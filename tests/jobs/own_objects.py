@@ -20,8 +20,23 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import mindx_elastic as mx
+
+
+class Centred(nn.Module):
+    """Keeps a running mean of this rank's own in a buffer that no state_dict has."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return x - self.mean
 
 
 def say(line: str) -> None:
@@ -50,8 +65,9 @@ def main() -> None:
     rank, step = int(os.environ["RANK"]), 0
     dist.init_process_group("gloo")
     torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
-    model = nn.parallel.DistributedDataParallel(network)
+    network = nn.Sequential(Centred(), nn.Linear(6, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+    model = nn.parallel.DistributedDataParallel(network, broadcast_buffers=False)
+    average, updates = AveragedModel(network[3]), {"done": 0}  # the same on all ranks, and behind the update
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(3, (64,)))
     loader = mx.data.ResumableLoader(data, batch_size=4, shuffle=True)
@@ -60,7 +76,7 @@ def main() -> None:
     drawn: dict[str, Any] = {"count": 10 * rank, "last": []}
     losses: list[float] = []
     ema: dict[str, torch.Tensor] = {}
-    stateful: dict[str, Any] = {"noise": noise, "own": own, "drawn": drawn}
+    stateful: dict[str, Any] = {"noise": noise, "own": own, "drawn": drawn, "average": average, "updates": updates}
     if args.late:
         stateful["losses"] = losses
     if args.ema and rank == 0:
@@ -80,6 +96,8 @@ def main() -> None:
                 loss.backward()
                 optimizer.step()
                 losses.append(loss.item())
+                average.update_parameters(network[3])
+                updates["done"] += 1
                 for name, value in network.state_dict().items() if ema else ():
                     ema[name].mul_(0.9).add_(value, alpha=0.1)
                 if args.kill == f"{step}:{rank}" and guard.resumed_from_step is None:
@@ -90,7 +108,8 @@ def main() -> None:
                 if args.kill.startswith(f"{guard.step}:"):
                     (args.directory / f"passed_{guard.step}").touch()
     kept: list[Any] = [tensor.numpy().tobytes() for tensor in (*network.state_dict().values(), *ema.values())]
-    kept += [noise.bit_generator.state, own.get_state().tolist(), drawn]
+    kept += [tensor.numpy().tobytes() for tensor in (*average.state_dict().values(), network[0].mean)]
+    kept += [updates, noise.bit_generator.state, own.get_state().tolist(), drawn]
     say(f"LOSSES {rank} {len(losses)}")
     say(f"DONE {rank} {hashlib.sha256(pickle.dumps(kept)).hexdigest()} {guard.step}")
     dist.destroy_process_group()
