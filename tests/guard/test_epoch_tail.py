@@ -1,4 +1,4 @@
-"""Code behind an epoch's loop that needs the epoch's batches: a stop at any boundary, then a start that does not fail."""
+"""Code behind an epoch's loop that needs its batches: stopped at any boundary, a start does not fail in it."""
 
 from __future__ import annotations
 
