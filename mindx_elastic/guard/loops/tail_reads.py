@@ -308,6 +308,8 @@ class _Reads:
             if isinstance(node.ctx, ast.Load) and node.id in self._names and node.id not in bound:
                 self.found = self.found or node.id
             return bound
+        if isinstance(node, ast.Call) and isinstance(_filled_by(node), ast.Name):
+            return self.go([*node.args, *node.keywords], bound)
         if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name):
             self._one(ast.copy_location(ast.Name(node.target.id, ast.Load()), node.target), bound)
         for child in ast.iter_child_nodes(node):
@@ -323,7 +325,16 @@ def _attribute_read(
     tail: Sequence[ast.stmt], attributes: set[str], functions: dict[str, list[_Function]]
 ) -> str | None:
     for one in (*tail, *_called(tail, functions)):
-        for node in ast.walk(one):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in attributes:
+        nodes = list(ast.walk(one))
+        filled = {id(owner) for owner in map(_filled_by, nodes) if owner is not None}
+        for node in nodes:
+            is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in filled
+            if is_read and node.attr in attributes:  # type: ignore[attr-defined]
                 return ast.unparse(node)
     return None
+
+
+def _filled_by(node: ast.AST) -> ast.expr | None:
+    """What ``x.append(...)`` and the like fill: that needs nothing of it."""
+    method = node.func if isinstance(node, ast.Call) else None
+    return method.value if isinstance(method, ast.Attribute) and method.attr in _GATHERS else None

@@ -1,0 +1,129 @@
+"""Code behind an epoch's loop that needs its batches: stopped at any boundary, a start does not fail in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from mindx_elastic.data import ReplayLoader
+from mindx_elastic.guard.loops.epoch_tail import EpochTail
+from tests.guard.test_loops import EPOCHS, LAST, Loop, Program, check_every_boundary, run
+from tests.guarded import Points, no_traces, plain_environment
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    plain_environment(monkeypatch)
+    with no_traces():
+        yield
+
+
+def last_name(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        for x, y in p.loader:
+            size = len(x)
+            p.step(x, y)
+            p.guard.step_end()
+        assert epoch and size
+
+
+def mean_of_a_list(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        losses = []
+        for x, y in p.loader:
+            losses.append(float(y.sum()))
+            p.step(x, y)
+            p.guard.step_end()
+        assert sum(losses) / len(losses) >= 0
+
+
+def one_pass(p: Program) -> float:
+    total, count = 0.0, 0
+    for x, y in p.loader:
+        p.step(x, y)
+        p.guard.step_end()
+        total, count = total + float(y.sum()), count + 1
+    return total / count
+
+
+def in_a_function(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        assert one_pass(p) >= 0
+
+
+def with_an_evaluation(p: Program) -> None:
+    for _ in p.guard.epochs(EPOCHS):
+        for x, y in p.loader:
+            p.step(x, y)
+            p.guard.step_end()
+        with p.guard.outside_step():
+            p.network.eval()
+            p.network(torch.zeros(2, 4))
+            p.guard.poll()
+            p.network.train()
+        assert len(x) and y is not None
+
+
+@pytest.mark.parametrize("loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation])
+def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
+    check_every_boundary(loop, tmp_path)
+
+
+class Stream(IterableDataset[Any]):
+    """Does not know its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from (Points()[number] for number in range(len(Points())))
+
+
+@pytest.mark.parametrize("data", [Stream, Points])
+def test_a_loader_that_knows_the_end_only_when_it_is_asked(tmp_path: Path, data: type) -> None:
+    check_every_boundary(
+        last_name, tmp_path, make_options=lambda: {"loader": ReplayLoader(DataLoader(data(), batch_size=4))}
+    )
+
+
+def test_a_finished_training_has_nothing_left_of_its_last_epoch(tmp_path: Path) -> None:
+    run(last_name, tmp_path)
+    again, _ = run(last_name, tmp_path, seed=99)
+    assert again.guard.step == again.guard.resumed_from_step == LAST
+
+
+def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
+    def until_two(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+            if epoch == 2 and len(x):
+                break
+
+    check_every_boundary(until_two, tmp_path, steps=LAST * 2 // 3)
+
+
+def test_a_tail_of_its_own_names_holds_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names are the inner loop's, and the tail sets them before it reads them."""
+
+    def apart(p: Program) -> None:
+        for _ in p.guard.epochs(EPOCHS):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+            for x, y in [(1, 2)]:
+                p.log.append(x + y)
+            assert [2 * x for x in range(3)] and p.log
+
+    def never(tail: EpochTail) -> bool:
+        assert not tail.is_pending
+        return False
+
+    monkeypatch.setattr(EpochTail, "holds_stop", never)
+    run(apart, tmp_path, stop_at=0)
+    first = Program(tmp_path / "stopped", stop_at=5)
+    with pytest.raises(SystemExit), first.guard:
+        apart(first)
