@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from pathlib import PurePath
 
 __all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
 
 Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
 
+_MOST_BYTES = 200_000  # about 5,000 lines
 _LOGS = frozenset(
     """
     print printf format log log_dict log_metrics log_scalar log_step info debug warning warn error exception critical
@@ -24,10 +27,14 @@ _OWN_LOGS = ("step_end", "record_boundary")
 
 
 class Sources:
-    """The source of the program, each file parsed once in a process, when it is asked for."""
+    """The source of the program, each file parsed once in a process, when it is asked for.
+
+    Of a large program the first files only: a look must not take seconds. What the rest does is left to `prove`.
+    """
 
     def __init__(self, files: Iterable[str]) -> None:
-        self.files = tuple(dict.fromkeys(files))
+        """`files`: those of the running functions first."""
+        self.files = tuple(_first(dict.fromkeys(files)))
 
     def tree(self, file: str) -> Tree | None:
         """None where there is no source, or none that can be read."""
@@ -37,10 +44,28 @@ class Sources:
         """Those of all files."""
         return filter(None, map(self.tree, self.files))
 
-    def trees_with(self, name: str) -> list[Tree]:
-        """Those in which a variable or an attribute has that name."""
-        found = map(_parsed, self.files)
+    def trees_with(self, name: str, place: str | None = None) -> list[Tree]:
+        """Those in which a variable or an attribute has that name. `place`: see `Found`; only that file."""
+        files = self.files if place is None else [f for f in self.files if PurePath(f).name == place.split()[-1]]
+        found = map(_parsed, files)
         return [tree for tree, names in found if tree is not None and name in names]
+
+
+def _first(files: Iterable[str]) -> Iterator[str]:
+    left = _MOST_BYTES
+    for number, file in enumerate(files):
+        left -= _size(file)
+        if left < 0 and number:
+            return
+        yield file
+
+
+@cache
+def _size(file: str) -> int:
+    try:
+        return os.path.getsize(file)
+    except OSError:  # typed in, or generated
+        return 0
 
 
 @cache

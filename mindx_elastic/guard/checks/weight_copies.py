@@ -121,7 +121,9 @@ def _copied(
 
 def _is_carried(found: Found, copy: _Copy, sources: Sources) -> bool:
     name = _last_name(found.name)
-    uses = [_uses(tree, parents, name) for tree, parents in sources.trees_with(name)]
+    # A variable is that file's own; an attribute may be read anywhere.
+    place = found.place if found.name.isidentifier() and found.place else None
+    uses = [_uses(tree, parents, name) for tree, parents in sources.trees_with(name, place)]
     if not uses:
         return copy.has_stayed and copy.num_changes > 0
     if not any(each.is_read for each in uses):

@@ -22,6 +22,7 @@ import inspect
 import linecache
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, TypeAlias
@@ -152,8 +153,13 @@ def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_L
 def tree_of(frame: FrameType) -> ast.Module | None:
     """The syntax tree of the file of a running function; None where there is no source."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    return _parsed("".join(lines)) if lines else None
+
+
+@lru_cache(maxsize=32)
+def _parsed(text: str) -> ast.Module | None:
     try:
-        return ast.parse("".join(lines)) if lines else None
+        return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):  # a template, or not Python
         return None
 
