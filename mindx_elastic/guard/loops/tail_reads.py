@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, value_of
 
@@ -41,6 +42,8 @@ _Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _CONTAINERS = (list, dict, set, deque)
+_NEED_ONE = frozenset("max min mean fmean median average mode stdev std stack cat concat concatenate".split())  # noqa: SIM905
+_OF_TENSORS = {"data", "grad", "requires_grad", "training"}  # an evaluation exchanges weights, too
 _GATHERS = frozenset({"append", "appendleft", "extend", "add", "update", "insert", "setdefault"})
 _LIBRARY_OBJECTS = (torch.nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, Dataset, DataLoader)
 _DEPTH = 3  # of calls that are followed
@@ -201,7 +204,7 @@ class _Gathered:
         for one in (node, *_called([node], functions)):
             for inner in ast.walk(one):
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
-                    self.attributes.add(inner.attr)
+                    self.attributes |= {inner.attr} - _OF_TENSORS
                 elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
                     owner = inner.func.value
                     if inner.func.attr in _GATHERS and isinstance(owner, ast.Attribute):
@@ -324,14 +327,31 @@ def _names_of(target: ast.AST) -> set[str]:
 def _attribute_read(
     tail: Sequence[ast.stmt], attributes: set[str], functions: dict[str, list[_Function]]
 ) -> str | None:
+    """One of `attributes` that `tail` reads, where what an object begins with (zero, None, an empty list) may fail."""
     for one in (*tail, *_called(tail, functions)):
         nodes = list(ast.walk(one))
         filled = {id(owner) for owner in map(_filled_by, nodes) if owner is not None}
+        parents = parents_of(one)
         for node in nodes:
             is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in filled
-            if is_read and node.attr in attributes:  # type: ignore[attr-defined]
+            if is_read and node.attr in attributes and _may_fail(node, parents):  # type: ignore[attr-defined]
                 return ast.unparse(node)
     return None
+
+
+def _may_fail(node: ast.AST, parents: dict[int, ast.AST]) -> bool:
+    """Whether a value is divided by, or is taken to have an element or an attribute."""
+    child = node
+    while (parent := parents.get(id(child))) is not None and not isinstance(child, ast.stmt):
+        divides = isinstance(parent, ast.BinOp) and isinstance(parent.op, (ast.Div, ast.FloorDiv, ast.Mod))
+        if divides and child is parent.right:  # type: ignore[attr-defined]
+            return True
+        if isinstance(parent, ast.Call) and child is not parent.func and _last_name(parent.func) in _NEED_ONE:
+            return True
+        if child is node and isinstance(parent, (ast.Attribute, ast.Subscript)) and child is parent.value:
+            return True
+        child = parent
+    return False
 
 
 def _filled_by(node: ast.AST) -> ast.expr | None:
