@@ -276,7 +276,8 @@ def _print(proof: Proof, wanted: _Wanted, seconds: float, repeat: Sequence[str])
 def _table(proof: Proof) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("run", "resumed from", "steps compared", "result"):
-        table.add_column(name, justify="right" if name in ("resumed from", "steps compared") else "left", no_wrap=True)
+        is_number = name in ("resumed from", "steps compared")
+        table.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in proof.rows:
         table.add_row(*(Text(printable(cell)) for cell in _cells(row, proof)))
     return table

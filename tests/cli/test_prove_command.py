@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment(**more: str) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC"))}
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC", "COLUMNS"))}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     return env | more
 
