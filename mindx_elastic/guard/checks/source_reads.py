@@ -6,7 +6,7 @@ import ast
 import linecache
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import PurePath
 
 __all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
@@ -68,7 +68,7 @@ def _size(file: str) -> int:
         return 0
 
 
-@cache
+@lru_cache(maxsize=32)  # a tree has twenty objects a line, and the garbage collector goes through them
 def _parsed(file: str) -> tuple[Tree | None, frozenset[str]]:
     """The tree, and the names of its variables and attributes."""
     try:

@@ -145,12 +145,15 @@ class _Uses:
     """It is set where something is better."""
 
 
-_known_uses: dict[tuple[int, str], _Uses] = {}  # by the tree, which is never dropped
+_known_uses: dict[tuple[int, str], tuple[_Uses, ast.AST]] = {}  # by the tree's id, with the tree
+_MOST_USES = 64
 
 
 def _uses(tree: ast.AST, parents: dict[int, ast.AST], name: str) -> _Uses:
     key = id(tree), name
     if key not in _known_uses:
+        if len(_known_uses) >= _MOST_USES:
+            _known_uses.clear()
 
         def is_it(node: ast.AST) -> bool:
             return (isinstance(node, ast.Name) and node.id == name) or (
@@ -158,7 +161,7 @@ def _uses(tree: ast.AST, parents: dict[int, ast.AST], name: str) -> _Uses:
             )
 
         values = [(node, value) for node in ast.walk(tree) if (value := _set_to(node, is_it)) is not None]
-        _known_uses[key] = _Uses(
+        found = _Uses(
             is_read=any(
                 _is_used(read, parents) and not _is_set_before(read, parents, is_it)
                 for read in steering_reads(tree, is_it, parents)
@@ -166,7 +169,8 @@ def _uses(tree: ast.AST, parents: dict[int, ast.AST], name: str) -> _Uses:
             goes_on=any(any(map(is_it, ast.walk(value))) for _, value in values),
             is_chosen=any(_is_chosen(node, parents) for node, _ in values),
         )
-    return _known_uses[key]
+        _known_uses[key] = found, tree
+    return _known_uses[key][0]
 
 
 def _last_name(name: str) -> str:

@@ -156,7 +156,7 @@ def tree_of(frame: FrameType) -> ast.Module | None:
     return _parsed("".join(lines)) if lines else None
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=4)
 def _parsed(text: str) -> ast.Module | None:
     try:
         return ast.parse(text)
