@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.guard.checks.kept import Kept
 from mindx_elastic.guard.checks.rebound import paths_of
@@ -35,8 +37,8 @@ class Averagers:
     ) -> None:
         """At a boundary. `optimizers`: those of the program, by id. `named`: the guard's."""
         module = sys.modules.get(_MODULE)
-        if module is None or self._looks >= _LOOKS:
-            return
+        if module is None or self._looks >= _LOOKS or not (dist.is_available() and dist.is_initialized()):
+            return  # to find them takes milliseconds, and they average over ranks
         self._looks += 1
         in_named = {id(attributes_of(optimizer).get("averager")) for optimizer in named}
         before, self._before = self._before, {}
