@@ -107,7 +107,8 @@ def check_warned(loop: Loop, verdict: Warned, tmp_path: Path, script: Path) -> N
 
 
 def _environment() -> dict[str, str]:
-    return {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, **_ENVIRONMENT, "OMP_NUM_THREADS": "1", "COLUMNS": "500", "PYTHONPATH": root}
 
 
 @pytest.mark.parametrize("loop", _REFUSED, ids=lambda loop: loop.name)
