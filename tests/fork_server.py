@@ -85,12 +85,19 @@ class ForkedProcess:
         self.send_signal(signal.SIGTERM)
 
 
+def clean_environment() -> dict[str, str]:
+    """This process's, without what would change a job. Unbuffered, `print` writes a line in two parts, and the lines of
+    several ranks run into each other."""
+    foreign = ("MINDX_", "MS_", "TORCHELASTIC", "PYTHONUNBUFFERED")
+    return {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+
+
 @functools.cache
 def _server() -> tuple[socket.socket, IO[bytes]]:
     """The connection to this process's server, which ends when it is closed, and what it has to say."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC"))}
+    env = clean_environment()
     paths = filter(None, [str(_ROOT), env.get("PYTHONPATH")])
     env |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": os.pathsep.join(paths)}
     process = subprocess.Popen(

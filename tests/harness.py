@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.fork_server import ForkedProcess
+from tests.fork_server import ForkedProcess, clean_environment
 from tests.watchdog import IDLE_S, Stalled, Watchdog, children
 
 __all__ = ["JOBS", "Job", "children", "events", "run_job", "start_agent", "start_job", "unignore_signals"]
@@ -164,7 +164,7 @@ def _session(leader: int) -> list[int]:
 
 
 def _environment(extra: dict[str, str] | None) -> dict[str, str]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith(("MINDX_", "MS_", "TORCHELASTIC"))}
+    env = clean_environment()
     paths = [str(_ROOT), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     env.update(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONWARNINGS="ignore", **(extra or {}))

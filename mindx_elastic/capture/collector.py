@@ -163,6 +163,10 @@ class Collector:
     def _has_changed(self) -> bool:
         return any(map(_has_changed, self._structures)) or any(map(_has_changed, self._optimizers.values()))
 
+    def is_other_model(self) -> bool:
+        """Whether a start could not make the model again as it is now."""
+        return any(module.is_other_model() for module in self._modules.values())
+
     def has_new_flags(self) -> bool:
         """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
         changed = False

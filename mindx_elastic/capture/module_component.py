@@ -116,6 +116,13 @@ class ModuleComponent:
         self._order = list(self._sharded or self.module.state_dict())
         return self.structure.problems(original_names(named, self._masks.places))
 
+    def is_other_model(self) -> bool:
+        """Whether the module has become what a start cannot make again, according to `follow`, which is not done."""
+        if not self.structure.has_changed():
+            return False
+        named = dict(self.module.named_parameters(remove_duplicate=False))
+        return bool(self.structure.problems(original_names(named, Masks(self.module).places)))
+
     def _find_slots(self) -> None:
         # Slots are (dict, key), not tensors: a forward that assigns `self.buf = new` replaces the object.
         self._slots: list[tuple[dict[str, Any], str]] = []

@@ -123,19 +123,25 @@ class Candidate:
     def _fits(self, own: Strategy, rank: int, known: dict[tuple[int, int], bool]) -> bool:
         """Whether all that `rank` wants is in its own file, in the same parts. `load` reports what no file has.
 
-        known: earlier answers, by strategy and layout of the new world.
+        known: earlier answers that hold for every rank of a layout, by strategy and layout of the new world.
         """
         target = self._context.world.strategy
         for number, group in enumerate(target.classes if target is not None else ()):
+            if rank not in group.layout:
+                continue
             key = (id(own), number)
-            if rank in group.layout and key not in known:
-                known[key] = all(
-                    same_part(own, spec, rank) if spec.name in own.by_name else spec.name not in self._source.by_name
-                    for spec in group.tensors
-                )
-            if rank in group.layout and not known[key]:
+            if key not in known:
+                known[key] = self._has_parts(own, group, None)
+            if not known[key] and not self._has_parts(own, group, rank):
                 return False
         return True
+
+    def _has_parts(self, own: Strategy, group: LayoutClass, rank: int | None) -> bool:
+        """`rank`: the one rank asked about; None: all."""
+        return all(
+            same_part(own, spec, rank) if spec.name in own.by_name else spec.name not in self._source.by_name
+            for spec in group.tensors
+        )
 
     def _judge_parts(self) -> str:
         try:

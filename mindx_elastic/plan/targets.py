@@ -120,17 +120,18 @@ def same_parts(source: Strategy, target: Strategy) -> bool:
     )
 
 
-def same_part(own: Strategy, spec: TensorSpec, rank: int) -> bool:
-    """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other."""
+def same_part(own: Strategy, spec: TensorSpec, rank: int | None) -> bool:
+    """Whether `rank`, whose file says `own`, had the part of `spec` that it wants, and no other. None: every rank."""
     return spec.is_marker or any(
-        _alike(each, spec)
-        # Where the rank is the only holder (see `assumptions`), the whole is its own part.
-        or (
-            tuple(each.layout.ranks) == (rank,)
-            and each.shape == spec.layout.local_shape(spec.shape, spec.layout.shard_of(rank))
-        )
-        for each in own.by_name[spec.name]
+        _alike(each, spec) or (rank is not None and _is_alone(each, spec, rank)) for each in own.by_name[spec.name]
     )
+
+
+def _is_alone(old: TensorSpec, new: TensorSpec, rank: int) -> bool:
+    """Where the rank was the only holder (see `assumptions`), the whole was its own part."""
+    if tuple(old.layout.ranks) != (rank,):
+        return False
+    return old.shape == new.layout.local_shape(new.shape, new.layout.shard_of(rank))
 
 
 def _alike(old: TensorSpec, new: TensorSpec) -> bool:

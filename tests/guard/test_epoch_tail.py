@@ -106,6 +106,26 @@ def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
     check_every_boundary(until_two, tmp_path, steps=LAST * 2 // 3)
 
 
+def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tmp_path: Path) -> None:
+    def exported(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+            if len(x) and epoch == EPOCHS:
+                p.network.exported = torch.nn.Linear(2, 2)
+
+    def unneeding(p: Program) -> None:
+        for _ in p.guard.epochs(EPOCHS):
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+
+    run(exported, tmp_path)
+    again, _ = run(unneeding, tmp_path, seed=99)
+    assert again.guard.step == again.guard.resumed_from_step == LAST
+
+
 def test_a_tail_of_its_own_names_holds_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The names are the inner loop's, and the tail sets them before it reads them."""
 

@@ -255,6 +255,14 @@ def test_parts_of_one_rank_come_from_several_files_when_no_rank_holds_all_of_the
     assert not plan.resharded
 
 
+def test_a_tensor_of_one_rank_that_becomes_that_of_all_is_read_from_its_file_by_the_others() -> None:
+    """All files have one strategy: what is right for the rank that held it alone is not for the others."""
+    alone = Strategy(2, (tensor("w", (3,), layout_of((1,), "R", ranks=(0,))),))
+    shared = Strategy(2, (tensor("w", (3,), layout_of((2,), "R")),))
+    plan = plan_of(files(range(2), strategy=alone), World(2, shared))
+    assert [each.assembled for each in plan.ranks] == [True, True] and plan.resharded
+
+
 def test_holders_of_a_part_are_taken_in_turn_and_ones_own_file_first() -> None:
     plan = plan_of(files(range(4)))
     layout = plan.source.tensors[0].layout

@@ -94,6 +94,13 @@ class EpochTail:
             )
         return self.is_pending
 
+    def tell_of_other_model(self) -> None:
+        logger.info(
+            "the code behind the loop over the batches has made another model, so the state is kept as it was before "
+            "that code: a program that is started again runs it once more, without a batch, and it reads %s",
+            self._reads,
+        )
+
     def _at_batch(self) -> None:
         """There is another batch: the boundary was not the last of its epoch."""
         if self.is_pending:

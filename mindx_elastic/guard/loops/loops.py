@@ -340,6 +340,9 @@ class Loops:
 
     def _pass_tail(self, *, left: int) -> None:
         self.tail.pass_step()
+        if self._collector.is_other_model():  # made ready for an export: the boundary stays as it was before
+            self.tail.tell_of_other_model()
+            return
         self._collector.loop = self.tail.record(self._collector.loop, self.epoch, left)
         self._after_tail(not left)
 
