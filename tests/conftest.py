@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 import pytest
 
 from tests.harness import unignore_signals
@@ -19,3 +22,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         waits_for_jobs = any(item.get_closest_marker(name) for name in ("slow", "drill"))
         if waits_for_jobs and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_SLOW_S))
+
+
+@pytest.fixture(autouse=True)
+def _one_test_is_the_program(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard looks at all modules of its program. The hundreds of other modules of tests that pytest has
+    imported are none of it, and would take most of the time."""
+    surroundings = sys.modules.get("mindx_elastic.guard.checks.surroundings")
+    if surroundings is None:
+        return
+    every, own = surroundings._program_modules, getattr(request, "module", None)
+
+    def of_this_test() -> list[ModuleType]:
+        return [m for m in every() if m is own or not m.__name__.startswith("tests.")]
+
+    monkeypatch.setattr(surroundings, "_program_modules", of_this_test)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import linecache
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache
+from itertools import islice
 from pathlib import PurePath
 
 __all__ = ["Sources", "Tree", "parents_of", "steering_reads"]
@@ -15,6 +17,7 @@ Tree = tuple[ast.AST, dict[int, ast.AST]]
 """A file's syntax tree, and the parents of its nodes."""
 
 _MOST_BYTES = 200_000  # about 5,000 lines
+_MOST_FILES = 64
 _LOGS = frozenset(
     """
     print printf format log log_dict log_metrics log_scalar log_step info debug warning warn error exception critical
@@ -47,13 +50,13 @@ class Sources:
     def trees_with(self, name: str, place: str | None = None) -> list[Tree]:
         """Those in which a variable or an attribute has that name. `place`: see `Found`; only that file."""
         files = self.files if place is None else [f for f in self.files if PurePath(f).name == place.split()[-1]]
-        found = map(_parsed, files)
+        found = [_parsed(file) for file in files if name in _words(file)]
         return [tree for tree, names in found if tree is not None and name in names]
 
 
 def _first(files: Iterable[str]) -> Iterator[str]:
     left = _MOST_BYTES
-    for number, file in enumerate(files):
+    for number, file in enumerate(islice(files, _MOST_FILES)):
         left -= _size(file)
         if left < 0 and number:
             return
@@ -68,7 +71,15 @@ def _size(file: str) -> int:
         return 0
 
 
-@lru_cache(maxsize=32)  # a tree has twenty objects a line, and the garbage collector goes through them
+@cache
+def _words(file: str) -> frozenset[str]:
+    """Found a hundred times faster than the names."""
+    return frozenset(re.findall(r"\w+", "".join(linecache.getlines(file))))
+
+
+# As many as are looked at: else each look would parse them anew. Not more: a tree has twenty objects a line, and the
+# garbage collector goes through them.
+@lru_cache(maxsize=_MOST_FILES)
 def _parsed(file: str) -> tuple[Tree | None, frozenset[str]]:
     """The tree, and the names of its variables and attributes."""
     try:

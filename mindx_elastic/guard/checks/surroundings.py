@@ -9,6 +9,7 @@ keeps no reference, and it is bounded, because it runs in the training thread.
 from __future__ import annotations
 
 import gc
+import os
 import random
 import sys
 import sysconfig
@@ -162,13 +163,13 @@ def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, An
         yield place_of(each), _locals_of(each)
     for module in _program_modules():
         file = getattr(module, "__file__", None)
-        yield PurePath(file).name if file else module.__name__, vars(module)
+        yield os.path.basename(file) if file else module.__name__, vars(module)
 
 
 def places_of(frame: FrameType | None) -> set[str]:
     """The places (see `Found`) of the variables that `look` begins with."""
     files = {module.__name__: getattr(module, "__file__", None) for module in _program_modules()}  # a notebook has none
-    modules = {PurePath(file).name if file else name for name, file in files.items()}
+    modules = {os.path.basename(file) if file else name for name, file in files.items()}
     return modules | set(map(place_of, program_frames(frame)))
 
 
@@ -497,16 +498,11 @@ def _locals_of(frame: FrameType) -> dict[str, Any]:
     return copied
 
 
-@lru_cache(maxsize=1024)
-def _file_name(path: str) -> str:
-    return PurePath(path).name
-
-
 def place_of(frame: FrameType) -> str:
     """The place (see `Found`) of the variables of a running function."""
     code = frame.f_code
     file = "the notebook" if "ipykernel" in code.co_filename or code.co_filename.startswith("<ipython") else ""
-    file = file or _file_name(code.co_filename)
+    file = file or os.path.basename(code.co_filename)
     return file if code.co_name == "<module>" else f"{code.co_name}() in {file}"
 
 
