@@ -19,7 +19,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import partial
 from itertools import islice
 from pathlib import PurePath
 from types import FrameType
