@@ -106,6 +106,40 @@ def test_a_break_behind_the_last_batch_stays_one(tmp_path: Path) -> None:
     check_every_boundary(until_two, tmp_path, steps=LAST * 2 // 3)
 
 
+class Trainer:
+    """A library's ``update_parameters`` is called behind the loop, its own in it."""
+
+    def __init__(self, p: Program) -> None:
+        self.p, self.seen = p, None
+        self.average = torch.optim.swa_utils.AveragedModel(p.network)
+
+    def update_parameters(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if self.seen is not None:
+            self.seen.sum()
+        self.seen = x
+        self.p.step(x, y)
+        self.p.guard.step_end()
+
+    def train(self) -> None:
+        for _ in self.p.guard.epochs(EPOCHS):
+            for x, y in self.p.loader:
+                self.update_parameters(x, y)
+            self.average.update_parameters(self.p.network)
+
+
+def test_a_method_of_the_same_name_holds_no_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    real = EpochTail.at_boundary
+
+    def note(self: EpochTail, *args: Any, **options: Any) -> None:
+        real(self, *args, **options)
+        held.append(self.is_pending)
+
+    monkeypatch.setattr(EpochTail, "at_boundary", note)
+    run(lambda p: Trainer(p).train(), tmp_path)
+    assert len(held) == LAST and not any(held)
+
+
 def test_a_model_that_becomes_another_one_at_the_end_is_kept_as_it_was_before(tmp_path: Path) -> None:
     def exported(p: Program) -> None:
         for epoch in p.guard.epochs(EPOCHS):

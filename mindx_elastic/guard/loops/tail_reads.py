@@ -90,13 +90,13 @@ def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | Non
             has_loop = True
             found.gather(path[inner], at, functions)
         elif not has_loop:
-            found.gather_attributes(path[min(first, len(path) - 1)], functions)
+            found.gather_attributes(path[min(first, len(path) - 1)], at, functions)
         if has_loop:
             tail = list(_behind(path, first, inner))
             names = found.names if inner is not None else set()
-            if read := _first_read(tail, names, functions, in_module=at.f_code.co_name == "<module>"):
+            if read := _first_read(tail, names, at, functions):
                 return read
-            if read := _attribute_read(tail, found.attributes, functions):
+            if read := _attribute_read(tail, found.attributes, at, functions):
                 return read
         found.names = set()  # of another scope
         if is_outermost or is_entered:
@@ -153,18 +153,35 @@ def _functions_of(tree: ast.Module) -> dict[str, list[_Function]]:
     return found
 
 
-def _called(nodes: Iterable[ast.AST], functions: dict[str, list[_Function]]) -> list[_Function]:
-    """The functions of the same file that are called in `nodes`, by name, and those that they call."""
+def _called(nodes: Iterable[ast.AST], frame: FrameType, functions: dict[str, list[_Function]]) -> list[_Function]:
+    """The functions of the same file that are called in `nodes`, and by name those that they call.
+
+    `frame`: where the nodes run.
+    """
     found: dict[int, _Function] = {}
     todo = list(nodes)
-    for _depth in range(_DEPTH):
-        names = {
-            _last_name(node.func) for one in todo for node in ast.walk(one) if isinstance(node, ast.Call)
-        }  # fmt: skip
-        new = [f for name in names for f in functions.get(name, ()) if id(f) not in found]
-        found |= {id(f): f for f in new}
-        todo = list(new)
+    for depth in range(_DEPTH):
+        calls = [node.func for one in todo for node in ast.walk(one) if isinstance(node, ast.Call)]
+        meant = [f for call in calls for f in _meant(call, None if depth else frame, functions)]
+        todo = list({id(f): f for f in meant if id(f) not in found}.values())
+        found |= {id(f): f for f in meant}
     return list(found.values())
+
+
+def _meant(function: ast.expr, frame: FrameType | None, functions: dict[str, list[_Function]]) -> list[_Function]:
+    """What is called by that expression: exactly, where `frame` tells, else by its name."""
+    named = functions.get(_last_name(function), [])
+    if frame is None or not named:
+        return named
+    code = getattr(value_of(function, frame), "__code__", None)
+    if code is not None and code.co_filename == frame.f_code.co_filename:
+        behind = (f for f in named if f.lineno >= code.co_firstlineno)  # decorators stand before the ``def``
+        return sorted(behind, key=lambda f: f.lineno)[:1]
+    owner = value_of(function.value, frame) if isinstance(function, ast.Attribute) else None
+    if owner is None or type(owner) is object:  # not known
+        return named
+    kind = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
+    return [] if _is_library(kind) else named  # ``scheduler.step``: not the program's own
 
 
 def _last_name(node: ast.expr) -> str:
@@ -194,14 +211,14 @@ class _Gathered:
                     if isinstance(value_of(argument, frame), _CONTAINERS):
                         self._add(argument, frame)
         if frame.f_code.co_name == "<module>":
-            for function in _called([loop], functions):
+            for function in _called([loop], frame, functions):
                 declared = [n for node in ast.walk(function) if isinstance(node, ast.Global) for n in node.names]
                 self.names |= set(declared) & set(_bound(function))
-        self.gather_attributes(loop, functions)
+        self.gather_attributes(loop, frame, functions)
 
-    def gather_attributes(self, node: ast.AST, functions: dict[str, list[_Function]]) -> None:
+    def gather_attributes(self, node: ast.AST, frame: FrameType, functions: dict[str, list[_Function]]) -> None:
         """``self.total += ...`` and ``self.losses.append(...)`` in `node` and in what it calls."""
-        for one in (node, *_called([node], functions)):
+        for one in (node, *_called([node], frame, functions)):
             for inner in ast.walk(one):
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store):
                     self.attributes |= {inner.attr} - _OF_TENSORS
@@ -247,15 +264,15 @@ def _bound(node: ast.AST) -> Iterator[str]:
 
 
 def _first_read(
-    tail: Sequence[ast.stmt], names: set[str], functions: dict[str, list[_Function]], *, in_module: bool
+    tail: Sequence[ast.stmt], names: set[str], frame: FrameType, functions: dict[str, list[_Function]]
 ) -> str | None:
     """One of `names` that `tail` reads before it sets it."""
     if not names:
         return None
     reads = _Reads(names)
     reads.go(tail, set())
-    if not reads.found and in_module:
-        for function in _called(tail, functions):
+    if not reads.found and frame.f_code.co_name == "<module>":
+        for function in _called(tail, frame, functions):
             reads.go([function], set())
     return reads.found
 
@@ -325,10 +342,10 @@ def _names_of(target: ast.AST) -> set[str]:
 
 
 def _attribute_read(
-    tail: Sequence[ast.stmt], attributes: set[str], functions: dict[str, list[_Function]]
+    tail: Sequence[ast.stmt], attributes: set[str], frame: FrameType, functions: dict[str, list[_Function]]
 ) -> str | None:
     """One of `attributes` that `tail` reads, where what an object begins with (zero, None, an empty list) may fail."""
-    for one in (*tail, *_called(tail, functions)):
+    for one in (*tail, *_called(tail, frame, functions)):
         nodes = list(ast.walk(one))
         filled = {id(owner) for owner in map(_filled_by, nodes) if owner is not None}
         parents = parents_of(one)
