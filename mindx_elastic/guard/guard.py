@@ -181,10 +181,10 @@ class Guard:
         """For layers above, before entering: their loop uses each batch before it fetches the next one."""
         self._loaders.expect_no_look_ahead()
 
-    def look_into(self, variables: Mapping[str, object], *, kept: Sequence[object] = ()) -> None:
-        """For layers above, before entering: objects of the program that no variable of its own may have, by the name
-        that it knows; and those whose state the layer keeps."""
-        self._more, self._kept = dict(variables), tuple(kept)
+    def look_into(self, variables: Mapping[str, Any], *, kept: Sequence[Any] = (), tail: str | None = None) -> None:
+        """For layers above, before entering: objects of the program by the names that it knows; those whose state the
+        layer keeps; what its code at an epoch's end needs the epoch's steps for."""
+        self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
 
     def __enter__(self) -> Guard:
         if self in _entered:  # on every rank alike; the block that is open goes on

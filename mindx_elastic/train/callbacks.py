@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, TypeAlias
 
 from mindx_elastic.core.events import logger
 from mindx_elastic.errors import UsageError
+from mindx_elastic.guard.loops.tail_reads import attribute_read
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "RunContext",
     "as_callback_list",
     "keeps_state",
+    "read_at_epoch_end",
 ]
 
 
@@ -185,6 +188,17 @@ class CallbackList(Callback):
 def keeps_state(callback: Callback) -> bool:
     """Whether the callback says by itself what of it must survive a restart."""
     return type(callback).state_dict is not Callback.state_dict
+
+
+def read_at_epoch_end(callback: Callback) -> str | None:
+    """What ``on_train_epoch_end`` cannot do without and only the hooks of the epoch's steps set; None: nothing."""
+    kind = type(callback)
+    at_end, ours = kind.on_train_epoch_end, Callback.__module__.partition(".")[0]
+    if keeps_state(callback) or not isinstance(at_end, FunctionType) or at_end.__module__.partition(".")[0] == ours:
+        return None
+    hooks = (kind.on_train_step_begin, kind.on_train_step_end)
+    found = attribute_read(at_end, [hook for hook in hooks if isinstance(hook, FunctionType)])
+    return None if found is None else f"{found} of {kind.__name__}"
 
 
 def as_callback_list(callbacks: Callbacks) -> list[Callback]:

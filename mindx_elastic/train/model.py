@@ -20,7 +20,14 @@ from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.train.callbacks import Callback, CallbackList, Callbacks, as_callback_list, keeps_state
+from mindx_elastic.train.callbacks import (
+    Callback,
+    CallbackList,
+    Callbacks,
+    as_callback_list,
+    keeps_state,
+    read_at_epoch_end,
+)
 from mindx_elastic.train.checkpoint import PeriodicSave
 from mindx_elastic.train.clock import open_clock
 from mindx_elastic.train.evaluation import evaluate, kept_position, open_eval_guard
@@ -123,7 +130,11 @@ class Model(ModelParts):
                 )
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
-                    guard.look_into(self._surroundings(given), kept=[c for c in given if keeps_state(c)])
+                    guard.look_into(
+                        self._surroundings(given),
+                        kept=[c for c in given if keeps_state(c)],
+                        tail=next(filter(None, map(read_at_epoch_end, given)), None),
+                    )
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too
                 elif exchange is not None:
                     meet(exchange, "prepared", [])

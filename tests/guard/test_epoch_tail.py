@@ -110,7 +110,8 @@ class Trainer:
     """A library's ``update_parameters`` is called behind the loop, its own in it."""
 
     def __init__(self, p: Program) -> None:
-        self.p, self.seen = p, None
+        self.p = p
+        self.seen: torch.Tensor | None = None
         self.average = torch.optim.swa_utils.AveragedModel(p.network)
 
     def update_parameters(self, x: torch.Tensor, y: torch.Tensor) -> None:

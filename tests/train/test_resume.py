@@ -97,6 +97,41 @@ def stop_and_resume(action: Any, step: int, hook: str = "on_train_step_end", **c
     return train([ExceptionCheckpoint(directory="out")], **changes)
 
 
+class MeanLoss(Callback):
+    """As people write it: nothing says that its sum must survive a restart."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+        self.means: list[float] = []
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        self.total, self.count = 0.0, 0
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        self.total += run_context.original_args().net_outputs.item()
+        self.count += 1
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        self.means.append(self.total / self.count)
+
+
+@pytest.mark.parametrize("epoch", [1, 2, 3])
+def test_a_mean_over_the_epochs_steps_stopped_behind_the_last_of_them(epoch: int) -> None:
+    whole, every = MeanLoss(), []
+    reference, _ = train([ExceptionCheckpoint(directory="whole"), whole])
+    assert len(whole.means) == 3
+    for resumed in (False, True):
+        mean = MeanLoss()
+        every.append(mean)
+        if resumed:
+            model, _ = train([ExceptionCheckpoint(directory="out"), mean])
+        else:
+            with pytest.raises(GracefulExit):
+                train([ExceptionCheckpoint(directory="out"), At(6 * epoch, sigterm), mean])
+    assert same(weights(model), weights(reference))
+    assert [value for mean in every for value in mean.means] == whole.means
+
+
 class MultiOptimizer(Model):
     """Two optimizers, one of them for a module that only this class knows."""
 

@@ -152,7 +152,12 @@ def _loops_around(frame: FrameType | None, entry: Entry | None) -> list[tuple[_L
 
 def tree_of(frame: FrameType) -> ast.Module | None:
     """The syntax tree of the file of a running function; None where there is no source."""
-    lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
+    return tree_of_file(frame.f_code.co_filename, frame.f_globals)
+
+
+def tree_of_file(file: str, variables: dict[str, Any]) -> ast.Module | None:
+    """`variables`: the module's; without a file they may know their source."""
+    lines = linecache.getlines(file, variables)
     return _parsed("".join(lines)) if lines else None
 
 

@@ -21,7 +21,7 @@ import ast
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any, TypeAlias
 
 import torch
@@ -29,9 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
-from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, value_of
+from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, tree_of_file, value_of
 
-__all__ = ["UNSEEN", "Place", "place_of", "places_of", "tail_reads"]
+__all__ = ["UNSEEN", "Place", "attribute_read", "place_of", "places_of", "tail_reads"]
 
 UNSEEN = "what the loop has made"
 """The answer where there is no source."""
@@ -104,6 +104,26 @@ def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | Non
     return None
 
 
+def attribute_read(at_end: FunctionType, in_steps: Iterable[FunctionType]) -> str | None:
+    """The same of methods that a layer above calls at an epoch's end and at its steps: what the one reads of the object
+    and the others set or fill. None: there is none, or no source."""
+    found = _Gathered(())
+    for method in in_steps:
+        node, functions = _source_of(method)
+        if node is not None:
+            found.gather_attributes(node, None, functions)
+    node, functions = _source_of(at_end)
+    return None if node is None else _attribute_read(node.body, found.attributes, None, functions)
+
+
+def _source_of(method: FunctionType) -> tuple[_Function | None, dict[str, list[_Function]]]:
+    """The node of `method`, and the functions of its file."""
+    code = method.__code__
+    tree = tree_of_file(code.co_filename, method.__globals__)
+    functions = {} if tree is None else _functions_of(tree)
+    return next(iter(_defined(code, functions.get(code.co_name, []))), None), functions
+
+
 # --- where ---
 
 
@@ -153,10 +173,12 @@ def _functions_of(tree: ast.Module) -> dict[str, list[_Function]]:
     return found
 
 
-def _called(nodes: Iterable[ast.AST], frame: FrameType, functions: dict[str, list[_Function]]) -> list[_Function]:
+def _called(
+    nodes: Iterable[ast.AST], frame: FrameType | None, functions: dict[str, list[_Function]]
+) -> list[_Function]:
     """The functions of the same file that are called in `nodes`, and by name those that they call.
 
-    `frame`: where the nodes run.
+    `frame`: where the nodes run; None: they do not.
     """
     found: dict[int, _Function] = {}
     todo = list(nodes)
@@ -175,13 +197,18 @@ def _meant(function: ast.expr, frame: FrameType | None, functions: dict[str, lis
         return named
     code = getattr(value_of(function, frame), "__code__", None)
     if code is not None and code.co_filename == frame.f_code.co_filename:
-        behind = (f for f in named if f.lineno >= code.co_firstlineno)  # decorators stand before the ``def``
-        return sorted(behind, key=lambda f: f.lineno)[:1]
+        return _defined(code, named)
     owner = value_of(function.value, frame) if isinstance(function, ast.Attribute) else None
     if owner is None or type(owner) is object:  # not known
         return named
     kind = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
     return [] if _is_library(kind) else named  # ``scheduler.step``: not the program's own
+
+
+def _defined(code: CodeType, named: Iterable[_Function]) -> list[_Function]:
+    """The one of `named` with that code."""
+    behind = (f for f in named if f.lineno >= code.co_firstlineno)  # decorators stand before the ``def``
+    return sorted(behind, key=lambda f: f.lineno)[:1]
 
 
 def _last_name(node: ast.expr) -> str:
@@ -216,7 +243,7 @@ class _Gathered:
                 self.names |= set(declared) & set(_bound(function))
         self.gather_attributes(loop, frame, functions)
 
-    def gather_attributes(self, node: ast.AST, frame: FrameType, functions: dict[str, list[_Function]]) -> None:
+    def gather_attributes(self, node: ast.AST, frame: FrameType | None, functions: dict[str, list[_Function]]) -> None:
         """``self.total += ...`` and ``self.losses.append(...)`` in `node` and in what it calls."""
         for one in (node, *_called([node], frame, functions)):
             for inner in ast.walk(one):
@@ -342,7 +369,7 @@ def _names_of(target: ast.AST) -> set[str]:
 
 
 def _attribute_read(
-    tail: Sequence[ast.stmt], attributes: set[str], frame: FrameType, functions: dict[str, list[_Function]]
+    tail: Sequence[ast.stmt], attributes: set[str], frame: FrameType | None, functions: dict[str, list[_Function]]
 ) -> str | None:
     """One of `attributes` that `tail` reads, where what an object begins with (zero, None, an empty list) may fail."""
     for one in (*tail, *_called(tail, frame, functions)):
