@@ -167,6 +167,10 @@ class Collector:
         """Whether a start could not make the model again as it is now."""
         return any(module.is_other_model() for module in self._modules.values())
 
+    def add_to_boundary(self, more: Mapping[str, Any]) -> None:
+        """Make `more` part of `loop`, of the boundary just copied too."""
+        self.loop = self._loop = {**self._loop, **more}
+
     def has_new_flags(self) -> bool:
         """Whether a mode or `requires_grad` is another than at the boundary before. Asks once."""
         changed = False

@@ -450,7 +450,7 @@ class Guard:
         self._log_filter.step = step
         if self._listeners.early_flags and self._cut and self._listeners.raise_early_flags():
             self._step_gate.wait_for_limit(_HEARD_S)
-        self._around.at_boundary(step, cut=self._cut and not tail.is_pending)
+        self._around.at_boundary(step, cut=self._cut, tail_follows=tail.is_pending, after_tail=at_tail)
         if (
             self._witness is not None
             and not at_tail
@@ -479,7 +479,7 @@ class Guard:
         if may_stop:
             self._offer_stop(at_tail=True)
         else:
-            self._around.at_boundary(self._loops.step, cut=self._cut)
+            self._around.at_boundary(self._loops.step, cut=self._cut, after_tail=True)
             self._collector.leave_boundary()
 
     def _is_exposed(self) -> bool:

@@ -213,12 +213,13 @@ class BoundaryLog:
         if self._run_id and not self._broken:
             self._write(self._collector.position.step, self._collector.volatile, pinned=True)
 
-    def at_boundary(self) -> None:
-        """A boundary has just been copied by the collector."""
-        came_true = self._collector.forecast_correct = self._collector.forecast_came_true()
-        if came_true is not None:
-            self._doubted |= not came_true
-            self._trusted = not self._doubted
+    def at_boundary(self, *, after_tail: bool = False) -> None:
+        """A boundary has just been copied by the collector. `after_tail`: once more, after code that follows it."""
+        if not after_tail:  # that code was no part of the forecast
+            came_true = self._collector.forecast_correct = self._collector.forecast_came_true()
+            if came_true is not None:
+                self._doubted |= not came_true
+                self._trusted = not self._doubted
         self._write(self._collector.position.step, self._collector.volatile)
 
     def _forward_ended(self) -> None:

@@ -93,11 +93,14 @@ class Memory:
                 self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
             )
 
-    def at_boundary(self, step: int) -> None:
-        """Training thread: the boundary `step` was passed."""
+    def at_boundary(self, step: int, *, tail_follows: bool = False, after_tail: bool = False) -> None:
+        """Training thread: the boundary `step` was passed.
+
+        `tail_follows`: code that belongs to it is still to come, and snapshots wait for `after_tail`.
+        """
         if self._log is not None:
-            self._log.at_boundary()
-        if self._snapshotter is not None:
+            self._log.at_boundary(after_tail=after_tail)
+        if self._snapshotter is not None and not tail_follows:
             self._snapshotter.at_boundary(step)
 
     def take_last(self) -> bool:

@@ -3,7 +3,8 @@
 Such code (`tail_reads`) fails in a run that is resumed at the last boundary of an epoch, for the epoch comes once more
 without batches. So that boundary is copied as any other, for an exception or a deadline; but the usual stop, snapshots
 and periodic saves wait until the tail has run. The boundary is then copied again, with the news that nothing is left of
-its epoch, and a resumed run begins with the next one.
+its epoch, and a resumed run begins with the next one. A kill does not wait: the boundary in front of the tail has the
+values that the tail reads (`tail_values`).
 
 ==========================================  ============================================================================
 the last batch of an epoch is known         the stop
@@ -18,6 +19,7 @@ of the block.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping
 from types import FrameType
 from typing import Any
@@ -25,11 +27,12 @@ from typing import Any
 from mindx_elastic.core.events import logger
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.own_counters import Entry
-from mindx_elastic.guard.loops.tail_reads import Place, place_of, places_of, tail_reads
+from mindx_elastic.guard.loops.tail_reads import Place, TailReads, place_of, places_of, tail_reads
+from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
 
 __all__ = ["EpochTail", "without_end"]
 
-_OVER = "epoch_is_over"  # the key in `Collector.loop`
+_OVER, _VALUES = "epoch_is_over", "tail_values"  # the keys in `Collector.loop`
 
 
 class EpochTail:
@@ -42,16 +45,24 @@ class EpochTail:
         self.layer_reads: str | None = None
         """What the layer above reads at an epoch's end and fills at its steps; it keeps the loop itself."""
         self._place: Place | None = None
-        self._reads: str | None = None  # what the tail of this epoch reads
-        self._found: dict[tuple[Place, ...], str | None] = {}  # by where the boundary was
+        self._reads: TailReads | None = None  # of this epoch's tail
+        self._found: dict[tuple[Place, ...], TailReads | None] = {}  # by where the boundary was
+        self._entry: Entry | None = None
+        self._values: Mapping[str, Any] = {}  # of the resumed boundary
+        self._keep: Callable[[dict[str, Any]], None] = lambda values: None
         self._is_known = self._has_told = False
         self._may_go_on = False
         self._stop: Callable[[], None] = _nothing
 
-    def enter(self, stop: Callable[[], None]) -> None:
-        """`stop`: stops the job at the last boundary, after code that has fetched a batch."""
-        self.is_pending, self._stop = False, stop
+    def enter(self, stop: Callable[[], None], keep: Callable[[dict[str, Any]], None]) -> None:
+        """`stop`: stops the job at the last boundary, after code that has fetched a batch. `keep`: makes that part of
+        `Collector.loop`, at the boundary too."""
+        self.is_pending, self._stop, self._keep = False, stop, keep
         self._loaders.at_unforeseen_end(self._is_at_end)
+
+    def resume(self, loop: Mapping[str, Any]) -> None:
+        """The epoch of the resumed boundary comes once more; `loop` as `Collector.loop` was there."""
+        self._values = loop.get(_VALUES) or {}
 
     def begin_epoch(self, frame: FrameType | None) -> None:
         """A loop over epochs, in `frame`, begins one."""
@@ -61,20 +72,28 @@ class EpochTail:
     def at_boundary(self, frame: FrameType, entry: Entry | None, kept: Collection[int], *, is_layered: bool) -> None:
         """A boundary within an epoch has been copied."""
         self.is_pending = self._may_go_on = False
+        self._entry, self._values = entry, {}
         at_end, is_foreseen = self._loaders.at_end_of_epoch()
         if at_end or not is_foreseen:
             if not self._is_known:
                 self._is_known = True
-                self._reads = self.layer_reads if is_layered else self._look(frame, entry, kept)
+                layers = None if self.layer_reads is None else TailReads(self.layer_reads, {})
+                self._reads = layers if is_layered else self._look(frame, entry, kept)
             self.is_pending = at_end and self._reads is not None
+            if self.is_pending:
+                self._keep_values(frame)
             self._may_go_on = not is_foreseen and self._reads is not None
 
-    def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> str | None:
+    def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> TailReads | None:
         """Reads source: once for each place in the program that ends a step."""
         key = tuple(places_of(frame, entry))
         if key not in self._found:
             self._found[key] = tail_reads(frame, entry, self._place, kept)
         return self._found[key]
+
+    def _keep_values(self, frame: FrameType) -> None:
+        if self._reads is not None and (values := values_of(frame, self._entry, self._reads.names)):
+            self._keep({_VALUES: values})
 
     def pass_step(self) -> None:
         """Another step has ended, or the tail."""
@@ -90,7 +109,7 @@ class EpochTail:
             logger.info(
                 "the code behind the loop over the batches reads %s, which that loop sets: at an epoch's end the job "
                 "stops behind that code, as far as the time allows",
-                self._reads,
+                self._reads and self._reads.first,
             )
         return self.is_pending
 
@@ -98,7 +117,7 @@ class EpochTail:
         logger.info(
             "the code behind the loop over the batches has made another model, so the state is kept as it was before "
             "that code: a program that is started again runs it once more, without a batch, and it reads %s",
-            self._reads,
+            self._reads and self._reads.first,
         )
 
     def _at_batch(self) -> None:
@@ -110,13 +129,18 @@ class EpochTail:
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
         self.is_pending = self.is_pending or self._may_go_on
+        if self.is_pending:
+            self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
+        elif self._values:
+            values, self._values = self._values, {}
+            put_back_values(sys._getframe(1), values)
 
     # --- what a checkpoint says ---
 
     def record(self, loop: Mapping[str, Any], epoch: int, left: int) -> dict[str, Any]:
         """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
         before its end, else 0."""
-        return {**loop, _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()}}
+        return {**without_end(loop), _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()}}
 
     def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""
@@ -133,7 +157,7 @@ class EpochTail:
 
 def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
     """`Collector.loop` as a new epoch begins."""
-    return {key: value for key, value in loop.items() if key != _OVER}
+    return {key: value for key, value in loop.items() if key not in (_OVER, _VALUES)}
 
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -126,7 +126,7 @@ class Loops:
         self._collector, self._unmanaged = collector, unmanaged
         self._late_boundary, self._leave_step, self._enter_step = late_boundary, leave_step, enter_step
         self._after_tail = after_tail
-        self.tail.enter(stop_here)
+        self.tail.enter(stop_here, collector.add_to_boundary)
         self._running: object = None  # the loop over epochs that has yielded last
         self._ended = 0  # epochs that a loop of this process has gone through
         self._done = 0  # the last epoch whose body has ended in this process
@@ -318,7 +318,11 @@ class Loops:
             if hasattr(loader, "set_epoch"):
                 loader.set_epoch(epoch)
         self._loaders.begin_epoch()
-        loop = self._collector.loop = without_end(self._collector.loop)
+        if self._restores:
+            self.tail.resume(self._collector.loop)
+        else:
+            self._collector.loop = without_end(self._collector.loop)
+        loop = self._collector.loop
         if self._restores:
             self._arm(restore=True)
             if streams := loop.get(_STREAMS):

@@ -22,7 +22,7 @@ import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from types import CodeType, FrameType, FunctionType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -31,10 +31,19 @@ from mindx_elastic.guard.checks.source_reads import parents_of
 from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, tree_of_file, value_of
 
-__all__ = ["UNSEEN", "Place", "attribute_read", "place_of", "places_of", "tail_reads"]
+__all__ = ["Place", "TailReads", "attribute_read", "place_of", "places_of", "tail_reads"]
 
-UNSEEN = "what the loop has made"
-"""The answer where there is no source."""
+
+class TailReads(NamedTuple):
+    """What the tail reads and the inner loop sets or fills."""
+
+    first: str
+    """One of the names, for messages."""
+    names: dict[str, list[str]]
+    """The variables and attributes (``losses``, ``self.losses``), by the function that reads them."""
+
+
+_UNSEEN = TailReads("what the loop has made", {})  # where there is no source
 
 Place: TypeAlias = "tuple[CodeType, int]"
 """Where the loop over the epochs is: a function's code, and a line of it."""
@@ -63,18 +72,21 @@ def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:
             return
 
 
-def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]) -> str | None:
-    """A name that the tail reads and the inner loop around the call in `frame` sets or fills; None: there is none.
+def tail_reads(
+    frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]
+) -> TailReads | None:
+    """What the tail reads and the inner loop around the call in `frame` sets or fills; None: nothing.
 
     `entry`: where the guard was entered. `epochs`: where the loop over the epochs is. `kept`: `id` of what the guard
     keeps: it is filled after a resume.
     """
     found = _Gathered(kept)
+    reads: dict[str, list[str]] = {}
     has_loop = False
     for at in program_frames(frame):
         tree = tree_of(at)
         if tree is None:
-            return UNSEEN
+            return _UNSEEN
         path = _path(tree, at.f_code.co_name, at.f_lineno)
         is_outermost = epochs is not None and at.f_code is epochs[0]
         is_entered = entry is not None and at.f_code is entry[0]
@@ -94,14 +106,13 @@ def tail_reads(frame: FrameType | None, entry: Entry | None, epochs: Place | Non
         if has_loop:
             tail = list(_behind(path, first, inner))
             names = found.names if inner is not None else set()
-            if read := _first_read(tail, names, at, functions):
-                return read
-            if read := _attribute_read(tail, found.attributes, at, functions):
-                return read
+            read = _names_read(tail, names, at, functions) + _attributes_read(tail, found.attributes, at, functions)
+            if read:
+                reads[at.f_code.co_name] = read
         found.names = set()  # of another scope
         if is_outermost or is_entered:
             break
-    return None
+    return TailReads(next(iter(reads.values()))[0], reads) if reads else None
 
 
 def attribute_read(at_end: FunctionType, in_steps: Iterable[FunctionType]) -> str | None:
@@ -113,7 +124,7 @@ def attribute_read(at_end: FunctionType, in_steps: Iterable[FunctionType]) -> st
         if node is not None:
             found.gather_attributes(node, None, functions)
     node, functions = _source_of(at_end)
-    return None if node is None else _attribute_read(node.body, found.attributes, None, functions)
+    return None if node is None else next(iter(_attributes_read(node.body, found.attributes, None, functions)), None)
 
 
 def _source_of(method: FunctionType) -> tuple[_Function | None, dict[str, list[_Function]]]:
@@ -290,24 +301,24 @@ def _bound(node: ast.AST) -> Iterator[str]:
 # --- what the tail reads ---
 
 
-def _first_read(
+def _names_read(
     tail: Sequence[ast.stmt], names: set[str], frame: FrameType, functions: dict[str, list[_Function]]
-) -> str | None:
-    """One of `names` that `tail` reads before it sets it."""
+) -> list[str]:
+    """Those of `names` that `tail` reads before it sets them."""
     if not names:
-        return None
+        return []
     reads = _Reads(names)
     reads.go(tail, set())
-    if not reads.found and frame.f_code.co_name == "<module>":
+    if frame.f_code.co_name == "<module>":
         for function in _called(tail, frame, functions):
             reads.go([function], set())
-    return reads.found
+    return list(reads.found)
 
 
 class _Reads:
     def __init__(self, names: set[str]) -> None:
         self._names = names
-        self.found: str | None = None
+        self.found: dict[str, None] = {}
 
     def go(self, statements: Iterable[ast.AST], bound: set[str]) -> set[str]:
         """Returns what is set for certain after `statements`, in whose front `bound` is."""
@@ -353,7 +364,7 @@ class _Reads:
             return bound
         if isinstance(node, ast.Name):
             if isinstance(node.ctx, ast.Load) and node.id in self._names and node.id not in bound:
-                self.found = self.found or node.id
+                self.found[node.id] = None
             return bound
         if isinstance(node, ast.Call) and isinstance(_filled_by(node), ast.Name):
             return self.go([*node.args, *node.keywords], bound)
@@ -368,10 +379,11 @@ def _names_of(target: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(target) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
 
 
-def _attribute_read(
+def _attributes_read(
     tail: Sequence[ast.stmt], attributes: set[str], frame: FrameType | None, functions: dict[str, list[_Function]]
-) -> str | None:
-    """One of `attributes` that `tail` reads, where what an object begins with (zero, None, an empty list) may fail."""
+) -> list[str]:
+    """Those of `attributes` that `tail` reads, where an object's first value (zero, None, an empty list) may fail."""
+    found: dict[str, None] = {}
     for one in (*tail, *_called(tail, frame, functions)):
         nodes = list(ast.walk(one))
         filled = {id(owner) for owner in map(_filled_by, nodes) if owner is not None}
@@ -379,8 +391,8 @@ def _attribute_read(
         for node in nodes:
             is_read = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and id(node) not in filled
             if is_read and node.attr in attributes and _may_fail(node, parents):  # type: ignore[attr-defined]
-                return ast.unparse(node)
-    return None
+                found[ast.unparse(node)] = None
+    return list(found)
 
 
 def _may_fail(node: ast.AST, parents: dict[int, ast.AST]) -> bool:

@@ -1,0 +1,98 @@
+"""Keeps what the code behind an epoch needs of the epoch, for a process that is killed in that code.
+
+The usual stop waits for that code (`epoch_tail`); a kill, an exception and the deadline do not, and a run that is
+resumed at the epoch's last boundary comes to it without a batch. So the values that it reads (`tail_reads`) are part of
+that boundary. When the resumed loop over the loader ends, they are set in the frames of the program, as a debugger sets
+them.
+"""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from mindx_elastic.capture.copying import copy_tree, map_tensors
+from mindx_elastic.errors import UnsupportedStateError
+from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.loops.own_counters import Entry, value_of
+from mindx_elastic.persist.flatten import flatten
+
+__all__ = ["put_back_values", "values_of"]
+
+_MOST_BYTES = 1 << 20
+"""Of one rank: losses and sums have less, batches and outputs have more."""
+
+
+def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Copies, by function and name, of those `names` that a checkpoint can hold and that are small.
+
+    `frame`: at the boundary, or where the loop over the loader ends. `entry`: where the guard was entered.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    left = _MOST_BYTES
+    for at in program_frames(frame):
+        for name in names.get(at.f_code.co_name, ()):
+            value = value_of(ast.parse(name, mode="eval").body, at)
+            size = _size(value)
+            if size is None or size > left:
+                continue
+            left -= size
+            devices = _devices(value)
+            kept = map_tensors(copy_tree(value), torch.Tensor.cpu)
+            found.setdefault(at.f_code.co_name, {})[name] = {"value": kept, "device": devices[0] if devices else "cpu"}
+        if entry is not None and at.f_code is entry[0]:
+            break
+    return found
+
+
+def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
+    """Set them in the functions that run. `frame`: where the loop over the loader ends."""
+    for at in program_frames(frame):
+        for name, kept in values.get(at.f_code.co_name, {}).items():
+            device = kept["device"]
+            value = map_tensors(copy_tree(kept["value"]), partial(_moved, device=device))
+            _set(ast.parse(name, mode="eval").body, value, at)
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    return tensor.to(device)
+
+
+def _set(target: ast.expr, value: Any, frame: FrameType) -> None:
+    if isinstance(target, ast.Attribute):
+        setattr(value_of(target.value, frame), target.attr, value)
+    elif isinstance(target, ast.Name):
+        frame.f_locals[target.id] = value
+        if sys.version_info < (3, 13):  # there `f_locals` is a copy, and this writes it back
+            ctypes.pythonapi.PyFrame_LocalsToFast(ctypes.py_object(frame), ctypes.c_int(0))
+
+
+def _size(value: Any) -> int | None:
+    """In bytes; None: a checkpoint cannot hold it."""
+    if isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES:
+        return None
+    try:
+        tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
+    except UnsupportedStateError:
+        return None
+    return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(tree))
+
+
+def _devices(value: Any) -> list[str]:
+    """The kinds of devices that the tensors of `value` are on."""
+    found: list[str] = []
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.device.type)
+        return tensor
+
+    map_tensors(value, note)
+    return found
