@@ -37,7 +37,7 @@ def main() -> None:
     loader = mx.data.ResumableLoader(data, 4, shuffle=True, seed=1)
     guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=args.directory)
     with guard:
-        print(f"READY {rank} {os.getpid()} {guard.resumed_from_step}", flush=True)
+        os.write(1, f"READY {rank} {os.getpid()} {guard.resumed_from_step}\n".encode())
         torch.rand(1 + rank)
         batches = iter(loader)
         for step in guard.steps(STEPS):
@@ -61,7 +61,7 @@ def main() -> None:
             guard.step_end(step=step)
         drawn = torch.rand(2)
     weights = torch.cat([p.detach().flatten() for p in model.parameters()] + [drawn])
-    print(f"DONE {rank} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()} {guard.step}", flush=True)
+    os.write(1, f"DONE {rank} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()} {guard.step}\n".encode())
     dist.destroy_process_group()
 
 

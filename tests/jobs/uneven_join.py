@@ -31,7 +31,7 @@ def main() -> None:
         guard.step_end()
 
     with Guard(directory=directory, model=net, optimizer=opt, loader=loader) as guard:
-        print(f"READY {rank} {os.getpid()}", flush=True)
+        os.write(1, f"READY {rank} {os.getpid()}\n".encode())
         if how == "steps":
             batches = iter(loader)
             for _ in guard.steps(10):
@@ -46,7 +46,7 @@ def main() -> None:
                 with net.join():
                     for (x,) in loader:
                         step(x)
-    print(f"DONE {rank}", flush=True)
+    os.write(1, f"DONE {rank}\n".encode())
 
 
 if __name__ == "__main__":
