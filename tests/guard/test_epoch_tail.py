@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
-from tests.guard.test_loops import EPOCHS, LAST, Loop, Program, check_every_boundary, run
+from tests.capture.round_trip import assert_same
+from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
 from tests.guarded import Points, no_traces, plain_environment
 
 
@@ -72,6 +73,95 @@ def with_an_evaluation(p: Program) -> None:
 @pytest.mark.parametrize("loop", [last_name, mean_of_a_list, in_a_function, with_an_evaluation])
 def test_a_tail_that_needs_batches_never_comes_without(tmp_path: Path, loop: Loop) -> None:
     check_every_boundary(loop, tmp_path)
+
+
+class Killed(Exception):
+    """Leaves the tail as a kill does: nothing waits for it."""
+
+
+def pass_tail(p: Program, epoch: int) -> None:
+    if getattr(p, "killed_in", 0) == epoch:
+        raise Killed
+
+
+def sums(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        losses: list[torch.Tensor] = []
+        total, count = 0.0, 0
+        for x, y in p.loader:
+            p.step(x, y)
+            losses.append(y.sum())
+            p.guard.step_end()
+            total, count = total + float(y.sum()), count + 1
+        pass_tail(p, epoch)
+        p.log.append((epoch, torch.stack(losses).tolist(), total / count, len(x)))
+
+
+def sums_of_a_function(p: Program) -> None:
+    def one_pass(epoch: int) -> float:
+        total = count = 0
+        for x, y in p.loader:
+            p.step(x, y)
+            p.guard.step_end()
+            total, count = total + int(y.sum()), count + 1
+        pass_tail(p, epoch)
+        return total / count
+
+    for epoch in p.guard.epochs(EPOCHS):
+        p.log.append(one_pass(epoch))
+
+
+class Meters:
+    def __init__(self, p: Program) -> None:
+        self.p = p
+
+    def train(self) -> None:
+        for epoch in self.p.guard.epochs(EPOCHS):
+            self.losses: list[float] = []
+            for x, y in self.p.loader:
+                self.p.step(x, y)
+                self.losses.append(float(y.sum()))
+                self.p.guard.step_end()
+            pass_tail(self.p, epoch)
+            self.p.log.append(max(self.losses))
+
+
+LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train()]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes"])
+@pytest.mark.parametrize("epoch", [1, EPOCHS])
+def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: Path, loop: Loop, epoch: int) -> None:
+    whole, expected = run(loop, tmp_path / "whole")
+    first = Program(tmp_path / "killed")
+    vars(first)["killed_in"] = epoch
+    with pytest.raises(Killed), first.guard:
+        loop(first)
+    second, result = run(loop, tmp_path / "killed", seed=99)
+    assert second.guard.resumed_from_step == epoch * BATCHES
+    assert first.log + second.log == whole.log
+    assert_same(result, expected)
+
+
+def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def outputs(p: Program) -> None:
+        for epoch in p.guard.epochs(EPOCHS):
+            for x, y in p.loader:
+                p.step(x, y)
+                big, small = torch.zeros(1 << 19), len(x)
+                p.guard.step_end()
+            pass_tail(p, epoch)
+            p.log.append(small)
+            p.log.append(float(big.sum()))
+
+    first = Program(tmp_path)
+    vars(first)["killed_in"] = 1
+    with pytest.raises(Killed), first.guard:
+        outputs(first)
+    second = Program(tmp_path, seed=99)
+    with pytest.raises(UnboundLocalError, match="big"), second.guard:
+        outputs(second)
+    assert second.log == [4] and "Set what the code after that loop reads in front of it" in caplog.text
 
 
 class Stream(IterableDataset[Any]):
