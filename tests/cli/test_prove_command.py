@@ -105,6 +105,7 @@ def test_two_ranks_are_stopped_and_killed_under_the_agent(tmp_path: Path, memory
     assert not list(memory.iterdir())
 
 
+@pytest.mark.drill
 def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     words = ["--stops", 1, "--steps", 4, "--nproc-per-node", 2]
     result = run(*words, "--", JOBS / "proved.py", "scaled_on_1", tmp_path / "ckpt", cwd=tmp_path)

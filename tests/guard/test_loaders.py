@@ -56,7 +56,10 @@ def test_every_boundary(form: str, tmp_path: Path) -> None:
     check(form, tmp_path)
 
 
-@pytest.mark.parametrize("form", ["nano", "nvidia", "timm", "three_ahead", "accumulated_ahead"])
+_FURTHER = ["nvidia", "timm", "three_ahead", "accumulated_ahead"]
+
+
+@pytest.mark.parametrize("form", ["nano", *(pytest.param(form, marks=pytest.mark.drill) for form in _FURTHER)])
 def test_with_workers(form: str, tmp_path: Path) -> None:
     """At the first boundary, in the middle, at an epoch's end and at the next one's begin."""
     last = 3 if form == "accumulated_ahead" else BATCHES

@@ -268,7 +268,7 @@ LOOPS: Sequence[Loop] = (
     Loop(
         "reinforce",
         EXACT,
-        [Cut(', "baseline": baseline', Found("weights differ after step", "baseline.mean", often=True))],
+        [Cut(', "baseline": baseline', Found("weights differ after step", "baseline.mean"))],
     ),
     Loop(
         "sac_temperature",
@@ -292,7 +292,7 @@ LOOPS: Sequence[Loop] = (
         [
             Cut(
                 'stateful={"memory": memory}, ',
-                Found("a part of what the model was given is equal", "memory.hidden", often=True),
+                Found("a part of what the model was given is equal", "memory.hidden"),
             )
         ],
     ),
@@ -323,17 +323,17 @@ LOOPS: Sequence[Loop] = (
     Loop("draws_after_the_boundary", Refused("a random stream (torch) moves after guard.step_end()")),
     Loop(
         "counter_of_its_own",
-        Warned("the variable passed", Found("weights differ after step", "passed", often=True)),
+        Warned("the variable passed", Found("weights differ after step", "passed")),
     ),
     Loop("order_of_a_set", Found("the script itself is not deterministic")),
-    Loop("best_weights", Found("weights differ after step", "best_loss", often=True)),
+    Loop("best_weights", Found("weights differ after step", "best_loss")),
     Loop(
         "moving_average_of_the_loss",
         Warned("the variable average", Found("optimizer lr differs at step", "average", often=True)),
     ),
     Loop(
         "calls_of_the_data_set",
-        Found("the samples are the same and their content differs", "loader.dataset.calls", often=True),
+        Found("the samples are the same and their content differs", "loader.dataset.calls"),
     ),
     Loop("not_deterministic", Found("the script itself is not deterministic", often=True)),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),

@@ -114,7 +114,14 @@ REFUSED = ("draw", "scheduler", "order", "loose", "clip", "counter")
 """By themselves the guard refuses these; told to, it warns of them only."""
 
 
-@pytest.mark.parametrize(("fault", "what", "cause", "remedy"), FAULTS, ids=[fault[0] for fault in FAULTS])
+_OFTEN = ("draw", "order", "counter", "best", "content")
+"""The others are cases for `make drill`."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "cause", "remedy"),
+    [pytest.param(*fault, id=fault[0], marks=() if fault[0] in _OFTEN else pytest.mark.drill) for fault in FAULTS],
+)
 def test_a_fault_is_named(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, what: str, cause: str, remedy: str
 ) -> None:

@@ -11,7 +11,14 @@ from tests.harness import run_job
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("form", "stop_at"), [("hidden", 4), ("static", 1), ("static", 4)])
+@pytest.mark.parametrize(
+    ("form", "stop_at"),
+    [
+        pytest.param("hidden", 4, marks=pytest.mark.drill),
+        ("static", 1),
+        pytest.param("static", 4, marks=pytest.mark.drill),
+    ],
+)
 def test_a_resumed_run_adds_gradients_in_the_same_order(form: str, stop_at: int, tmp_path: Path) -> None:
     env = {"MINDX_SNAPSHOT_EVERY": "0"}
     options = ("--ddp", form, "--epochs", 2)
