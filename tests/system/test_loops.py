@@ -17,7 +17,7 @@ def test_two_ranks_stop_in_an_evaluation_and_go_on(tmp_path: Path) -> None:
     assert not stopped.hashes()
     again = run_job("stepping.py", tmp_path / "job", ranks=2)
     begun = {m[1] for m in again.matches(r"READY \d \d+ (\w+)")}
-    assert len(begun) == 1 and begun <= {"8", "9"}
+    assert len(begun) == 1 and 8 <= int(*begun) < 13  # until the ranks have agreed
     assert again.hashes() == expected
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "has_source",
     "spans",
     "tree_of",
+    "tree_of_file",
     "value_of",
 ]
 

@@ -270,6 +270,8 @@ class _Gathered:
         while isinstance(owner, ast.Subscript):
             owner = owner.value
         if isinstance(owner, (ast.Name, ast.Attribute)) and self._is_filled(value_of(owner, frame)):
+            if isinstance(owner, ast.Name) and _is_self(owner.id, frame):
+                return  # of it the attributes count
             if isinstance(owner, ast.Name):
                 self.names.add(owner.id)
             else:
@@ -281,6 +283,12 @@ class _Gathered:
         if isinstance(value, _CONTAINERS):
             return True
         return not callable(value) and not _is_library(type(value).__module__) and hasattr(value, "__dict__")
+
+
+def _is_self(name: str, frame: FrameType) -> bool:
+    code = frame.f_code
+    is_first = code.co_argcount > 0 and name == code.co_varnames[0]
+    return is_first and hasattr(type(frame.f_locals.get(name)), code.co_name)
 
 
 def _bound(node: ast.AST) -> Iterator[str]:

@@ -12,7 +12,7 @@ import ast
 import ctypes
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = ["put_back_values", "values_of"]
 
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
+_MOST_ITEMS = 20_000  # of a list: 10 ms, once an epoch
 
 
 def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
@@ -78,6 +79,8 @@ def _set(target: ast.expr, value: Any, frame: FrameType) -> None:
 def _size(value: Any) -> int | None:
     """In bytes; None: a checkpoint cannot hold it."""
     if isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES:
+        return None
+    if isinstance(value, Sized) and not isinstance(value, torch.Tensor) and len(value) > _MOST_ITEMS:
         return None
     try:
         tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
