@@ -114,6 +114,7 @@ def test_the_rank_that_differs_is_named(tmp_path: Path) -> None:
     assert "note: the ranks were stopped, and none was killed: --kill does that, too" in result.stdout
 
 
+@pytest.mark.drill
 def test_the_line_that_makes_the_same_runs_again(tmp_path: Path) -> None:
     words = ["--stops", 1, "--seed", 2, "--", JOBS / "proved.py", "exact", tmp_path / "ck pt"]
     first = run(*words, cwd=tmp_path)

@@ -51,7 +51,7 @@ def main() -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
             total = loss.detach().clone()
             dist.all_reduce(total)
-            say(f"LOSS {rank} {epoch} {total.item().hex()}")
+            say(f"LOSS {rank} {epoch} {float(total).hex()}")
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     say(f"DONE {rank} {hashlib.sha256(weights).hexdigest()}")
     dist.destroy_process_group()

@@ -335,7 +335,7 @@ LOOPS: Sequence[Loop] = (
         "calls_of_the_data_set",
         Found("the samples are the same and their content differs", "loader.dataset.calls"),
     ),
-    Loop("not_deterministic", Found("the script itself is not deterministic", often=True)),
+    Loop("not_deterministic", Found("the script itself is not deterministic")),
     Loop("iterator_before_the_guard", Refused("was made before the guard was entered")),
     Loop("cycle", Refused("itertools.cycle(loader) keeps the batches")),
     Loop("no_position", Refused("begins anew after a resume, for it counts by itself")),

@@ -64,6 +64,7 @@ def test_a_killed_worker_costs_nothing() -> None:
     assert job.matches(r"^0 +2 +fresh +7 +rank 0: killed by SIGKILL"), "the table"
 
 
+@pytest.mark.drill
 def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
     """The event log is on a full disk from the first line on; a snapshot of every step is in memory."""
     with agent(SMALL, "ckpt", "--full-log", "--kill-at", 20, "--steps", 24, env={"MINDX_SNAPSHOT_EVERY": "1"}) as job:
@@ -74,6 +75,7 @@ def test_a_directory_that_cannot_say_which_run_it_is_costs_no_step() -> None:
     assert attempts() == [("failed", 0), ("finished", None)]
 
 
+@pytest.mark.drill
 @pytest.mark.timeout(600)  # three starts
 def test_a_rank_killed_after_the_end_of_the_training_costs_nothing() -> None:
     """No snapshots: what is finished is on the disk, and the restart only does what comes after the training."""
@@ -180,6 +182,7 @@ def test_a_fault_report_ends_in_a_checkpoint(tmp_path: Path) -> None:
     assert attempts()[0][0] == "stopped"
 
 
+@pytest.mark.drill
 def test_a_stop_of_one_node_stops_the_other() -> None:
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "two"]
     options += ["--rdzv-endpoint", f"localhost:{free_port()}"]
@@ -219,6 +222,7 @@ def test_a_worker_killed_on_one_node_is_replaced_on_both() -> None:
 # --- after the training ---
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("what", ["stop", pytest.param("spin", marks=pytest.mark.drill)])
 def test_a_rank_that_does_not_end_after_the_training_is_ended(what: str) -> None:
     """The other one waits for it in a barrier and fails: the job has finished all the same, and nothing is redone."""

@@ -116,7 +116,7 @@ def test_buffers_that_no_state_dict_has(tmp_path: Path) -> None:
         pytest.param("powersgd", 3, 8, marks=pytest.mark.drill),
         ("sharded", 2, 5),
         pytest.param("sharded", 2, 8, marks=pytest.mark.drill),
-        ("unfreezing", 2, 7),
+        pytest.param("unfreezing", 2, 7, marks=pytest.mark.drill),
         pytest.param("unfreezing", 2, 9, marks=pytest.mark.drill),
         pytest.param("freezing", 2, 10, marks=pytest.mark.drill),
         pytest.param("added_group", 2, 9, marks=pytest.mark.drill),

@@ -58,7 +58,7 @@ def test_what_moves_behind_the_update_is_told_and_recorded(tmp_path: Path, whole
     assert "losses" in notes(tmp_path, 1)
 
 
-@pytest.mark.parametrize("others", ["missing", "empty"])
+@pytest.mark.parametrize("others", ["missing", pytest.param("empty", marks=pytest.mark.drill)])
 def test_an_object_of_the_killed_rank_alone_is_its_last_copy(tmp_path: Path, others: str) -> None:
     resumed = killed_and_resumed(tmp_path, "--ema", others, victim=0)
     assert resumed.matches(rf"WARNING rank 0 was killed .*{MAY_DIFFER}: ema \(.*this rank's last known"), (

@@ -49,7 +49,7 @@ def test_an_error_of_one_rank_at_entry_is_raised_on_all(tmp_path: Path) -> None:
     assert not job.matches("READY") and files(tmp_path) == []
 
 
-@pytest.mark.parametrize("who", ["all", "1"])
+@pytest.mark.parametrize("who", [pytest.param("all", marks=pytest.mark.drill), "1"])
 def test_the_agent_does_not_start_it_again_and_keeps_nothing_of_it(
     tmp_path: Path, who: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -479,6 +479,7 @@ def test_every_sample_once_over_changing_worlds(tmp_path: Path, worlds: tuple[in
     assert {index: n for (epoch, index), n in together.items() if epoch == 1} == dict.fromkeys(range(size), 1), report
 
 
+@pytest.mark.drill
 def test_a_frozen_sharded_layer_that_has_kept_its_gradient(tmp_path: Path) -> None:
     """Its gradient has no layout: with other ranks it is left out, in words; with the same it is kept."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
