@@ -126,10 +126,32 @@ class Meters:
             self.p.log.append(max(self.losses))
 
 
-LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train()]
+class Meter:
+    def __init__(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.sum, self.count = self.sum + value, self.count + 1
+
+    def mean(self) -> float:
+        return self.sum / self.count
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes"])
+def meter(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        average = Meter()
+        for x, y in p.loader:
+            p.step(x, y)
+            p.guard.step_end()
+            average.update(float(y.sum()))
+        pass_tail(p, epoch)
+        p.log.append(average.mean())
+
+
+LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train(), meter]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes", "meter"])
 @pytest.mark.parametrize("epoch", [1, EPOCHS])
 def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: Path, loop: Loop, epoch: int) -> None:
     whole, expected = run(loop, tmp_path / "whole")

@@ -21,12 +21,13 @@ import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.guard.checks.surroundings import program_frames
+from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, value_of
 from mindx_elastic.persist.flatten import flatten
 
 __all__ = ["put_back_values", "values_of"]
 
+_VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
 _MOST_ITEMS = 20_000  # of a list: 10 ms, once an epoch
@@ -35,20 +36,22 @@ _MOST_ITEMS = 20_000  # of a list: 10 ms, once an epoch
 def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
     """Copies, by function and name, of those `names` that a checkpoint can hold and that are small.
 
+    Of an object of the program's own class it takes the attributes.
+
     `frame`: at the boundary, or where the loop over the loader ends. `entry`: where the guard was entered.
     """
     found: dict[str, dict[str, Any]] = {}
     left = _MOST_BYTES
     for at in program_frames(frame):
         for name in names.get(at.f_code.co_name, ()):
-            value = value_of(ast.parse(name, mode="eval").body, at)
+            kind, value = _plain(value_of(ast.parse(name, mode="eval").body, at))
             size = _size(value)
             if size is None or size > left:
                 continue
             left -= size
             devices = _devices(value)
-            kept = map_tensors(copy_tree(value), torch.Tensor.cpu)
-            found.setdefault(at.f_code.co_name, {})[name] = {"value": kept, "device": devices[0] if devices else "cpu"}
+            kept = {kind: map_tensors(copy_tree(value), torch.Tensor.cpu), "device": devices[0] if devices else "cpu"}
+            found.setdefault(at.f_code.co_name, {})[name] = kept
         if entry is not None and at.f_code is entry[0]:
             break
     return found
@@ -58,9 +61,19 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
     """Set them in the functions that run. `frame`: where the loop over the loader ends."""
     for at in program_frames(frame):
         for name, kept in values.get(at.f_code.co_name, {}).items():
-            device = kept["device"]
-            value = map_tensors(copy_tree(kept["value"]), partial(_moved, device=device))
-            _set(ast.parse(name, mode="eval").body, value, at)
+            target, kind = ast.parse(name, mode="eval").body, _VALUE if _VALUE in kept else _ATTRIBUTES
+            value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
+            if kind == _VALUE:
+                _set(target, value, at)
+            elif hasattr(meter := value_of(target, at), "__dict__"):  # the program has made it anew
+                vars(meter).update(value)
+
+
+def _plain(value: Any) -> tuple[str, Any]:
+    """What a checkpoint can hold of `value`: of an object of the program's own (a meter) its attributes."""
+    kind = type(value)
+    is_own = hasattr(value, "__dict__") and not _is_library(kind.__module__) and not callable(value)
+    return (_ATTRIBUTES, dict(vars(value))) if is_own else (_VALUE, value)
 
 
 def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
