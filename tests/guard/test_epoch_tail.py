@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from mindx_elastic.data import ReplayLoader
+from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
@@ -163,6 +164,45 @@ def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: 
     assert second.guard.resumed_from_step == epoch * BATCHES
     assert first.log + second.log == whole.log
     assert_same(result, expected)
+
+
+def read_behind(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        for x, y in p.loader:
+            p.step(x, y)
+            size = len(x) + epoch
+            p.guard.step_end()
+    p.log.append((epoch, size))
+
+
+def read_behind_a_tail(p: Program) -> None:
+    for epoch in p.guard.epochs(EPOCHS):
+        count = 0
+        for x, y in p.loader:
+            p.step(x, y)
+            p.guard.step_end()
+            count += len(y)
+        mean = epoch / count
+    p.log.append((epoch, mean, x.shape))
+
+
+@pytest.mark.parametrize("loop", [read_behind, read_behind_a_tail])
+def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, loop: Loop) -> None:
+    """But for `mean` after a stop in the middle of the last epoch: a count of its rest."""
+    whole, expected = run(loop, tmp_path / "whole")
+    for stop in range(1, LAST + 1):
+        place = tmp_path / f"stop_{stop}"
+        first = Program(place, stop_at=stop)
+        with pytest.raises(GracefulExit), first.guard:
+            loop(first)
+        second, result = run(loop, place, seed=99)
+        assert_same(result, expected)
+        assert [entry[0] for entry in second.log] == [EPOCHS], stop
+        assert (loop is read_behind_a_tail and LAST - BATCHES < stop < LAST) or second.log == whole.log, stop
+    for _ in range(2):
+        again, _ = run(loop, tmp_path / "whole", seed=99)
+        assert again.guard.step == again.guard.resumed_from_step == LAST
+        assert again.log == whole.log
 
 
 def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

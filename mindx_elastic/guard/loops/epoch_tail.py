@@ -61,7 +61,7 @@ class EpochTail:
         self._loaders.at_unforeseen_end(self._is_at_end)
 
     def resume(self, loop: Mapping[str, Any]) -> None:
-        """The epoch of the resumed boundary comes once more; `loop` as `Collector.loop` was there."""
+        """The epoch of the resumed boundary comes once more, or none; `loop` as `Collector.loop` was there."""
         self._values = loop.get(_VALUES) or {}
 
     def begin_epoch(self, frame: FrameType | None) -> None:
@@ -77,12 +77,12 @@ class EpochTail:
         if at_end or not is_foreseen:
             if not self._is_known:
                 self._is_known = True
-                layers = None if self.layer_reads is None else TailReads(self.layer_reads, {})
+                layers = None if self.layer_reads is None else TailReads(self.layer_reads, {}, {})
                 self._reads = layers if is_layered else self._look(frame, entry, kept)
-            self.is_pending = at_end and self._reads is not None
-            if self.is_pending:
+            needs = self._reads is not None and bool(self._reads.first)
+            self.is_pending, self._may_go_on = at_end and needs, not is_foreseen and needs
+            if at_end:
                 self._keep_values(frame)
-            self._may_go_on = not is_foreseen and self._reads is not None
 
     def _look(self, frame: FrameType, entry: Entry | None, kept: Collection[int]) -> TailReads | None:
         """Reads source: once for each place in the program that ends a step."""
@@ -92,7 +92,11 @@ class EpochTail:
         return self._found[key]
 
     def _keep_values(self, frame: FrameType) -> None:
-        if self._reads is not None and (values := values_of(frame, self._entry, self._reads.names)):
+        if self._reads is None:
+            return
+        functions = {*self._reads.names, *self._reads.behind}
+        names = {f: [*self._reads.names.get(f, ()), *self._reads.behind.get(f, ())] for f in functions}
+        if values := values_of(frame, self._entry, names):
             self._keep({_VALUES: values})
 
     def pass_step(self) -> None:
@@ -129,18 +133,27 @@ class EpochTail:
     def _is_at_end(self) -> None:
         """There is no other batch, and the boundary was the last of its epoch."""
         self.is_pending = self.is_pending or self._may_go_on
-        if self.is_pending:
-            self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
-        elif self._values:
-            values, self._values = self._values, {}
-            put_back_values(sys._getframe(1), values)
+        self._keep_values(sys._getframe(1))  # code behind `step_end` may have counted the last step
+        if self._values:
+            self.put_back(sys._getframe(1))
+
+    def put_back(self, frame: FrameType) -> None:
+        """The values of the resumed boundary are needed now."""
+        values, self._values = self._values, {}
+        put_back_values(frame, values)
 
     # --- what a checkpoint says ---
 
     def record(self, loop: Mapping[str, Any], epoch: int, left: int) -> dict[str, Any]:
         """`Collector.loop`, when nothing is left of `epoch`. `left`: the number of epochs of a loop that was left
         before its end, else 0."""
-        return {**without_end(loop), _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()}}
+        behind = {} if self._reads is None else values_of(sys._getframe(1), self._entry, self._reads.behind)
+        values = {_VALUES: behind} if behind else {}
+        return {
+            **without_end(loop),
+            **values,
+            _OVER: {"epoch": epoch, "left": left, "move_on": self._loaders.at_rest()},
+        }
 
     def is_over(self, loop: Mapping[str, Any], epoch: int) -> bool:
         """Whether nothing is left of `epoch`."""

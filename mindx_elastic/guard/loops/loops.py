@@ -217,8 +217,12 @@ class Loops:
             )
         own, self._left = object(), num_epochs
         self._running = own
+        first = self._first_epoch(num_epochs)
+        if first > num_epochs and self._is_resuming:
+            self.tail.resume(self._collector.loop)
+            self.tail.put_back(sys._getframe(1))
         try:
-            for epoch in range(self._first_epoch(num_epochs), num_epochs + 1):
+            for epoch in range(first, num_epochs + 1):
                 self._begin_epoch(epoch)
                 self.tail.begin_epoch(sys._getframe(1))
                 yield epoch - 1 + start

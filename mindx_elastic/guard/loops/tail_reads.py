@@ -38,12 +38,14 @@ class TailReads(NamedTuple):
     """What the tail reads and the inner loop sets or fills."""
 
     first: str
-    """One of the names, for messages."""
+    """One of the names, for messages; empty: the tail reads none."""
     names: dict[str, list[str]]
     """The variables and attributes (``losses``, ``self.losses``), by the function that reads them."""
+    behind: dict[str, list[str]]
+    """Variables that an epoch sets and that are read when the loop over the epochs has ended."""
 
 
-_UNSEEN = TailReads("what the loop has made", {})  # where there is no source
+_UNSEEN = TailReads("what the loop has made", {}, {})  # where there is no source
 
 Place: TypeAlias = "tuple[CodeType, int]"
 """Where the loop over the epochs is: a function's code, and a line of it."""
@@ -75,13 +77,15 @@ def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:
 def tail_reads(
     frame: FrameType | None, entry: Entry | None, epochs: Place | None, kept: Collection[int]
 ) -> TailReads | None:
-    """What the tail reads and the inner loop around the call in `frame` sets or fills; None: nothing.
+    """What the tail reads and the inner loop around the call in `frame` sets or fills, and what is read behind the
+    epochs; None: nothing.
 
     `entry`: where the guard was entered. `epochs`: where the loop over the epochs is. `kept`: `id` of what the guard
     keeps: it is filled after a resume.
     """
     found = _Gathered(kept)
     reads: dict[str, list[str]] = {}
+    behind: dict[str, list[str]] = {}
     has_loop = False
     for at in program_frames(frame):
         tree = tree_of(at)
@@ -109,10 +113,15 @@ def tail_reads(
             read = _names_read(tail, names, at, functions) + _attributes_read(tail, found.attributes, at, functions)
             if read:
                 reads[at.f_code.co_name] = read
+            if is_outermost and first:
+                names = set(_bound(path[first - 1]))
+                if read := _names_read(list(_behind(path, 0, first - 1)), names, at, functions):
+                    behind[at.f_code.co_name] = read
         found.names = set()  # of another scope
         if is_outermost or is_entered:
             break
-    return TailReads(next(iter(reads.values()))[0], reads) if reads else None
+    needed = next(iter(reads.values()))[0] if reads else ""
+    return TailReads(needed, reads, behind) if reads or behind else None
 
 
 def attribute_read(at_end: FunctionType, in_steps: Iterable[FunctionType]) -> str | None:
