@@ -39,6 +39,7 @@ __all__ = [
     "find_bound",
     "inner_schedulers",
     "kind_of",
+    "locals_of",
     "look",
     "place_of",
     "places_of",
@@ -160,7 +161,7 @@ def look(frame: FrameType | None, roots: Mapping[str, object], tensors: Iterable
 def variables_of(frame: FrameType | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place (see `Found`) and variables of the functions that called the guard, and of the program's own modules."""
     for each in program_frames(frame):
-        yield place_of(each), _locals_of(each)
+        yield place_of(each), locals_of(each)
     for module in _program_modules():
         file = getattr(module, "__file__", None)
         yield os.path.basename(file) if file else module.__name__, vars(module)
@@ -486,7 +487,8 @@ def _holds_arrays(value: Any, depth: int = 0) -> bool:
     return False
 
 
-def _locals_of(frame: FrameType) -> dict[str, Any]:
+def locals_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a function. Drops what `FrameType.f_locals` leaves behind."""
     found = frame.f_locals
     if not frame.f_code.co_flags & _OPTIMIZED:
         return found  # the namespace of a module or a class

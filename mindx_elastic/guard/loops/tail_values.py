@@ -21,7 +21,7 @@ import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
+from mindx_elastic.guard.checks.surroundings import _is_library, locals_of, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, value_of
 from mindx_elastic.persist.flatten import flatten
 
@@ -52,6 +52,7 @@ def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequenc
             devices = _devices(value)
             kept = {kind: map_tensors(copy_tree(value), torch.Tensor.cpu), "device": devices[0] if devices else "cpu"}
             found.setdefault(at.f_code.co_name, {})[name] = kept
+        locals_of(at)
         if entry is not None and at.f_code is entry[0]:
             break
     return found
@@ -67,6 +68,7 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
                 _set(target, value, at)
             elif hasattr(meter := value_of(target, at), "__dict__"):  # the program has made it anew
                 vars(meter).update(value)
+        locals_of(at)
 
 
 def _plain(value: Any) -> tuple[str, Any]:
