@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from mindx_elastic.data import ReplayLoader
 from mindx_elastic.errors import GracefulExit
 from mindx_elastic.guard.loops.epoch_tail import EpochTail
+from mindx_elastic.guard.loops.tail_reads import function_of
+from mindx_elastic.guard.loops.tail_values import values_of
 from tests.capture.round_trip import assert_same
 from tests.guard.test_loops import BATCHES, EPOCHS, LAST, Loop, Program, check_every_boundary, run
 from tests.guarded import Points, no_traces, plain_environment
@@ -149,10 +152,28 @@ def meter(p: Program) -> None:
         p.log.append(average.mean())
 
 
-LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train(), meter]
+class Trainer2:
+    """Two functions of one name, the one inside the other."""
+
+    def train(self, p: Program) -> None:
+        def train(epoch: int) -> int:
+            count = 0
+            for x, y in p.loader:
+                p.step(x, y)
+                p.guard.step_end()
+                count += len(y)
+            pass_tail(p, epoch)
+            return 24 // count
+
+        for epoch in p.guard.epochs(EPOCHS):
+            count = 100 * epoch
+            p.log.append((train(epoch), count))
 
 
-@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes", "meter"])
+LOOPS = [sums, sums_of_a_function, lambda p: Meters(p).train(), meter, lambda p: Trainer2().train(p)]
+
+
+@pytest.mark.parametrize("loop", LOOPS, ids=["names", "function", "attributes", "meter", "one name"])
 @pytest.mark.parametrize("epoch", [1, EPOCHS])
 def test_killed_in_the_tail_the_next_start_runs_it_with_what_it_needs(tmp_path: Path, loop: Loop, epoch: int) -> None:
     whole, expected = run(loop, tmp_path / "whole")
@@ -203,6 +224,15 @@ def test_code_behind_all_epochs_has_what_it_needs_at_each_start(tmp_path: Path, 
         again, _ = run(loop, tmp_path / "whole", seed=99)
         assert again.guard.step == again.guard.resumed_from_step == LAST
         assert again.log == whole.log
+
+
+@pytest.mark.parametrize(
+    ("value", "is_kept"),
+    [([0.5] * 100, True), ([0.5] * 30_000, False), ({"a": [[0.5] * 15_000, [0.5] * 15_000]}, False)],
+)
+def test_long_lists_are_not_walked_through(value: Any, is_kept: bool) -> None:
+    frame = sys._getframe()
+    assert bool(values_of(frame, None, {function_of(frame): ["value"]})) is is_kept
 
 
 def test_what_is_too_big_for_a_boundary_is_left_to_the_hint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -38,6 +38,7 @@ __all__ = [
     "attributes_of",
     "find_bound",
     "inner_schedulers",
+    "is_library",
     "kind_of",
     "locals_of",
     "look",
@@ -227,7 +228,7 @@ def inner_schedulers(scheduler: object) -> dict[int, object]:
 def program_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """The frames of the program's own code, the nearest first; those of libraries and ours are left out."""
     while frame is not None:
-        if not _is_library(str(frame.f_globals.get("__name__", ""))):
+        if not is_library(str(frame.f_globals.get("__name__", ""))):
             yield frame
         frame = frame.f_back
 
@@ -450,7 +451,7 @@ def _is_worth_it(value: Any, kind: str) -> bool:
     """Whether a function has variables of its own, and whether a class is the program's."""
     if kind == "function":
         return value.__closure__ is not None
-    return not _is_library(str(type.__getattribute__(value, "__module__")))
+    return not is_library(str(type.__getattribute__(value, "__module__")))
 
 
 def _items(value: Mapping[Any, Any], most: int = 4) -> list[tuple[Any, Any]]:
@@ -521,7 +522,7 @@ def _root(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _is_library(module: str) -> bool:
+def is_library(module: str) -> bool:
     """Whether a module's name says that it is not the program's own code."""
     verdict = _verdicts.get(module)
     if verdict is None:
@@ -546,7 +547,7 @@ def _program_modules() -> list[types.ModuleType]:
     global _listed
     newest = len(sys.modules), next(reversed(sys.modules))
     if newest != _listed:  # one was imported since; most of the two thousand are torch's
-        _own_names[:] = [name for name in list(sys.modules) if not _is_library(name)]
+        _own_names[:] = [name for name in list(sys.modules) if not is_library(name)]
         _listed = newest
     main = sys.modules.get("__main__")
     found = [] if main is None else [main]

@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterator
 from types import CodeType, FrameType
 from typing import TypeAlias
 
-from mindx_elastic.guard.checks.surroundings import _is_library
+from mindx_elastic.guard.checks.surroundings import is_library
 from mindx_elastic.guard.loops.own_counters import spans, tree_of
 
 __all__ = ["Askers"]
@@ -62,7 +62,7 @@ class Askers:
             return False
         key, code, *_ = asked[0]
         while frame is not None and (id(frame) != key or frame.f_code is not code):
-            if not _is_library(str(frame.f_globals.get("__name__", ""))):
+            if not is_library(str(frame.f_globals.get("__name__", ""))):
                 tree = tree_of(frame)
                 if tree is None or _loop_at(tree, frame.f_lineno) is not None:
                     return False  # a batch may be for several steps
@@ -89,7 +89,7 @@ def _asking(frame: FrameType | None) -> _Asked | None:
         if root == _OWN or root in _PASSES_ON:
             if module == "mindx_elastic.data.prefetch":
                 return None
-        elif _is_library(module):
+        elif is_library(module):
             return None
         elif frame.f_code.co_name in _COMPREHENSIONS:
             pass

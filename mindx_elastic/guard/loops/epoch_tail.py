@@ -30,7 +30,7 @@ from mindx_elastic.guard.loops.own_counters import Entry
 from mindx_elastic.guard.loops.tail_reads import Place, TailReads, place_of, places_of, tail_reads
 from mindx_elastic.guard.loops.tail_values import put_back_values, values_of
 
-__all__ = ["EpochTail", "without_end"]
+__all__ = ["EpochTail", "without_end", "without_values"]
 
 _OVER, _VALUES = "epoch_is_over", "tail_values"  # the keys in `Collector.loop`
 
@@ -171,6 +171,11 @@ class EpochTail:
 def without_end(loop: Mapping[str, Any]) -> dict[str, Any]:
     """`Collector.loop` as a new epoch begins."""
     return {key: value for key, value in loop.items() if key not in (_OVER, _VALUES)}
+
+
+def without_values(loop: dict[str, Any]) -> dict[str, Any]:
+    """The same as another step of the epoch has ended."""
+    return loop if _VALUES not in loop else {key: value for key, value in loop.items() if key != _VALUES}
 
 
 def _over(loop: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -32,7 +32,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.position import Position
 from mindx_elastic.core.printable import listed
 from mindx_elastic.errors import UsageError
-from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end
+from mindx_elastic.guard.loops.epoch_tail import EpochTail, without_end, without_values
 from mindx_elastic.guard.loops.evaluations import WeightSamples
 from mindx_elastic.guard.loops.loaders import FollowedLoader, Loaders
 from mindx_elastic.guard.loops.own_counters import Entry, entry_of, find_inner_counter, find_own_counter, has_source
@@ -163,6 +163,7 @@ class Loops:
         self.step_in_epoch += 1
         self._restores = False
         self.tail.pass_step()
+        self._collector.loop = without_values(self._collector.loop)
         if self.step == self._first + 1:
             self._asked_first, self.asked = self.asked, False
         elif self.step == self._first + 2 and not self._has_looped:

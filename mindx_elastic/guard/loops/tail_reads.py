@@ -18,6 +18,7 @@ A run that is resumed behind the last boundary of an epoch comes to the tail wit
 from __future__ import annotations
 
 import ast
+import os
 import types
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -28,10 +29,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mindx_elastic.guard.checks.source_reads import parents_of
-from mindx_elastic.guard.checks.surroundings import _is_library, program_frames
+from mindx_elastic.guard.checks.surroundings import is_library, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, spans, tree_of, tree_of_file, value_of
 
-__all__ = ["Place", "TailReads", "attribute_read", "place_of", "places_of", "tail_reads"]
+__all__ = ["Place", "TailReads", "attribute_read", "function_of", "place_of", "places_of", "tail_reads"]
 
 
 class TailReads(NamedTuple):
@@ -40,7 +41,7 @@ class TailReads(NamedTuple):
     first: str
     """One of the names, for messages; empty: the tail reads none."""
     names: dict[str, list[str]]
-    """The variables and attributes (``losses``, ``self.losses``), by the function that reads them."""
+    """The variables and attributes (``losses``, ``self.losses``), by `function_of`."""
     behind: dict[str, list[str]]
     """Variables that an epoch sets and that are read when the loop over the epochs has ended."""
 
@@ -72,6 +73,13 @@ def places_of(frame: FrameType | None, entry: Entry | None) -> Iterator[Place]:
         yield at.f_code, at.f_lineno
         if entry is not None and at.f_code is entry[0]:
             return
+
+
+def function_of(frame: FrameType) -> str:
+    """The name of its function, which no other function around it has; the same in the next start."""
+    code = frame.f_code
+    name = getattr(code, "co_qualname", f"{code.co_name}:{code.co_firstlineno}")  # new in Python 3.11
+    return f"{name} in {os.path.basename(code.co_filename)}"
 
 
 def tail_reads(
@@ -112,11 +120,11 @@ def tail_reads(
             names = found.names if inner is not None else set()
             read = _names_read(tail, names, at, functions) + _attributes_read(tail, found.attributes, at, functions)
             if read:
-                reads[at.f_code.co_name] = read
+                reads[function_of(at)] = read
             if is_outermost and first:
                 names = set(_bound(path[first - 1]))
                 if read := _names_read(list(_behind(path, 0, first - 1)), names, at, functions):
-                    behind[at.f_code.co_name] = read
+                    behind[function_of(at)] = read
         found.names = set()  # of another scope
         if is_outermost or is_entered:
             break
@@ -222,7 +230,7 @@ def _meant(function: ast.expr, frame: FrameType | None, functions: dict[str, lis
     if owner is None or type(owner) is object:  # not known
         return named
     kind = owner.__name__ if isinstance(owner, types.ModuleType) else type(owner).__module__
-    return [] if _is_library(kind) else named  # ``scheduler.step``: not the program's own
+    return [] if is_library(kind) else named  # ``scheduler.step``: not the program's own
 
 
 def _defined(code: CodeType, named: Iterable[_Function]) -> list[_Function]:
@@ -291,7 +299,7 @@ class _Gathered:
             return False
         if isinstance(value, _CONTAINERS):
             return True
-        return not callable(value) and not _is_library(type(value).__module__) and hasattr(value, "__dict__")
+        return not callable(value) and not is_library(type(value).__module__) and hasattr(value, "__dict__")
 
 
 def _is_self(name: str, frame: FrameType) -> bool:

@@ -12,7 +12,8 @@ import ast
 import ctypes
 import json
 import sys
-from collections.abc import Mapping, Sequence, Sized
+from collections import deque
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,20 +22,21 @@ import torch
 
 from mindx_elastic.capture.copying import copy_tree, map_tensors
 from mindx_elastic.errors import UnsupportedStateError
-from mindx_elastic.guard.checks.surroundings import _is_library, locals_of, program_frames
+from mindx_elastic.guard.checks.surroundings import is_library, locals_of, program_frames
 from mindx_elastic.guard.loops.own_counters import Entry, value_of
-from mindx_elastic.persist.flatten import flatten
+from mindx_elastic.guard.loops.tail_reads import function_of
+from mindx_elastic.persist.flatten import MAX_DEPTH, flatten
 
 __all__ = ["put_back_values", "values_of"]
 
 _VALUE, _ATTRIBUTES = "value", "attributes"  # keys of what is kept of a name
 _MOST_BYTES = 1 << 20
 """Of one rank: losses and sums have less, batches and outputs have more."""
-_MOST_ITEMS = 20_000  # of a list: 10 ms, once an epoch
+_MOST_ITEMS = 20_000  # in all lists and dicts of a value: 10 ms, twice an epoch
 
 
 def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    """Copies, by function and name, of those `names` that a checkpoint can hold and that are small.
+    """Copies of those `names` that a checkpoint can hold and that are small, by `function_of`.
 
     Of an object of the program's own class it takes the attributes.
 
@@ -43,7 +45,8 @@ def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequenc
     found: dict[str, dict[str, Any]] = {}
     left = _MOST_BYTES
     for at in program_frames(frame):
-        for name in names.get(at.f_code.co_name, ()):
+        function = function_of(at)
+        for name in names.get(function, ()):
             kind, value = _plain(value_of(ast.parse(name, mode="eval").body, at))
             size = _size(value)
             if size is None or size > left:
@@ -51,7 +54,7 @@ def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequenc
             left -= size
             devices = _devices(value)
             kept = {kind: map_tensors(copy_tree(value), torch.Tensor.cpu), "device": devices[0] if devices else "cpu"}
-            found.setdefault(at.f_code.co_name, {})[name] = kept
+            found.setdefault(function, {})[name] = kept
         locals_of(at)
         if entry is not None and at.f_code is entry[0]:
             break
@@ -61,7 +64,7 @@ def values_of(frame: FrameType, entry: Entry | None, names: Mapping[str, Sequenc
 def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -> None:
     """Set them in the functions that run. `frame`: where the loop over the loader ends."""
     for at in program_frames(frame):
-        for name, kept in values.get(at.f_code.co_name, {}).items():
+        for name, kept in values.get(function_of(at), {}).items():
             target, kind = ast.parse(name, mode="eval").body, _VALUE if _VALUE in kept else _ATTRIBUTES
             value = map_tensors(copy_tree(kept[kind]), partial(_moved, device=kept["device"]))
             if kind == _VALUE:
@@ -74,7 +77,7 @@ def put_back_values(frame: FrameType, values: Mapping[str, Mapping[str, Any]]) -
 def _plain(value: Any) -> tuple[str, Any]:
     """What a checkpoint can hold of `value`: of an object of the program's own (a meter) its attributes."""
     kind = type(value)
-    is_own = hasattr(value, "__dict__") and not _is_library(kind.__module__) and not callable(value)
+    is_own = hasattr(value, "__dict__") and not is_library(kind.__module__) and not callable(value)
     return (_ATTRIBUTES, dict(vars(value))) if is_own else (_VALUE, value)
 
 
@@ -93,15 +96,26 @@ def _set(target: ast.expr, value: Any, frame: FrameType) -> None:
 
 def _size(value: Any) -> int | None:
     """In bytes; None: a checkpoint cannot hold it."""
-    if isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES:
-        return None
-    if isinstance(value, Sized) and not isinstance(value, torch.Tensor) and len(value) > _MOST_ITEMS:
+    if _count(value) > _MOST_ITEMS or (isinstance(value, torch.Tensor) and value.nbytes > _MOST_BYTES):
         return None
     try:
         tree, tensors = flatten(map_tensors(value, torch.Tensor.detach))
     except UnsupportedStateError:
         return None
     return sum(tensor.nbytes for tensor in tensors.values()) + len(json.dumps(tree))
+
+
+def _count(value: Any, depth: int = 0) -> int:
+    """Items, as far as `_MOST_ITEMS`: what is bigger is not walked through."""
+    items = value.values() if isinstance(value, dict) else value
+    if not isinstance(value, (dict, list, tuple, set, frozenset, deque)) or depth > MAX_DEPTH:
+        return 1
+    found = len(value)
+    for item in items:
+        if found > _MOST_ITEMS:
+            break
+        found += _count(item, depth + 1)
+    return found
 
 
 def _devices(value: Any) -> list[str]:
