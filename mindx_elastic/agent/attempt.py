@@ -100,6 +100,9 @@ class Attempt:
         """Ranks past their guards that are being ended."""
         self._work_due = 0.0
         self._recovery = context.recovery(workers)
+        self._looks_at_recovery = False
+        self._stuck: dict[int, str] = {}
+        """Ranks that were killed because they were stuck, and the cause, where others may live on."""
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
@@ -229,11 +232,17 @@ class Attempt:
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, describe(end))
             self._recovery.hear_end(end)
             return
-        if failed:
-            why = describe(end)
+        stuck = self._stuck.pop(end.rank, "")
+        if failed or stuck:
+            why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
             if self._recovery is not None and self._deadline is None and self._recovery.begin(end, why):
-                self._after(0.0, self._look_at_recovery)
+                if not self._looks_at_recovery:
+                    self._looks_at_recovery = True
+                    self._after(0.0, self._look_at_recovery)
+                return
+            if stuck:
+                self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
                 return
             self._fail("", -1, f"rank {end.rank} is gone: {why}")
         elif what is Meaning.LEFT and self.stop is None and self._deadline is None:
@@ -249,6 +258,7 @@ class Attempt:
     def _look_at_recovery(self) -> None:
         """Again and again until a recovery in place is over."""
         assert self._recovery is not None
+        self._looks_at_recovery = False
         if self._deadline is not None:
             return
         phase = self._recovery.look()
@@ -258,6 +268,7 @@ class Attempt:
                 for rank in list(self.workers.live):
                     self.workers.kill(rank)
         elif phase is not Phase.RUN or not self._recovery.look_at_first_step(self.workers.statuses()):
+            self._looks_at_recovery = True
             self._after(LOOK_S, self._look_at_recovery)
 
     def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
@@ -279,6 +290,11 @@ class Attempt:
         first, ranks = stuck[0], [each.rank for each in stuck]
         cause = f"hang: no step for {first.idle_s:.1f} s" + (_STOPPED if states[first.rank] == "T" else "")
         self._context.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
+        if self._recovery is not None and culprits and not self._recovery.why_not(culprits):
+            for rank in culprits:
+                self._stuck[rank] = cause
+                self.workers.kill(rank)  # its connections end with it, and so does the others' wait
+            return
         subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
         self._fail(cause, first.rank, f"{subject} stuck: {cause}")
         self.failed_at = time.monotonic() - first.idle_s

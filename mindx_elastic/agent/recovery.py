@@ -23,6 +23,7 @@ from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
 __all__ = ["LOOK_S", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
+_MOST_ALIKE = 2
 _ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -58,6 +59,8 @@ class Recovery:
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._events = timeout_s, most, events
         self._machine = Coordinator(len(workers.processes))
+        self._row: list[str] = []
+        self._row_step = -1
         self._board: Board | None = None
         self._now: _Generation | None = None
 
@@ -79,7 +82,8 @@ class Recovery:
     def begin(self, end: WorkerExit, cause: str) -> bool:
         """A worker has died. Whether its place is taken by a new one; else the survivors are told that it is not."""
         generation = self._machine.generation + 1
-        reason = self._why_not(end)
+        reason = self.why_not([end.rank], end) or self._is_loop(end, cause)
+        self._tell()
         try:
             board = self._board_of(generation)
             if reason:
@@ -143,8 +147,6 @@ class Recovery:
             machine.note_refusal(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)")
         if machine.phase is Phase.FALLBACK:
             self._give_up()
-        elif machine.phase is Phase.RUN:
-            self._succeed()
         return machine.phase
 
     def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
@@ -155,6 +157,13 @@ class Recovery:
         trains = [status for status in statuses.values() if status.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)]
         if any(status.generation != self._machine.generation or status.step <= verdict.step for status in trains):
             return False
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        now, verdict = self._now, self._machine.verdict
+        if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
+            return
         now.told = True
         took = time.time() - now.began
         stages = {
@@ -182,21 +191,28 @@ class Recovery:
             verdict.step,
             took,
         )
-        return True
+
+    def _is_loop(self, end: WorkerExit, cause: str) -> str:
+        """Whether the same happens at the same step again and again: then the restart decides whether to go on."""
+        step = -1 if end.status is None else end.status.step
+        self._row = [*self._row, cause] if step == self._row_step and cause in self._row else [cause]
+        self._row_step = step
+        return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
 
     # --- parts --------------------------------------------------------------------------------------------------------
 
-    def _why_not(self, end: WorkerExit) -> str:
+    def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:
+        """Why new processes cannot take the places of `ranks` now; empty: they can. `end`: how the one has ended."""
         statuses = self._workers.statuses()
         if self._machine.phase is not Phase.RUN:
             return self._machine.reason or "the last one is not over"
         if self._machine.generation >= self._most:
             return f"there were {self._most} in this attempt, and each leaves threads and descriptors behind"
-        if not self._workers.live:
+        if not self._workers.live.keys() - set(ranks):
             return "no other rank lives"
-        if end.status is None or not end.status.in_place:
+        if end is not None and (end.status is None or not end.status.in_place):
             return f"rank {end.rank} was not inside of guard.run(...)"
-        for rank in sorted(self._workers.live):
+        for rank in sorted(self._workers.live.keys() - set(ranks)):
             status = statuses.get(rank)
             if status is None or not status.in_place or status.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
                 return f"rank {rank} is not inside of guard.run(...)"
@@ -228,9 +244,6 @@ class Recovery:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
         self._events.emit("rejoin", reason=self._machine.reason, outcome="restart", generation=generation)
-
-    def _succeed(self) -> None:
-        assert self._now is not None and self._machine.verdict is not None
 
 
 def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
