@@ -8,6 +8,7 @@ itself, because it only calls the script and returns.
 
 from __future__ import annotations
 
+import builtins
 import importlib.machinery
 import importlib.util
 import os
@@ -46,7 +47,7 @@ def prepare(command: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
         code = loader.source_to_code(Path(path).read_bytes(), path)
         first = script_folder(command)
         sys.argv = [*command]
-    module.__dict__["__builtins__"] = __builtins__
+    module.__dict__["__builtins__"] = builtins
     module.__dict__.setdefault("__annotations__", {})
     sys.modules["__main__"] = module
     if puts_folder_first():
