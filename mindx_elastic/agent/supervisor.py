@@ -37,6 +37,7 @@ from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membersh
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
+from mindx_elastic.agent.zygote import Zygote, ZygoteError
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
@@ -73,6 +74,7 @@ class Supervisor(LocalElasticAgent):
         """num_nodes: most that may take part. With one, no membership thread is started. command: the workers' program
         and its arguments."""
         self._command = tuple(command)
+        self._zygote: Zygote | None = None
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
@@ -183,6 +185,10 @@ class Supervisor(LocalElasticAgent):
         store = getattr(self._rdzv_handler, "hosted", None)
         if not self._options.in_place or store is None:
             return None
+        if self._zygote is None:
+            env = {**os.environ, **self._pcontext.envs[0]}  # type: ignore[union-attr]
+            self._zygote = Zygote(self._command, env)
+            self._zygote.start()
         number = self._number
 
         def board_of(generation: int) -> Board:
@@ -209,6 +215,19 @@ class Supervisor(LocalElasticAgent):
         if command is None:
             raise RuntimeError("the program is not run by this Python interpreter")
         env = {**os.environ, **context.envs[local], "MINDX_REJOIN": str(generation)}
+        if self._zygote is not None and self._zygote.is_ready():
+            try:
+                forked = self._zygote.fork(
+                    env,
+                    command=arguments[shim:],
+                    stdout=context.stdouts[local] or "",
+                    stderr=context.stderrs[local] or "",
+                    hook="mindx_elastic.rejoin.joiner:prepare",
+                )
+                context.subprocess_handlers[local].proc = forked
+                return forked
+            except ZygoteError as error:
+                logger.info("rank %d's new process is started afresh: %s", rank, error)
         with ExitStack() as stack:
             outputs = [
                 stack.enter_context(open(path, "a")) if path else None

@@ -36,7 +36,7 @@ __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "Zygot
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "MINDX_ATTEMPT"),
+    *("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "MINDX_ATTEMPT", "MINDX_REJOIN"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""
