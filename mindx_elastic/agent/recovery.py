@@ -19,6 +19,7 @@ from mindx_elastic.core.printable import listed
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["LOOK_S", "Recovery", "joining_command"]
 
@@ -108,6 +109,12 @@ class Recovery:
         """A worker, old or new, has ended during the recovery."""
         machine, generation = self._machine, self._machine.generation
         was_known = end.rank in machine.reports
+        if end.code == UNFIT and end.rank in machine.dead:  # it has taken no part yet
+            try:
+                self._replace(end.rank)
+                return
+            except _ERRORS as error:
+                logger.debug("%s", error)
         machine.note_death(end.rank)
         if machine.phase is Phase.FALLBACK or was_known:
             return

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -35,13 +35,15 @@ from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
+from mindx_elastic.agent.spares import Spares
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
-from mindx_elastic.agent.zygote import Zygote, ZygoteError
+from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.rejoin.board import Board, board_key
 
@@ -75,6 +77,7 @@ class Supervisor(LocalElasticAgent):
         and its arguments."""
         self._command = tuple(command)
         self._zygote: Zygote | None = None
+        self._spares: Spares | None = None
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
@@ -156,7 +159,7 @@ class Supervisor(LocalElasticAgent):
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
-            on_look=self.ledger.look,
+            on_look=self._look,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -172,6 +175,8 @@ class Supervisor(LocalElasticAgent):
             self.ending = attempt.run()
             self._runs = False
         finally:
+            if self._spares is not None:
+                self._spares.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
@@ -179,6 +184,12 @@ class Supervisor(LocalElasticAgent):
         self.ledger.end_attempt(attempt, self.ending)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
+
+    def _look(self, statuses: Mapping[int, Status]) -> None:
+        """Twice a second."""
+        self.ledger.look(statuses)
+        if self._spares is not None and statuses and all(status.boundaries for status in statuses.values()):
+            self._spares.fill()
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
@@ -189,6 +200,7 @@ class Supervisor(LocalElasticAgent):
             env = {**os.environ, **self._pcontext.envs[0]}  # type: ignore[union-attr]
             self._zygote = Zygote(self._command, env)
             self._zygote.start()
+        self._spares = self._make_spares()
         number = self._number
 
         def board_of(generation: int) -> Board:
@@ -205,7 +217,7 @@ class Supervisor(LocalElasticAgent):
             events=self._events,
         )
 
-    def _start_in_place(self, rank: int, generation: int) -> subprocess.Popen[bytes]:
+    def _start_in_place(self, rank: int, generation: int) -> subprocess.Popen[bytes] | ForkedWorker:
         """Start a new process in the place of `rank`, with the same environment, logs and error file."""
         context: Any = self._pcontext
         local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == rank)
@@ -214,34 +226,51 @@ class Supervisor(LocalElasticAgent):
         command = joining_command(arguments[shim:], sys.executable)
         if command is None:
             raise RuntimeError("the program is not run by this Python interpreter")
-        env = {**os.environ, **context.envs[local], "MINDX_REJOIN": str(generation)}
-        if self._zygote is not None and self._zygote.is_ready():
-            try:
-                forked = self._zygote.fork(
-                    env,
-                    command=arguments[shim:],
-                    stdout=context.stdouts[local] or "",
-                    stderr=context.stderrs[local] or "",
-                    hook="mindx_elastic.rejoin.joiner:prepare",
-                )
-                context.subprocess_handlers[local].proc = forked
-                return forked
-            except ZygoteError as error:
-                logger.info("rank %d's new process is started afresh: %s", rank, error)
-        with ExitStack() as stack:
-            outputs = [
-                stack.enter_context(open(path, "a")) if path else None
-                for path in (context.stdouts[local], context.stderrs[local])
-            ]
-            process = subprocess.Popen(
-                [context.entrypoint, *arguments[:shim], *command],
-                env=env,
-                stdout=outputs[0],
-                stderr=outputs[1],
-                start_new_session=True,
+        own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
+        outputs = (context.stdouts[local], context.stderrs[local])
+        found = self._spares.take(own) if self._spares is not None and not any(outputs) else None
+        found = found or self._fork(
+            {**os.environ, **own}, arguments[shim:], outputs, hook="mindx_elastic.rejoin.joiner:prepare"
+        )
+        if found is None:
+            found = self._start_afresh(
+                [context.entrypoint, *arguments[:shim], *command], {**os.environ, **own}, outputs
             )
-        context.subprocess_handlers[local].proc = process
-        return process
+        context.subprocess_handlers[local].proc = found
+        return found
+
+    def _fork(
+        self, env: Mapping[str, str], command: Sequence[str], outputs: Sequence[str | None], *, hook: str
+    ) -> ForkedWorker | None:
+        """A process from the zygote; None: it is not ready, or cannot."""
+        if self._zygote is None or not self._zygote.is_ready():
+            return None
+        try:
+            stdout, stderr = (each or "" for each in outputs)
+            return self._zygote.fork(env, command=command, stdout=stdout, stderr=stderr, hook=hook)
+        except ZygoteError as error:
+            logger.info("a new process is started afresh: %s", error)
+            return None
+
+    @staticmethod
+    def _start_afresh(
+        command: Sequence[str], env: Mapping[str, str], outputs: Sequence[str | None]
+    ) -> subprocess.Popen[bytes]:
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "a")) if path else None for path in outputs]
+            return subprocess.Popen(command, env=env, stdout=files[0], stderr=files[1], start_new_session=True)
+
+    def _make_spares(self) -> Spares | None:
+        if not self._options.spares:
+            return None
+        context: Any = self._pcontext
+        lacking = {"RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES"}
+        env = {name: value for name, value in {**os.environ, **context.envs[0]}.items() if name not in lacking}
+
+        def fork(env: Mapping[str, str]) -> ForkedWorker | None:
+            return self._fork(env, self._command, (None, None), hook="mindx_elastic.rejoin.spare:prepare")
+
+        return Spares(self._options.spares, self._folder.path, fork, env)
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""

@@ -367,6 +367,7 @@ class Guard:
         """For `run`: the block is left to be entered again in a moment; nothing is saved, and memory is kept."""
         self._is_reentering = True
         self._loaders.shutdown()
+        self._saver.reenters = True
         if self._around.link is not None:
             self._around.link.stays = True
         for parameter in self._collector.parameters:

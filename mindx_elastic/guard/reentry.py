@@ -99,7 +99,7 @@ class ReentryPart(Part):
         """Get the state of this rank together. Raises CorruptCheckpointError."""
         entry, verdict = self._entry, self._entry.verdict
         if entry.live is not None:
-            self.resumed = self._resumed(Checkpoint(entry.info, dict(entry.live), {}))
+            self.resumed = replace(self._resumed(Checkpoint(entry.info, dict(entry.live), {})), is_live=True)
             return
         if self._arenas is None or not entry.path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{entry.path} is not in the job's shared memory", path=entry.path)

@@ -113,6 +113,8 @@ class Resumed:
     """The same of the donor, where this process can read it."""
     only_in_memory: bool = False
     """All files of the step are snapshots."""
+    is_live: bool = False
+    """The state is that of this process's own objects, after a recovery in place."""
     next_attempt: int = 0
     """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
