@@ -279,6 +279,7 @@ class Guard:
             self._update_gate,
             replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
+            begins_again=self._entry is not None,
         )
         if opening.witness is not None and not opening.evaluates:
             self._enter_witness(stack, opening.witness)
