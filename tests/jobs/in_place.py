@@ -4,7 +4,8 @@
 ``spin``, ``raise``, ``term``) when it has come to WHERE in the step: start, forward, mid, backward, between, update,
 after, eval, save. Each fires once in a job, however often the step is done; ``FAULT rank step where`` says so.
 
-Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` right before each boundary, and ``DONE rank sha256 step``.
+Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
+again), and ``DONE rank sha256 step``.
 """
 
 from __future__ import annotations
@@ -235,6 +236,7 @@ class Trainer:
 
     def train_step(self, epoch: int, number: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
         args, faults, step = self.args, self.faults, self.step
+        say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
         faults.at(step, "start")
         if args.step_s:
             time.sleep(args.step_s)
@@ -260,7 +262,6 @@ class Trainer:
             faults.at(step, "update")
             self.scheduler.step()
             self.optimizer.zero_grad()
-        say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
         self.guard.step_end(loss=loss)
         faults.at(step, "after")
 
