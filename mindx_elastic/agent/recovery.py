@@ -15,7 +15,7 @@ from typing import Any
 from mindx_elastic.agent.workers import WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import listed
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
@@ -25,6 +25,7 @@ __all__ = ["LOOK_S", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
+_LONGEST = 300
 _ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -139,7 +140,9 @@ class Recovery:
                 for rank, note in self._notes("out", machine.missing).items():
                     if not note.get("dead"):
                         machine.note_report(Report.from_json(rank, note))
-            state = f"{generation}/state"
+            state, refusal = f"{generation}/state", f"{generation}/refusal"
+            if note := self._board.read([refusal]).get(refusal):
+                machine.note_refusal(f"rank {int(note['rank'])}: {printable(str(note['refusal']), _LONGEST)}")
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
             if machine.phase is Phase.AGREED and machine.has_state:

@@ -214,6 +214,7 @@ class Guard:
             stack.callback(_entered.remove, self)
             self._stack = stack.pop_all()
         if self._member is not None:
+            self._loaders.at_every_ask(self._member.at_batch)
             self._member.opened(host_of(self.stopper, self._around, self.ranks, self._ddp))
         return self
 
@@ -279,6 +280,7 @@ class Guard:
             self._update_gate,
             replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
+            begins_again=self._entry is not None,
         )
         if opening.witness is not None and not opening.evaluates:
             self._enter_witness(stack, opening.witness)
@@ -465,6 +467,8 @@ class Guard:
         self._require_entered("step_end()")
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
+        if self._member is not None:
+            self._member.at_boundary()
         loops = self._loops
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()

@@ -108,13 +108,16 @@ class ReentryPart(Part):
         if checkpoint.info.moment != moment or checkpoint.info.rank != verdict.donor:
             raise CorruptCheckpointError(f"{entry.path} holds another boundary than the donor's", path=entry.path)
         found = replace(self._resumed(checkpoint), donor=verdict.donor)
+        foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
+        confirmed = moment if foreseen == 1 else None
         for ring in own_rings((), self._arenas, self._ranks.rank):
-            found = replace(found, own=own_states(ring, self._trust.of(ring)).get(moment))
+            own = own_states(ring, self._trust.of(ring), confirmed=confirmed).get(moment)
+            found = replace(found, own=None if own is not None and own.forecast and foreseen == 0 else own)
         if found.own is None or found.own.forecast:
             found = replace(
                 found,
-                own_records=self._records(self._ranks.rank, moment),
-                donor_records=self._records(verdict.donor, moment),
+                own_records=self._records(self._ranks.rank, moment, confirmed),
+                donor_records=self._records(verdict.donor, moment, confirmed),
             )
         self.resumed = found
 
@@ -134,9 +137,9 @@ class ReentryPart(Part):
         )
         return Resumed(self._entry.path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
 
-    def _records(self, rank: int, moment: Moment) -> list[SmallRecord]:
+    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         rings = own_rings((), self._arenas, rank)
-        found = [record for ring in rings for record in small_records(ring, self._trust.of(ring))]
+        found = [each for ring in rings for each in small_records(ring, self._trust.of(ring), confirmed=confirmed)]
         return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
 
 
@@ -150,6 +153,13 @@ def run_in_place(guard: Guard, train: Callable[[], _T], targets: Mapping[str, An
         with guard:
             return train()
     entry = _join(targets, member) if member.is_joiner and not member.has_entered else None
+    try:
+        return _run(guard, member, train, entry)
+    finally:
+        member.closed()
+
+
+def _run(guard: Guard, member: Member, train: Callable[[], _T], entry: Entry | None) -> _T:
     while True:
         guard.take_part(member, entry)
         with guard:
@@ -175,6 +185,7 @@ def _join(targets: Mapping[str, Any], member: Member) -> Entry:
     try:
         return member.join(ddp_modules(targets))
     except RejoinFailed as error:
+        member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
 
 
@@ -236,6 +247,7 @@ def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.
         live=lambda: (collector.state(), saver.describe("snapshot")),
         donate=donate,
         is_stopping=lambda: stopper.alarm is not None,
+        peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
         call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
         open_gate=open_gate,
         ddp=ddp,
