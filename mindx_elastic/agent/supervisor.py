@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
@@ -38,6 +40,7 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 
 __all__ = ["Supervisor", "print_block"]
@@ -62,6 +65,7 @@ class Supervisor(LocalElasticAgent):
         events: EventLog,
         stop_files: StopFiles,
         num_nodes: int,
+        forks: ForkedStart,
         **torch_arguments: Any,
     ) -> None:
         """num_nodes: most that may take part. With one, no membership thread is started."""
@@ -74,7 +78,7 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._stop_files, self._num_nodes = stop_files, num_nodes
+        self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -107,6 +111,8 @@ class Supervisor(LocalElasticAgent):
                 self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
+        finally:
+            self._forks.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -145,7 +151,7 @@ class Supervisor(LocalElasticAgent):
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
-            on_look=self.ledger.look,
+            on_look=self._look,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -286,8 +292,11 @@ class Supervisor(LocalElasticAgent):
         self._folder.forget_workers()
         self._number += 1
         os.environ["MINDX_ATTEMPT"] = str(self._number)
+        with self._inbox.interrupting():
+            self._forks.prepare(self._number)
         try:
-            ids: dict[int, Any] = super()._start_workers(worker_group)
+            with self._forks.start(self._number):
+                ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
         self._runs = self._has_run = True
@@ -309,6 +318,10 @@ class Supervisor(LocalElasticAgent):
         self._pcontext = None
 
     # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _look(self, statuses: Mapping[int, Status]) -> None:
+        self.ledger.look(statuses)
+        self._forks.look(statuses)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

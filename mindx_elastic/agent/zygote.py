@@ -36,7 +36,7 @@ __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "Zygot
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "MINDX_ATTEMPT"),
+    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""
@@ -124,6 +124,8 @@ class Zygote:
         self._channel: socket.socket | None = None
         self._said = -1
         self._problem = "" if self._script else _why_not(command)
+        self.has_died = False
+        """Its process has ended by itself, or was killed."""
         self._read: set[str] = set()
         self._is_ready = False
         self._preloaded: list[str] = []
@@ -146,6 +148,15 @@ class Zygote:
         """Whether `fork` can be called. Costs a system call."""
         self._hear()
         return self._is_ready and not self._problem
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the imports, at most so long; whether `fork` can be called."""
+        end = time.monotonic() + timeout_s
+        while not self.is_ready() and not self._problem and self._channel is not None:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._channel], [], [], left)[0]:
+                break
+        return self.is_ready()
 
     def start(self) -> None:
         """Start the process; its imports go on while this one does something else."""
@@ -288,6 +299,7 @@ class Zygote:
                     self._take_in(json.loads(message))
                     continue
             self._is_ready = False
+            self.has_died = True
             self._problem = self._problem or f"its process has ended{self._last_words()}"
             self._end()
 

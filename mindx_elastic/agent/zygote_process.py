@@ -242,11 +242,6 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
     stream = socket.socket(fileno=descriptors[0])
     os.setsid()
     request: dict[str, Any] = _read_json(stream)
-    _wait_for(agent)
-    if not die_with_parent(request["death_signal"]):
-        _refuse(stream, "the kernel does not tie the worker to the agent")
-    if os.getppid() != agent:  # it has died since, so no signal will come
-        os._exit(128 + request["death_signal"])
     os.environ.__class__ = _Environment.__base__
     env = imports.environment(request["env"])
     os.environ.clear()
@@ -263,6 +258,12 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
             prepared = prepare(command)
     except Exception as error:  # a fresh interpreter says it in its own words
         _refuse(stream, f"{type(error).__name__}: {error}")
+    seed_anew()
+    _wait_for(agent)  # the process in between has to be gone by then, which takes as long as all of this
+    if not die_with_parent(request["death_signal"]):
+        _refuse(stream, "the kernel does not tie the worker to the agent")
+    if os.getppid() != agent:  # it has died since, so no signal will come
+        os._exit(128 + request["death_signal"])
     stream.sendall(b"%d\n" % os.getpid())
     if stream.recv(len(READY)) != READY:
         os._exit(1)  # the agent has given up, or is gone
@@ -272,7 +273,6 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
         os.close(fd)
     _open_streams()
     time.tzset()
-    seed_anew()
     sys.orig_argv = [*request["interpreter"], *command]
     _rename(b"\0".join(os.fsencode(word) for word in sys.orig_argv))
     if request["hook"]:
