@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY
+from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY, ROOM, ROOM_BYTES
 from mindx_elastic.core.posix import open_pidfd, read_stat
 
 __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "ZygoteError"]
@@ -170,7 +170,7 @@ class Zygote:
         try:
             self._popen = subprocess.Popen(
                 [*arguments, *([" " * padding] if padding else [])],  # so that workers can show their own command line
-                env=self._env,
+                env={**self._env, ROOM: "." * ROOM_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
@@ -209,6 +209,8 @@ class Zygote:
         self._hear()
         if not self._is_ready or self._problem or self._channel is None:
             raise ZygoteError(self._problem or "the zygote is not ready yet")
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            raise ZygoteError("SIGCHLD is ignored, so that no exit code of a forked worker would be known")
         interpreter, script = (self._interpreter, self._script) if command is None else _split(command)
         if not script or interpreter != self._interpreter:
             raise ZygoteError("the worker's command is another one than the zygote's")
