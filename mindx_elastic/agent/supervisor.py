@@ -11,11 +11,10 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,18 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import Recovery, joining_command
+from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
+from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
-from mindx_elastic.agent.spares import Spares
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
-from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
 from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
@@ -54,6 +53,7 @@ _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _MOST_RECOVERIES = 100
+_SHIM = 4  # arguments of `child` before the workers' own command line
 
 
 class Supervisor(LocalElasticAgent):
@@ -70,14 +70,11 @@ class Supervisor(LocalElasticAgent):
         events: EventLog,
         stop_files: StopFiles,
         num_nodes: int,
-        command: Sequence[str] = (),
+        forks: ForkedStart,
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part. With one, no membership thread is started. command: the workers' program
-        and its arguments."""
-        self._command = tuple(command)
-        self._zygote: Zygote | None = None
-        self._spares: Spares | None = None
+        """num_nodes: most that may take part. With one, no membership thread is started."""
+        self._replacements: Replacements | None = None
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
@@ -87,7 +84,7 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._stop_files, self._num_nodes = stop_files, num_nodes
+        self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
@@ -120,6 +117,8 @@ class Supervisor(LocalElasticAgent):
                 self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
+        finally:
+            self._forks.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -175,8 +174,8 @@ class Supervisor(LocalElasticAgent):
             self.ending = attempt.run()
             self._runs = False
         finally:
-            if self._spares is not None:
-                self._spares.close()
+            if self._replacements is not None:
+                self._replacements.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
@@ -185,22 +184,19 @@ class Supervisor(LocalElasticAgent):
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
 
-    def _look(self, statuses: Mapping[int, Status]) -> None:
-        """Twice a second."""
-        self.ledger.look(statuses)
-        if self._spares is not None and statuses and all(status.boundaries for status in statuses.values()):
-            self._spares.fill()
-
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
         store = getattr(self._rdzv_handler, "hosted", None)
         if not self._options.in_place or store is None:
             return None
-        if self._zygote is None:
-            env = {**os.environ, **self._pcontext.envs[0]}  # type: ignore[union-attr]
-            self._zygote = Zygote(self._command, env)
-            self._zygote.start()
-        self._spares = self._make_spares()
+        self._replacements = Replacements(
+            self._forks,
+            self._pcontext,
+            (str(self._worker_group.spec.entrypoint), *map(str, self._worker_group.spec.args[:_SHIM])),
+            {worker.global_rank: worker.local_rank for worker in self._worker_group.workers},
+            folder=self._folder.path,
+            num_spares=self._options.spares,
+        )
         number = self._number
 
         def board_of(generation: int) -> Board:
@@ -211,66 +207,11 @@ class Supervisor(LocalElasticAgent):
         return Recovery(
             workers,
             board_of,
-            self._start_in_place,
+            self._replacements.start,
             timeout_s=self._options.rejoin_timeout_s,
             most=_MOST_RECOVERIES,
             events=self._events,
         )
-
-    def _start_in_place(self, rank: int, generation: int) -> subprocess.Popen[bytes] | ForkedWorker:
-        """Start a new process in the place of `rank`, with the same environment, logs and error file."""
-        context: Any = self._pcontext
-        local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == rank)
-        arguments = [str(each) for each in context.args[local]]
-        shim = len(arguments) - len(self._command)
-        command = joining_command(arguments[shim:], sys.executable)
-        if command is None:
-            raise RuntimeError("the program is not run by this Python interpreter")
-        own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
-        outputs = (context.stdouts[local], context.stderrs[local])
-        found = self._spares.take(own) if self._spares is not None and not any(outputs) else None
-        found = found or self._fork(
-            {**os.environ, **own}, arguments[shim:], outputs, hook="mindx_elastic.rejoin.joiner:prepare"
-        )
-        if found is None:
-            found = self._start_afresh(
-                [context.entrypoint, *arguments[:shim], *command], {**os.environ, **own}, outputs
-            )
-        context.subprocess_handlers[local].proc = found
-        return found
-
-    def _fork(
-        self, env: Mapping[str, str], command: Sequence[str], outputs: Sequence[str | None], *, hook: str
-    ) -> ForkedWorker | None:
-        """A process from the zygote; None: it is not ready, or cannot."""
-        if self._zygote is None or not self._zygote.is_ready():
-            return None
-        try:
-            stdout, stderr = (each or "" for each in outputs)
-            return self._zygote.fork(env, command=command, stdout=stdout, stderr=stderr, hook=hook)
-        except ZygoteError as error:
-            logger.info("a new process is started afresh: %s", error)
-            return None
-
-    @staticmethod
-    def _start_afresh(
-        command: Sequence[str], env: Mapping[str, str], outputs: Sequence[str | None]
-    ) -> subprocess.Popen[bytes]:
-        with ExitStack() as stack:
-            files = [stack.enter_context(open(path, "a")) if path else None for path in outputs]
-            return subprocess.Popen(command, env=env, stdout=files[0], stderr=files[1], start_new_session=True)
-
-    def _make_spares(self) -> Spares | None:
-        if not self._options.spares:
-            return None
-        context: Any = self._pcontext
-        lacking = {"RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES"}
-        env = {name: value for name, value in {**os.environ, **context.envs[0]}.items() if name not in lacking}
-
-        def fork(env: Mapping[str, str]) -> ForkedWorker | None:
-            return self._fork(env, self._command, (None, None), hook="mindx_elastic.rejoin.spare:prepare")
-
-        return Spares(self._options.spares, self._folder.path, fork, env)
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
@@ -389,8 +330,11 @@ class Supervisor(LocalElasticAgent):
         self._folder.forget_workers()
         self._number += 1
         os.environ["MINDX_ATTEMPT"] = str(self._number)
+        with self._inbox.interrupting():
+            self._forks.prepare(self._number)
         try:
-            ids: dict[int, Any] = super()._start_workers(worker_group)
+            with self._forks.start(self._number):
+                ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
         self._runs = self._has_run = True
@@ -412,6 +356,12 @@ class Supervisor(LocalElasticAgent):
         self._pcontext = None
 
     # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _look(self, statuses: Mapping[int, Status]) -> None:
+        self.ledger.look(statuses)
+        self._forks.look(statuses)
+        if self._replacements is not None:
+            self._replacements.look(statuses)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

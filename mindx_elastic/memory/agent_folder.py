@@ -6,6 +6,7 @@
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
         rank_{r}.page                                    see `status_page`
+        rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
 
 Removed at the agent's end. The next agent of the same user removes what a killed one has left
@@ -66,7 +67,7 @@ class AgentFolder:
 
     def forget_workers(self) -> None:
         """Remove the pages and orders of the old workers, before new ones start."""
-        for path in [*self.path.glob("rank_*.page"), self.path / "control.json"]:
+        for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), self.path / "control.json"]:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:
