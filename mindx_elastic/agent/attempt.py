@@ -69,10 +69,10 @@ class AttemptContext:
     events: EventLog
     grace_s: float
     stacks: Path
-    recovery: Callable[[Workers], Recovery | None]
-    """Makes what replaces dead ranks in place; None: nothing does."""
     on_look: Callable[[Mapping[int, Status]], None]
     """Called twice a second with the pages."""
+    recovery: Callable[[Workers], Recovery | None] = lambda workers: None
+    """Makes what replaces dead ranks in place; None: nothing does."""
 
 
 class Attempt:

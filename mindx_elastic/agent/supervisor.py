@@ -201,7 +201,7 @@ class Supervisor(LocalElasticAgent):
 
         def board_of(generation: int) -> Board:
             own = torch.distributed.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-            prefix = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
+            prefix: Any = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
             return Board(prefix, key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
 
         return Recovery(

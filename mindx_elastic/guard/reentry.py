@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
@@ -24,6 +24,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.memory_files import SmallRecord, own_rings, own_states, small_records
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
@@ -32,7 +33,7 @@ from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.resume.restore import FollowedPart, Resumed
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.guard import Guard
@@ -72,17 +73,15 @@ def tell_once(ranks: RankInfo, text: str) -> None:
         logger.warning("--recover in-place: %s", text)
 
 
-class ReentryPart(Part):
+class ReentryPart(FollowedPart):
     """Stands in for the plan of a start (`resume.restore.PlanPart`): what to go on from is agreed on already."""
 
     name = "plan"
-    goes_on = False
 
     def __init__(self, entry: Entry, ranks: RankInfo, arenas: Path | None, trust: Trust) -> None:
         verdict = entry.verdict
         self._entry, self._ranks, self._arenas, self._trust = entry, ranks, arenas, trust
         self.run_id, self.attempt = verdict.run_id, verdict.attempt + 1
-        self.resumed: Resumed | None = None
 
     def say(self) -> Any:
         return [self._entry.generation, self.run_id, self.attempt, self._entry.verdict.step]
@@ -214,6 +213,15 @@ def _leave(guard: Guard, member: Member, cause: BaseException | None) -> Entry:
     return entry
 
 
+def _problem(saver: Saver) -> str:
+    """Why the ranks cannot go on in place from one boundary; empty: they can."""
+    if not saver.replicated:
+        return "the ranks hold different parts of the state"
+    if saver.collector.compiled.kept:
+        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+    return ""
+
+
 def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules) -> Host:
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
@@ -229,7 +237,7 @@ def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem="" if saver.replicated else "the ranks hold different parts of the state",
+                problem=_problem(saver),
             )
 
     def donate() -> Path:
