@@ -24,10 +24,17 @@ _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
+    *("pause_order", "paused_step", "paused_ns", "all_paused"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
-_TEXTS = {"reason": (1024, 1024), "resumed_path": (2048, 1024), "run_id": (3072, 128), "arena": (3200, 896)}
+_TEXTS = {
+    "pause_reason": (512, 512),
+    "reason": (1024, 1024),
+    "resumed_path": (2048, 1024),
+    "run_id": (3072, 128),
+    "arena": (3200, 896),
+}
 
 
 class WorkerPhase(IntEnum):
@@ -74,6 +81,16 @@ class Status:
     """When the guard was left; 0 before."""
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
+    pause_order: int = 0
+    """Newest order to pause (odd) or to go on (even) that this rank knows; 0: none was given in this attempt."""
+    paused_step: int = -1
+    """Boundary at which the training thread waits; -1: it does not."""
+    paused_ns: int = 0
+    """Since when; 0: it does not wait."""
+    all_paused: int = 0
+    """The order by which every rank of the job waits; 0: not every rank does."""
+    pause_reason: str = ""
+    """Why `pause_order` was given."""
     reason: str = ""
     """The alarm's or the exception's, one line."""
     resumed_path: str = ""
@@ -100,7 +117,7 @@ class StatusPage:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("q")
-        for name in ("resumed_step", "saved_step", "exit_code", "step"):
+        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step"):
             self._words[_INDEX[name]] = -1
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING
@@ -120,7 +137,7 @@ class StatusPage:
             self._words[_INDEX[name]] = value
 
     def set_text(self, name: str, text: str) -> None:
-        """`reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
+        """`reason`, `pause_reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
         offset, room = _TEXTS[name]
         data = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
         self._map[offset : offset + room] = data
