@@ -29,6 +29,7 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
@@ -80,6 +81,7 @@ class Supervisor(LocalElasticAgent):
         self.leaves_nothing = False
         """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
+        self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
@@ -146,6 +148,7 @@ class Supervisor(LocalElasticAgent):
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
             on_look=self.ledger.look,
+            pauses=self._pauses,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -157,8 +160,10 @@ class Supervisor(LocalElasticAgent):
             node=node,
             restarts=self._restarts.total,
         )
+        self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
+            self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
