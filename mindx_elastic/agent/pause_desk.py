@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from mindx_elastic.agent.pause_requests import answer, take_requests
-from mindx_elastic.agent.pausing import Order, PauseWatch, needs
+from mindx_elastic.agent.pausing import Order, PauseWatch
 from mindx_elastic.agent.workers import Workers
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
@@ -68,13 +68,14 @@ class PauseDesk:
     def _give(self, order: Order, workers: Workers, statuses: dict[int, Status]) -> None:
         if order is not self._written:
             try:
-                self._folder.order(order.kind, order.reason, grace_s=0.0, exit_code=0)
+                number = self._folder.order(order.kind, order.reason, grace_s=0.0, exit_code=0)
             except OSError as error:
                 logger.warning("%s: no order can be written (%s); trying again", self._folder.path, error)
                 return
+            self._watch.note_written(number)
             self._written = order
         for rank, status in statuses.items():
-            if needs(order, status):
+            if self._watch.needs(status):
                 workers.send(rank, CONTROL_SIGNAL)
 
     def _end(self, why: str) -> None:

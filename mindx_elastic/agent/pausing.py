@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from mindx_elastic.agent.pause_requests import PAUSE, RESUME, Answer, PauseRequest
 from mindx_elastic.core.status_page import Status, WorkerPhase
 
-__all__ = ["Order", "PauseChange", "PauseWatch", "needs"]
+__all__ = ["Order", "PauseChange", "PauseWatch"]
 
 _GUARDED = (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)
 _TAKE_BACK_S = 30.0  # for a resume that no command waits for
@@ -61,6 +61,8 @@ class PauseWatch:
         """With the time of their time-outs."""
         self._order: Order | None = None
         """What is being carried out; None: nothing."""
+        self._order_number: int | None = None
+        """Under which it was written for the workers; None: not yet."""
         self._ordered_at = 0.0
         self._until = 0.0
         """Of a RESUME."""
@@ -99,6 +101,14 @@ class PauseWatch:
         if self._order is None and self._waiting:
             self._begin_next(statuses, num_live, now)
         return self._order
+
+    def note_written(self, number: int) -> None:
+        """The order is there for the workers to read, under this number."""
+        self._order_number = number
+
+    def needs(self, status: Status) -> bool:
+        """Whether the rank with this page has yet to be told of the order."""
+        return status.phase in _GUARDED and (self._order_number is None or status.pause_heard < self._order_number)
 
     def end(self, why: str, now: float) -> int | None:
         """The workers are being stopped, or have ended. Returns the step at which every rank waited; None: they did
@@ -149,6 +159,7 @@ class PauseWatch:
 
     def _give(self, kind: str, reason: str, now: float, *, until: float = 0.0) -> None:
         self._order, self._ordered_at, self._until = Order(kind, reason), now, until
+        self._order_number = None
 
     def _answer(self, kind: str, content: Answer) -> None:
         for each in [each for each in self._waiting if each[0].kind == kind]:
@@ -184,21 +195,17 @@ class PauseWatch:
     # --- a resume -----------------------------------------------------------------------------------------------------
 
     def _look_at_resume(self, statuses: Mapping[int, Status], now: float) -> None:
-        if not _any_pauses(statuses):
+        heard = not any(self.needs(status) for status in statuses.values())  # else one may just be passing on a pause
+        if heard and not _any_pauses(statuses):
             where = f" from step {self._seen_step}" if self._seen_step >= 0 else ""
             self._answer(RESUME, Answer(True, f"training goes on{where}", self._seen_step))
         elif now > self._until:
-            ranks = [rank for rank, status in sorted(statuses.items()) if status.pause_order % 2]
+            ranks = [r for r, status in sorted(statuses.items()) if status.pause_order % 2 or self.needs(status)]
             text = f"ranks {', '.join(map(str, ranks))} have not gone on; their watchers do not answer"
             self._answer(RESUME, Answer(False, text))
         else:
             return
         self._order, self._seen_step = None, -1
-
-
-def needs(order: Order, status: Status) -> bool:
-    """Whether the rank with this page has not heard the order yet."""
-    return status.phase in _GUARDED and (status.pause_order % 2 == 1) != (order.kind == PAUSE)
 
 
 def _any_pauses(statuses: Mapping[int, Status]) -> bool:

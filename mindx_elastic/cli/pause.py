@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
@@ -98,7 +99,7 @@ def _command(kind: str, path: Path, timeout_s: float) -> None:
     except OSError as error:
         fail(f"{folder}: the agent cannot be asked: {error.strerror or error}")
     try:
-        answer = _wait(folder, request, run, timeout_s)
+        answer = _wait(path, folder, request, run, timeout_s)
     except KeyboardInterrupt:
         taken = not withdraw(folder, request)
         if kind == "pause" and taken:
@@ -140,6 +141,17 @@ def _find_run(path: Path) -> AgentRun:
     _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {_how_it_is(runs[-1])}")
 
 
+def _how_it_ended(path: Path, run: AgentRun) -> str:
+    """What the log says of an agent that ran a moment ago."""
+    from mindx_elastic.agent.ledger import load_runs
+    from mindx_elastic.core.events import EVENTS_FILE
+
+    with suppress(OSError):
+        found = [each for each in load_runs(path / EVENTS_FILE if path.is_dir() else path) if each.pid == run.pid]
+        run = found[-1] if found else run
+    return _how_it_is(run)
+
+
 def _how_it_is(run: AgentRun) -> str:
     name = f"agent {run.pid}" + (f" on {run.host}" if run.host else "")
     if run.ended is not None:
@@ -165,7 +177,7 @@ def _check_folder(folder: Path, run: AgentRun) -> None:
         fail(f"{folder} is not the folder of agent {run.pid}")
 
 
-def _wait(folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
+def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
     from mindx_elastic.agent.pause_requests import read_answer
     from mindx_elastic.cli.status import is_running
 
@@ -174,7 +186,7 @@ def _wait(folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) 
         if not os.path.isdir(folder) or not is_running(run):
             answer = read_answer(folder, request)  # it may have answered with its last breath
             if answer is None:
-                _end(EXIT_BAD, "the agent has ended meanwhile; see mindx-elastic status")
+                _end(EXIT_BAD, f"{'not paused: ' if request.kind == 'pause' else ''}{_how_it_ended(path, run)}")
             break
         if time.monotonic() > end:
             return None

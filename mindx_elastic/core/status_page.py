@@ -24,7 +24,7 @@ _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
-    *("pause_order", "paused_step", "paused_ns", "all_paused"),
+    *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -81,6 +81,8 @@ class Status:
     """When the guard was left; 0 before."""
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
+    pause_heard: int = 0
+    """Number of the agent's newest order to pause or to go on that this rank has passed on; 0: none."""
     pause_order: int = 0
     """Newest order to pause (odd) or to go on (even) that this rank knows; 0: none was given in this attempt."""
     paused_step: int = -1

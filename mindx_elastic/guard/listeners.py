@@ -118,7 +118,7 @@ class Listeners:
             return
         if link is not None and signum == CONTROL_SIGNAL:
             if (order := link.orders()) is not None and order["kind"] in (PAUSE, RESUME):
-                stopper.pauses.hear(order["kind"], printable(order["reason"]))
+                stopper.pauses.hear(order["kind"], printable(order["reason"]), order["seq"])
             elif order is not None:
                 stopper.hear(stopper.alarms.of_agent(order))
         elif link is not None and signum == signal.SIGTERM and link.is_orphan():

@@ -27,7 +27,7 @@ __all__ = ["PAUSE", "RESUME", "Pauses"]
 
 PAUSE, RESUME = "pause", "resume"
 """The agent's orders."""
-_AGAIN_S = 0.5
+_AGAIN_S, _MOST_AGAIN_S = 0.5, 60.0
 
 
 class Pauses:
@@ -48,19 +48,20 @@ class Pauses:
         that; None: it can."""
         self._gate, self._rounds, self._watcher, self._events, self._page = gate, rounds, watcher, events, page
         self._rank, self._why_not = rank, why_not
-        self._wanted: tuple[str, str] | None = None
-        """The agent's newest order and its reason, until it is given to the ranks."""
+        self._wanted: tuple[str, str, int] | None = None
+        """The agent's newest order, its reason and its number, until it is given to the ranks."""
         self._number = 0
         self._offered = self._arrived = self._complete = False
         self._step: int | None = None
         """Where the ranks wait; None: not agreed yet."""
         self._since = 0.0
-        self._warned = False
+        self._passed_on = 0
+        self._again_s, self._retries = _AGAIN_S, False
         rounds.listen(lambda: watcher.post(self._work))
 
-    def hear(self, kind: str, reason: str) -> None:
-        """The agent's order: `PAUSE` or `RESUME`."""
-        self._wanted = kind, reason
+    def hear(self, kind: str, reason: str, number: int) -> None:
+        """The agent's order: `PAUSE` or `RESUME`. `number`: the page says that it was passed on."""
+        self._wanted = kind, reason, number
         self._work()
 
     def hear_end(self) -> None:
@@ -98,12 +99,18 @@ class Pauses:
         try:
             self._catch_up()
         except Exception as error:
-            if not self._warned:
-                self._warned = True
+            if self._again_s == _AGAIN_S:
                 logger.warning("the ranks cannot be asked about the pause now (%s); trying again", error)
             if self._wanted is not None and self._wanted[0] == RESUME:
                 self._gate.resume()  # a rank that does not hear it is held by its own agent's order alone
-            self._watcher.call_at(time.monotonic() + _AGAIN_S, self._work)
+            if not self._retries:
+                self._retries = True
+                self._watcher.call_at(time.monotonic() + self._again_s, self._work_again)
+                self._again_s = min(_MOST_AGAIN_S, 2 * self._again_s)
+
+    def _work_again(self) -> None:
+        self._retries = False
+        self._work()
 
     def _catch_up(self) -> None:
         """Raises what the store raises, and can be called again then."""
@@ -111,16 +118,18 @@ class Pauses:
             return
         news = self._rounds.news()
         if self._wanted is not None:
-            kind, reason = self._wanted
+            kind, reason, number = self._wanted
             if news.is_pause != (kind == PAUSE):
                 self._rounds.order(news.number + 1, reason)
                 news = self._rounds.news()
-            self._wanted = None
+            self._wanted, self._passed_on = None, number
         if news.number != self._number:
             self._begin(news)
         if news.is_pause:
             self._follow(news)
-        self._warned = False
+        if self._page is not None:
+            self._page.set(pause_heard=self._passed_on)
+        self._again_s = _AGAIN_S
 
     def _begin(self, news: PauseNews) -> None:
         was_pause = bool(self._number % 2)

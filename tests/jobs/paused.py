@@ -32,6 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--wait-for", default="", help="STEP:RANK:FILE: that rank stays in that step until the file is")
     parser.add_argument("--start-after", default="", help="a file that must be there before the guard is entered")
     parser.add_argument("--eval", default="", help="poll or plain: in an evaluation after each epoch until a file `go`")
+    parser.add_argument("--tail", action="store_true", help="code behind the last step, until a file `go`")
     parser.add_argument("--no-guard", action="store_true")
     return parser.parse_args()
 
@@ -92,6 +93,9 @@ def main() -> None:
                         if args.eval == "poll":
                             guard.poll()
                         time.sleep(0.005)
+        if args.tail and fresh:
+            say(f"TAIL {rank}")
+            wait_for_file("go")
     say(f"DONE {rank} {weights_hash(network)} {guard.position.step}")
     if dist.is_initialized():
         dist.destroy_process_group()
