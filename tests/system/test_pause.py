@@ -106,7 +106,7 @@ def test_given_twice_and_without_a_pause() -> None:
         assert re.search(r"paused at step 4 already, for \d+ s", give("pause", RUN))
         shown = give("status", RUN)
         assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
-        assert re.search(r"^0 +\d+ +paused +4 ", shown, re.MULTILINE), shown
+        assert re.search(r"^ *0 +\d+ +paused +4 ", shown, re.MULTILINE), shown
         assert "training goes on from step 4" in give("resume", RUN)
         assert "not paused; nothing to do" in give("resume", RUN)
         job.expect(0)
