@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_come_in_time(node: Node) -> None:
     assert not good and text.startswith(
         "not paused: rank 1 (in a step, after step 3) did not come to the boundary in 5 s"
     )
-    assert text.endswith("; the pause is taken back and training goes on")
+    assert text.endswith("the pause is taken back and training goes on")
     node.all_go()
     assert node.look() is None and not node.watch.changes
 

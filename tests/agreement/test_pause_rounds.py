@@ -59,7 +59,7 @@ def test_every_rank_is_rung_for_each_news_and_a_stop_still_comes_through(ranks: 
     stops = [threading.Event() for _ in ranks]
 
     def listen(exchange: StoreExchange, news: threading.Semaphore, stop: threading.Event) -> None:
-        exchange.pauses.listen(lambda: news.release() and None)
+        exchange.pauses.listen(news.release)
         exchange.listen(lambda content: stop.set())
 
     for parts in zip(ranks, heard, stops, strict=True):
