@@ -89,9 +89,9 @@ class PauseDesk:
                 self._events.emit("pause", step=change.step, duration_s=change.seconds)
                 logger.warning("paused at step %d: every rank waits until mindx-elastic resume", change.step)
             else:
-                self._events.emit("pause_end", step=change.step, duration_s=change.seconds)
+                self._events.emit("pause_end", step=change.step, reason=change.why, duration_s=change.seconds)
                 self._note_pause(change.seconds)
-                logger.info("the pause at step %d has ended after %.1f s", change.step, change.seconds)
+                logger.info("the pause at step %d has ended after %.1f s: %s", change.step, change.seconds, change.why)
         self._watch.changes.clear()
         for request, content in self._watch.answers:
             with suppress(OSError):  # the command may have gone; the log has it

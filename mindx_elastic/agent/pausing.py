@@ -47,6 +47,8 @@ class PauseChange:
     begins: bool
     seconds: float
     """Of a begin: since the order was given, as far as it was given here. Of an end: how long they have waited."""
+    why: str = ""
+    """Of an end."""
 
 
 class PauseWatch:
@@ -120,7 +122,7 @@ class PauseWatch:
             text = f"not paused: {why}" if pauses else f"no rank waits any more: {why}"
             self.answers.append((request, Answer(not pauses, text)))
         if self._paused is not None:
-            self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1]))
+            self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
         self._waiting.clear()
         self._order = self._paused = None
         return step
@@ -138,7 +140,11 @@ class PauseWatch:
             self._seen_step = self._paused[0]
             if any(status.phase >= WorkerPhase.STOPPING for status in statuses.values()):
                 self._stopped_step = self._seen_step
-            self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1]))
+            known = {
+                status.pause_reason for status in statuses.values() if status.pause_order and not status.all_paused
+            }
+            why = "; ".join(sorted(known - {""})) or "ranks stop, or were replaced"
+            self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
             self._paused = None
 
     def _begin_next(self, statuses: Mapping[int, Status], num_live: int, now: float) -> None:

@@ -24,6 +24,7 @@ _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
+    *("in_place", "generation"),
     *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
@@ -81,6 +82,10 @@ class Status:
     """When the guard was left; 0 before."""
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
+    in_place: int = 0
+    """1: the rank takes part in recoveries in place."""
+    generation: int = 0
+    """Of the last one that it took part in."""
     pause_heard: int = 0
     """Number of the agent's newest order to pause or to go on that this rank has passed on; 0: none."""
     pause_order: int = 0

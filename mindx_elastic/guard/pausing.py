@@ -57,6 +57,9 @@ class Pauses:
         self._since = 0.0
         self._passed_on = 0
         self._again_s, self._retries = _AGAIN_S, False
+        if page is not None:  # it may be that of this process's guard before
+            page.set(pause_heard=0, pause_order=0, paused_step=-1, paused_ns=0, all_paused=0)
+            page.set_text("pause_reason", "")
         rounds.listen(lambda: watcher.post(self._work))
 
     def hear(self, kind: str, reason: str, number: int) -> None:
