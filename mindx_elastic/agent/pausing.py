@@ -140,10 +140,9 @@ class PauseWatch:
             self._seen_step = self._paused[0]
             if any(status.phase >= WorkerPhase.STOPPING for status in statuses.values()):
                 self._stopped_step = self._seen_step
-            known = {
-                status.pause_reason for status in statuses.values() if status.pause_order and not status.all_paused
-            }
-            why = "; ".join(sorted(known - {""})) or "ranks stop, or were replaced"
+            gone_on = [status for status in statuses.values() if status.pause_order and not status.pause_order % 2]
+            reasons = sorted({status.pause_reason for status in gone_on} - {""})
+            why = "; ".join(reasons) or "ranks stop, or were replaced"
             self.changes.append(PauseChange(self._paused[0], False, now - self._paused[1], why))
             self._paused = None
 

@@ -33,6 +33,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--start-after", default="", help="a file that must be there before the guard is entered")
     parser.add_argument("--eval", default="", help="poll or plain: in an evaluation after each epoch until a file `go`")
     parser.add_argument("--tail", action="store_true", help="code behind the last step, until a file `go`")
+    parser.add_argument("--run", action="store_true", help="guard.run(train), which a recovery in place needs")
     parser.add_argument("--no-guard", action="store_true")
     return parser.parse_args()
 
@@ -66,7 +67,8 @@ def main() -> None:
     if args.start_after:
         say(f"STARTING {rank}")
         wait_for_file(args.start_after)
-    with guard:
+
+    def train() -> None:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         fresh = guard.resumed_from_step is None
         for epoch in guard.epochs(args.epochs):
@@ -96,6 +98,12 @@ def main() -> None:
         if args.tail and fresh:
             say(f"TAIL {rank}")
             wait_for_file("go")
+
+    if args.run:
+        guard.run(train)
+    else:
+        with guard:
+            train()
     say(f"DONE {rank} {weights_hash(network)} {guard.position.step}")
     if dist.is_initialized():
         dist.destroy_process_group()

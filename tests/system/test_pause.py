@@ -284,6 +284,19 @@ def test_a_killed_rank_ends_the_pause() -> None:
     assert first["paused_s"] > 0 and second["paused_s"] is None and first["steps_lost"] == 0
 
 
+def test_a_rank_that_is_replaced_in_place_ends_the_pause() -> None:
+    """The survivor keeps its process and comes out of its wait; both train on from the step of the pause."""
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", "--run", ranks=2, options=["--recover", "in-place"]) as job:
+        pause_at_4(job, 2)
+        survivor = job.pids()[0]
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(0)
+    assert job.hashes() == whole and job.pids()[0] == survivor, job.report()
+    assert resumed(job)[2:] == ["4", "4"], job.report()
+    assert job.matches(r"the pause at step 4 has ended after .*: ranks stop, or were replaced"), job.report()
+
+
 def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
     with agent("--hold-at", "4", ranks=2) as job:
         pause_at_4(job, 2)
@@ -314,6 +327,7 @@ def test_a_second_pause_in_the_next_attempt() -> None:
 
 
 def test_the_ranks_of_two_nodes_wait_at_one_step() -> None:
+    whole = undisturbed(2)
     endpoint = f"127.0.0.1:{free_port()}"
     options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "7"]
     with (
@@ -328,7 +342,7 @@ def test_the_ranks_of_two_nodes_wait_at_one_step() -> None:
         assert "training goes on" in give("resume", "node1")
         for job in (first, second):
             job.expect(0)
-    assert len({*first.hashes().values(), *second.hashes().values()}) == 1
+    assert first.hashes() | second.hashes() == whole
     for node in ("node0", "node1"):
         assert len(events(Path(node), "pause_end")) == 1
 
