@@ -31,6 +31,7 @@ from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
@@ -90,6 +91,7 @@ class Supervisor(LocalElasticAgent):
         self.leaves_nothing = False
         """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
+        self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
@@ -159,6 +161,7 @@ class Supervisor(LocalElasticAgent):
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
             on_look=self._look,
+            pauses=self._pauses,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -170,8 +173,10 @@ class Supervisor(LocalElasticAgent):
             node=node,
             restarts=self._restarts.total,
         )
+        self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
+            self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
             if self._replacements is not None:

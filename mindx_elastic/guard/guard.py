@@ -593,7 +593,7 @@ class Guard:
         """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
         with self._update_gate.hold(0.0) as problem:
             pass
-        self.stopper.at_limit(is_cut=problem is None)
+        self.stopper.at_limit(is_cut=problem is None, is_between=True)
 
     # --- saves and stops that the program asks for ---
 

@@ -51,13 +51,15 @@ class AgentFolder:
             remove_dead_agents(parent)
         self._sequence = 0
 
-    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> None:
-        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Raises OSError."""
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> int:
+        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Returns its number,
+        from 1. Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / "control.json")
+        return self._sequence
 
     def make_key(self) -> Path:
         """A new secret for the workers to seal their messages with. Once. Raises OSError."""
