@@ -67,7 +67,7 @@ class ForkedStart:
     def start(self, number: int) -> Iterator[None]:
         """Within it, torch's start of workers forks them. `number`: of the attempt, from 0."""
         self._began, self.num_forked = time.monotonic(), 0
-        original = getattr(torch_processes, "get_subprocess_handler", None)
+        original: Any = getattr(torch_processes, "get_subprocess_handler", None)
         if original is None:  # this torch does it otherwise
             self._zygotes_left = 0
         if not self._zygotes_left:
