@@ -52,7 +52,7 @@ _FORK_S = 10.0
 """A fork takes milliseconds; one that takes so long never comes."""
 _POLL_S = 0.02
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
-_LOWEST = 19
+_LOW = 10
 _CAP_SYS_NICE = 23
 
 
@@ -319,7 +319,7 @@ class Zygote:
         """Have its imports give way to the training, where their priority can be raised again."""
         if self._popen is not None and not self._is_slow and _may_raise_priority():
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, self._popen.pid, _LOWEST)
+                os.setpriority(os.PRIO_PROCESS, self._popen.pid, _LOW)
                 self._is_slow = True
 
     def _hurry(self) -> None:
