@@ -226,8 +226,8 @@ class Member:
             board.write(f"{generation}/state", {"path": str(path)})
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
-            if said := groups.reset_ddp(host.ddp):
-                raise RejoinFailed(said)
+        if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
+            raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, host, generation)
