@@ -21,11 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 
-__all__ = ["DdpModules", "connect", "digest", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
+__all__ = ["DdpModules", "connect", "digest", "keep_timeout", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
 """DDP modules and their places."""
 _types = count(100)  # torch's own are below
+_timeouts: dict[str, timedelta] = {}
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,16 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
     return number
 
 
+def keep_timeout(name: str, timeout: timedelta | None) -> None:
+    """In a new process: of the group `name`, which has no connections yet."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    _timeouts[name] = default_pg_timeout if timeout is None else timeout
+
+
 def _timeout_of(group: Group) -> timedelta | None:
+    if group.name in _timeouts:
+        return _timeouts.pop(group.name)
     try:
         options = group.handle._get_backend(torch.device(group.backends[0][0])).options
         found = options._timeout
