@@ -7,7 +7,6 @@ The callbacks and integrations are thin layers on it. This file has the public m
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.active import active, check_that_it_is_not_active, check_that_one_may_enter, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.ending import Ending
@@ -37,7 +37,7 @@ from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
 from mindx_elastic.guard.replicas import outermost_replicas
-from mindx_elastic.guard.running import EnterAgain, Place, note_entry, run_in_place, tell_of_block
+from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import HEARD_S, Witness
@@ -47,7 +47,6 @@ __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 _T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
-_entered: list[Guard] = []
 
 
 class Guard:
@@ -190,8 +189,7 @@ class Guard:
         self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
 
     def __enter__(self) -> Guard:
-        if self in _entered:  # on every rank alike; the block that is open goes on
-            raise UsageError("this guard is active already: write `with guard:` once around the loop")
+        check_that_it_is_not_active(self)
         self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
@@ -203,9 +201,7 @@ class Guard:
                 self._open(stack)
                 more = [] if place is None else place.parts()
                 meet(self._exchange, "entered", [*self._last_parts, *more])
-            _entered.append(self)
-            note_entry()
-            stack.callback(_entered.remove, self)
+            stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
                 tell_of_block(self.ranks)
             elif place is not None:
@@ -228,7 +224,7 @@ class Guard:
 
     def _open(self, stack: ExitStack) -> None:
         """All ranks together. `stack` closes everything, in the other order."""
-        _check_that_one_may_enter()
+        check_that_one_may_enter()
         settings = self._options.settings()
         self._unmanaged = Unmanaged(settings.unmanaged)
         opening = Opening(
@@ -458,7 +454,7 @@ class Guard:
 
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
-        self._require_entered("step_end()")
+        require_entered(self, "step_end()")
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
         if self._place is not None:
@@ -554,7 +550,7 @@ class Guard:
         resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
         latter, as long as the deadline allows.
         """
-        self._require_entered("outside_step()")
+        require_entered(self, "outside_step()")
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
@@ -593,7 +589,7 @@ class Guard:
 
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
-        self._require_entered("save()")
+        require_entered(self, "save()")
         if self._around.keeps_nothing:
             check_guests_path(path, self._resolved.values())
         with self._update_gate.hold(0.0) as problem:
@@ -620,7 +616,7 @@ class Guard:
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
-        self._require_entered("request_stop()")
+        require_entered(self, "request_stop()")
         self.stopper.request(reason, exit_code)
 
     def dismiss_stop(self) -> None:
@@ -671,17 +667,3 @@ class Guard:
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
         return None if self._boundaries.has_passed else self.resumed_path
-
-    def _require_entered(self, what: str) -> None:
-        if self not in _entered:
-            raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
-
-
-def _check_that_one_may_enter() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
-            "signal handlers can only be installed there. Start the training from the main thread"
-        )
-    if _entered:
-        raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")

@@ -16,6 +16,7 @@ from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
+from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
@@ -27,12 +28,11 @@ from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, Rej
 from mindx_elastic.rejoin.protocol import Report
 from mindx_elastic.rejoin.sockets import SocketsPart
 
-__all__ = ["EnterAgain", "Place", "note_entry", "run_in_place", "tell_of_block"]
+__all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
 _T = TypeVar("_T")
 _members: list[Member] = []
 _told: set[str] = set()
-_has_entered = False  # some guard of this process
 _is_running = False  # `run_in_place` has been called
 
 
@@ -101,12 +101,6 @@ class Place:
         return EnterAgain(entry)
 
 
-def note_entry() -> None:
-    """A guard of this process has been entered."""
-    global _has_entered
-    _has_entered = True
-
-
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
     member = _find_member(current_ranks(RankInfo.from_env()))
@@ -134,9 +128,9 @@ def _find_member(ranks: RankInfo) -> Member | None:
     if not settings.in_place or agent is None or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
-    reason = "this is not the process's first guard" if _has_entered else groups.problem()
+    reason = "this is not the process's first guard" if has_been_one() else groups.problem()
     if reason:
-        if settings.generation and not _has_entered:
+        if settings.generation and not has_been_one():
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
         _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
