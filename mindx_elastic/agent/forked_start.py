@@ -129,6 +129,11 @@ class ForkedStart:
         self.num_forked += 1
         return worker
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether the zygote still imports: it will be able to fork soon."""
+        return self._zygote is not None and not self._zygote.is_ready() and not self._zygote.problem
+
     def learn(self, command: Sequence[str]) -> None:
         """The command line of a worker that is started fresh."""
         if tuple(command[: len(self._shim)]) == self._shim:

@@ -24,6 +24,7 @@ __all__ = ["LOOK_S", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
+_ZYGOTE_S = 8.0  # its imports take seconds
 _LONGEST = 300
 _ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 
@@ -48,18 +49,20 @@ class Recovery:
         self,
         workers: Workers,
         board_of: Callable[[int], Board],
-        start: Callable[[int, int], Process],
+        start: Callable[..., Process | None],
         *,
         timeout_s: float,
         most: int,
         events: EventLog,
     ) -> None:
-        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; raises
-        OSError, RuntimeError. `most`: recoveries, after which the job is restarted instead: each leaves a little
-        behind in the survivors."""
+        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
+        ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
+        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors."""
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._events = timeout_s, most, events
         self._machine = Coordinator(len(workers.processes))
+        self._missing: dict[int, float] = {}
+        """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
         self._row: list[str] = []
         self._row_step = -1
         self._board: Board | None = None
@@ -138,6 +141,7 @@ class Recovery:
         assert self._board is not None and self._now is not None
         machine, generation = self._machine, self._machine.generation
         try:
+            self._start_missing()
             if machine.phase is Phase.CUT:
                 for rank, note in self._notes("out", machine.missing).items():
                     if not note.get("dead"):
@@ -233,9 +237,18 @@ class Recovery:
         return ""
 
     def _replace(self, rank: int) -> None:
-        process = self._start(rank, self._machine.generation)
-        self._workers.replace(rank, process)
-        logger.info("a new process (pid %d) takes the place of rank %d", process.pid, rank)
+        self._missing[rank] = time.monotonic() + _ZYGOTE_S
+        self._start_missing()
+
+    def _start_missing(self) -> None:
+        """Start the new processes that are not there yet."""
+        for rank, until in list(self._missing.items()):
+            process = self._start(rank, self._machine.generation, can_wait=time.monotonic() < until)
+            if process is None:
+                continue
+            del self._missing[rank]
+            self._workers.replace(rank, process)
+            logger.info("a new process (pid %d) takes the place of rank %d", process.pid, rank)
 
     def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
         assert self._board is not None

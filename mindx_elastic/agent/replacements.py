@@ -51,8 +51,9 @@ class Replacements:
             env = {name: value for name, value in env.items() if name not in _OF_A_RANK}
             self._spares = Spares(num_spares, folder, self._fork_spare, env)
 
-    def start(self, rank: int, generation: int) -> subprocess.Popen[bytes] | ForkedWorker:
-        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
+    def start(self, rank: int, generation: int, *, can_wait: bool) -> subprocess.Popen[bytes] | ForkedWorker | None:
+        """The new process of `rank` in the recovery `generation`. With `can_wait` None where the zygote still imports:
+        that has begun before a fresh interpreter could. Raises OSError, RuntimeError."""
         context, local = self._context, self._local[rank]
         arguments = [str(each) for each in context.args[local]]
         whole = [str(context.entrypoint), *arguments]
@@ -60,6 +61,8 @@ class Replacements:
         outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
         found: Any = self._spares.take(own) if self._spares is not None and not any(outputs) else None
         found = found or self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
+        if found is None and can_wait and self._forks.is_starting:
+            return None
         found = found or self._start_fresh(whole, {**os.environ, **own}, outputs)
         context.subprocess_handlers[local].proc = found
         return found  # type: ignore[no-any-return]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from operator import methodcaller
@@ -111,6 +111,11 @@ class Collector:
         """Every parameter whose in-place change outside an optimizer would tear the state."""
         modules = [c for c in self.components.values() if isinstance(c, ModuleComponent)]
         return [p for module in modules for p in module.parameters]
+
+    @property
+    def module_names(self) -> Collection[str]:
+        """The names of the modules among the objects."""
+        return self._modules.keys()
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The named ones, and the one that a ZeroRedundancyOptimizer steps on each rank."""

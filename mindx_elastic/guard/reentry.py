@@ -8,19 +8,20 @@ restarted.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.gather import Answer, Merged
+from mindx_elastic.capture.copying import copy_tree
 from mindx_elastic.config import RankInfo
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Trust
 from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.memory.memory_files import SmallRecord, own_rings, own_states, small_records
-from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
+from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.plan.facts import ResumePlan, World
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import FollowedPart, Resumed
@@ -33,8 +34,12 @@ class ReentryPart(FollowedPart):
 
     name = "plan"
 
-    def __init__(self, entry: Entry, ranks: RankInfo, arenas: Path | None, trust: Trust) -> None:
+    def __init__(
+        self, entry: Entry, ranks: RankInfo, arenas: Path | None, trust: Trust, modules: Collection[str]
+    ) -> None:
+        """`modules`: names of the modules, whose tensors are copied when they are loaded."""
         verdict = entry.verdict
+        self._modules = frozenset(modules)
         self._entry, self._ranks, self._arenas, self._trust = entry, ranks, arenas, trust
         self.run_id, self.attempt = verdict.run_id, verdict.attempt + 1
 
@@ -57,7 +62,10 @@ class ReentryPart(FollowedPart):
             return
         if self._arenas is None or not entry.path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{entry.path} is not in the job's shared memory", path=entry.path)
-        checkpoint = read_checkpoint(entry.path, verify=True, owners=self._trust.of(entry.path))
+        checkpoint = map_checkpoint(entry.path, owners=self._trust.of(entry.path))
+        for name, value in checkpoint.state.items():
+            if name not in self._modules:
+                checkpoint.state[name] = copy_tree(value)
         moment = (verdict.run_id, verdict.attempt, verdict.step)
         if checkpoint.info.moment != moment or checkpoint.info.rank != verdict.donor:
             raise CorruptCheckpointError(f"{entry.path} holds another boundary than the donor's", path=entry.path)

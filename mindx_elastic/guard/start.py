@@ -53,7 +53,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
-from mindx_elastic.persist.reader import read_checkpoint
+from mindx_elastic.persist.reader import map_checkpoint
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
@@ -153,7 +153,7 @@ def start_job(
             exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known
         )
     else:
-        plan = ReentryPart(entry, ranks, around.arenas, saver.trust)
+        plan = ReentryPart(entry, ranks, around.arenas, saver.trust, collector.module_names)
     first_saves = FirstSavesPart(saver, directories[0])
     meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
     around.greet()
@@ -282,7 +282,7 @@ def _load(
     def put_back() -> None:
         touched = head.touched() if saved else []
         if touched and found.is_live:  # the weights that code has changed are all that this process had
-            saved[:] = [collector.with_weights_of(state, read_checkpoint(found.path).state)]
+            saved[:] = [collector.with_weights_of(state, map_checkpoint(found.path).state)]
         for each in saved:  # until the first boundary of the process
             _put_back(each, touched, head, collector, step, with_flags=with_flags)
         restore_streams()

@@ -35,7 +35,15 @@ from mindx_elastic.capture.update_gate import UpdateGate
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
 from mindx_elastic.memory.arena import NUM_SLOTS, ArenaFile, RankArena, SlotRecord, SlotState
-from mindx_elastic.persist.format import CheckpointInfo, TensorEntry, draft_header, flatten, place_tensors, seal_header
+from mindx_elastic.persist.format import (
+    NO_DIGEST,
+    CheckpointInfo,
+    TensorEntry,
+    draft_header,
+    flatten,
+    place_tensors,
+    seal_header,
+)
 from mindx_elastic.persist.packed import flat_bytes
 
 __all__ = [
@@ -269,14 +277,19 @@ class Snapshotter:
             return not self.broken
 
     def donate(self) -> Path | None:
-        """Copy the last boundary for other processes of the machine, whole and with digests, and return the file.
-        None: it could not be. Training thread, with the gate held or nothing running."""
+        """Copy the last boundary for other processes of the machine, which map it, and return the file. None: it could
+        not be. Training thread, nothing else running.
+
+        Its header is whole, its tensors have no digests yet: the record says so, and whoever adopts it makes them.
+        """
         self.drain()
-        if self.broken:
+        index = None if self.broken else self._copy()
+        if index is None:
             return None
-        index = self._copy()
-        if index is None or not seal_slot(self._arena, index):
-            return None
+        memory, size = self._arena.slots[index].map, self._arena.record(index).header_bytes
+        assert memory is not None
+        names = json.loads(json.loads(memory[8:size])["__metadata__"]["mindx.digests"])
+        memory[:size] = seal_header(memory[:size], dict.fromkeys(names, NO_DIGEST))
         return self._arena.slots[index].path
 
     def drain(self, timeout_s: float = 60.0) -> None:

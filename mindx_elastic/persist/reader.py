@@ -6,6 +6,7 @@ A few threads each read and hash their own tensors: preadv and xxh3 release the 
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from mindx_elastic.errors import CheckpointError, CorruptCheckpointError, StrPat
 from mindx_elastic.persist.flatten import Tree
 from mindx_elastic.persist.format import CheckpointInfo, Header, TensorEntry, open_checkpoint, unflatten
 
-__all__ = ["Checkpoint", "read_checkpoint", "read_some", "verify_file"]
+__all__ = ["Checkpoint", "map_checkpoint", "read_checkpoint", "read_some", "verify_file"]
 
 _NUM_THREADS = 4
 _PIECE_BYTES = 8 << 20  # read, then hashed
@@ -53,6 +54,27 @@ def read_checkpoint(path: StrPath, *, verify: bool = True, owners: Owners | None
             tensors[entry.name] = _read_tensor(fd, header, entry, path, verify=verify)
 
         _for_each(header.entries.values(), load)
+    return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
+
+
+def map_checkpoint(path: StrPath, *, owners: Owners | None = None) -> Checkpoint:
+    """The content of a file in memory, which another living process of the machine has just written.
+
+    Nothing is copied, and no digest of a tensor checked: the tensors are views of the file. Writing to them does not
+    reach it, but they change when that process writes again. Raises as `read_checkpoint`. Any thread.
+    """
+    path = Path(path)
+    with open_checkpoint(path, owners) as (fd, header):
+        data = mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    tensors = {}
+    for entry in header.entries.values():
+        tensor = torch.empty(entry.shape, dtype=entry.torch_dtype)
+        if entry.nbytes:
+            flat = torch.frombuffer(
+                data, dtype=entry.torch_dtype, count=tensor.numel(), offset=header.data_start + entry.start
+            )
+            tensor = flat.reshape(entry.shape)
+        tensors[entry.name] = tensor
     return Checkpoint(header.info, unflatten(header.tree, tensors, path=path), header.layout)
 
 
