@@ -105,7 +105,7 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
         backend = ProcessGroupGloo(prefix, position, len(group.ranks), timeout=bound)
         old_timeout = _timeout_of(group)
         backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
-        backend.options.group_name = group.name
+        backend.options.group_name = group.name  # type: ignore[assignment]
         if old_timeout is not None:
             backend._set_default_timeout(old_timeout)
         for device, _ in group.backends:
