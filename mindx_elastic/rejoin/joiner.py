@@ -108,4 +108,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The module under its own name, not a second one under this: `end_setup` is to undo what `prepare` has done.
+    from mindx_elastic.rejoin import joiner
+
+    joiner.main()
