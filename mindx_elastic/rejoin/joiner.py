@@ -109,6 +109,6 @@ def main() -> None:
 
 if __name__ == "__main__":
     # The module under its own name, not a second one under this: `end_setup` is to undo what `prepare` has done.
-    from mindx_elastic.rejoin import joiner
+    from mindx_elastic.rejoin import joiner  # noqa: PLW0406
 
     joiner.main()
