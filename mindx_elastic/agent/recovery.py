@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import EventLog, logger
@@ -119,6 +120,8 @@ class Recovery:
                 return
             except _ERRORS as error:
                 logger.debug("%s", error)
+        if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
+            machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
         machine.note_death(end.rank)
         if machine.phase is Phase.FALLBACK or was_known:
             return

@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from mindx_elastic.config import RejoinSettings
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
 
-__all__ = ["end_setup", "main", "prepare"]
+__all__ = ["SetupCollective", "end_setup", "main", "prepare"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),
@@ -78,7 +78,13 @@ def _refusing(name: str) -> Callable[..., None]:
 
 
 def _tell(text: str) -> None:
+    """Here, and on the board: the agent says it as the reason of the restart."""
     logger.error("%s", text)
+    from mindx_elastic.rejoin.member import Member
+
+    settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
+    if agent is not None:
+        Member(settings, RankInfo.from_env(), agent).refuse(settings.generation, text)
 
 
 def _patch(owner: Any, name: str, value: Any) -> None:
@@ -102,4 +108,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # The module under its own name, not a second one under this: `end_setup` is to undo what `prepare` has done.
+    from mindx_elastic.rejoin import joiner  # noqa: PLW0406
+
+    joiner.main()

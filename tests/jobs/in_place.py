@@ -65,7 +65,9 @@ class Sharing(torch.optim.AdamW):
 class Every:
     """A periodic policy: every so many steps."""
 
-    asynchronous, keep_max, keep_per_n_minutes = False, 2, None
+    asynchronous = False
+    keep_max: int | None = 2
+    keep_per_n_minutes: float | None = None
     append_info: Sequence[object] = ()
 
     def __init__(self, directory: Path, steps: int) -> None:
@@ -171,11 +173,11 @@ class Trainer:
         self.ddp = nn.parallel.DistributedDataParallel(
             self.network, bucket_cap_mb=0.002, find_unused_parameters=bool(args.megabytes)
         )
-        self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))  # type: ignore[index]
+        self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))
         kind = Sharing if args.share == "update" else torch.optim.AdamW
         self.optimizer = kind(self.network.parameters(), lr=1e-2)
         if isinstance(self.optimizer, Sharing):
-            self.optimizer.share = self.share  # type: ignore[method-assign]
+            self.optimizer.share = self.share
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
@@ -195,7 +197,7 @@ class Trainer:
             periodic=[Every(args.directory / "ckpt", args.save_every)] if args.save_every else [],
         )
         self.generations: set[int] = set()
-        write = saving_module.write_checkpoint
+        write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
         def write_or_die(*arguments: Any, **named: Any) -> Any:
             self.faults.at(self.guard.step, "save")

@@ -51,7 +51,7 @@ def test_the_time_is_kept(store: Any) -> None:
     [{"key": b"another"}, {"key": None}, {"key": b"secret", "scope": "1/1"}],
     ids=["key", "unsealed", "attempt"],
 )
-def test_a_note_of_somebody_else_is_refused(store: Any, other: dict[str, Any]) -> None:
+def test_a_note_of_another_job_is_refused(store: Any, other: dict[str, Any]) -> None:
     board(store, 1, **other).write("1/out/1", {"dead": True})
     with pytest.raises(NotOursError):
         board(store, 0, key=b"secret").read(["1/out/1"])

@@ -51,7 +51,7 @@ def test_nothing_is_seen_where_nothing_fails(failures: Failures) -> None:
 @pytest.mark.parametrize("how", ["backward", "grad"])
 def test_a_failed_backward(failures: Failures, how: str) -> None:
     x = torch.ones(2, requires_grad=True)
-    loss = Fails.apply(x).sum()
+    loss = Fails.apply(x).sum()  # type: ignore[no-untyped-call]
     with pytest.raises(RuntimeError):
         loss.backward() if how == "backward" else torch.autograd.grad(loss, x)
     assert failures.seen

@@ -194,9 +194,11 @@ def test_it_succeeds_where_nothing_more_happens(size: int, data: st.DataObject) 
         assert machine.verdict is not None
         assert set(machine.verdict.dead) == {*first, *later}
         for name, rank in data.draw(st.permutations([("state", 0), *(("ready", each) for each in range(size))])):
-            assert machine.phase is Phase.AGREED
+            assert machine.missing
             play(machine, name, rank)
-        assert machine.phase is Phase.RUN
+        assert not machine.missing
+        machine.note_refusal("too late")
+        assert not machine.reason
 
 
 @given(st.integers(2, RANKS), st.data())

@@ -36,7 +36,8 @@ def test_only_a_connection_that_two_ranks_have_is_one_between_ranks() -> None:
     part._found = {"ours": 11, "store": 12, "three": 13}
     said = [["ours", "store", "three"], ["ours", "three"], ["three", "other"]]
     merged = part.merge(said)
-    part.hear(Answer(merged.common, merged.own[0], None))
+    assert merged.own is not None
+    part.hear(Answer(merged.common, merged.own[0], lambda names: []))
     assert part.inodes == {11}
 
 
