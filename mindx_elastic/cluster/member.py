@@ -275,6 +275,7 @@ class Member:
                     order = self._orders.popleft()
                     sock.sendall(line.pack(order))
                     if order["op"] == "bye":
+                        self._closed.set()
                         self._sent.set()
                         return
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
@@ -26,6 +27,7 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import job_names
+from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
@@ -60,6 +62,9 @@ class Opening:
         self.witness = open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
+        self._folders = RankDirectories(self._directories, self._trust)
+        if ranks.world_size > 1:
+            meet(exchange, "directories", [self._folders])
         self._open_saver()
         stack.callback(self.collector.leave_head)
         self.around = Connections(
@@ -69,6 +74,7 @@ class Opening:
             options.snapshot_every,
             options.redundancy,
             exchange,
+            home=self._folders.home,
             evaluates=self.evaluates,
         )
         self.start = self._restore()
@@ -129,6 +135,7 @@ class Opening:
         """Meet the other ranks and load what they have planned together."""
         start = start_job(
             self._directories,
+            look_in=self._folders.all,
             collector=self.collector,
             targets=self._targets,
             saver=self.saver,

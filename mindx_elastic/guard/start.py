@@ -116,8 +116,10 @@ def start_job(
     around: Connections,
     unmanaged: Unmanaged,
     ddp: DdpModules | None = None,
+    look_in: Sequence[Path] | None = None,
 ) -> Start:
-    """Plan, load, and write the plan files. Main thread, all ranks together.
+    """Plan, load, and write the plan files. Main thread, all ranks together. `look_in`: the directories that may hold
+    files of the job, where the ranks have different ones; default `directories`.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -126,7 +128,7 @@ def start_job(
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
-    places = places_of(directories, resume, arenas=around.arenas, trust=saver.trust)
+    places = places_of(look_in or directories, resume, arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)
