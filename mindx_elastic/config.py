@@ -25,6 +25,7 @@ __all__ = [
     "ProveSettings",
     "RankInfo",
     "RedundancySettings",
+    "RejoinSettings",
     "Settings",
     "SharingSettings",
     "TftSettings",
@@ -181,6 +182,30 @@ class AgentInfo:
         if not folder:
             return None
         return cls(folder=Path(folder), pid=pid, run_dir=Path(run_dir) if run_dir else None, attempt=attempt)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RejoinSettings:
+    """Recovery in place, see `rejoin`. The agent sets all of it."""
+
+    in_place: bool = False
+    """``MINDX_RECOVER``: ``in-place`` keeps the processes of the ranks that live when another one dies; ``restart``."""
+    generation: int = 0
+    """``MINDX_REJOIN``: the recovery that this process has been started for; 0: none."""
+    timeout_s: float = 30.0
+    """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
+        env = os.environ if env is None else env
+        recover = env.get("MINDX_RECOVER", "").strip() or "restart"
+        if recover not in ("in-place", "restart"):
+            raise UsageError(f"environment variable MINDX_RECOVER={recover!r}: give in-place, restart or nothing")
+        return cls(
+            in_place=recover == "in-place",
+            generation=_integer(env, "MINDX_REJOIN", 0),
+            timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

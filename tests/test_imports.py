@@ -51,8 +51,8 @@ CODE_LOADERS = {"cloudpickle", "cPickle", "dill", "joblib", "marshal", "pickle",
 CODE_RUNNERS = {"compile", "eval", "exec", "execfile"}
 WEIGHTS_READER = f"{PACKAGE}.convert.torch_file"
 """The one module that may call ``torch.load``, and only with a literal ``weights_only=True``: to read foreign files."""
-SCRIPT_RUNNER = f"{PACKAGE}.prove.script"
-"""The one module that may call ``exec``: on the user's own script, which ``mindx-elastic prove`` names."""
+SCRIPT_RUNNER = f"{PACKAGE}.core.script"
+"""The one module that may call ``exec``: on the user's own script, which ``mindx-elastic run`` or ``prove`` names."""
 FORBIDDEN_CALLS = {"numpy.load", "torch.load", "torch.serialization.load", "yaml.load", "yaml.unsafe_load", "os.system"}
 
 

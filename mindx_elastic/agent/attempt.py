@@ -30,6 +30,7 @@ from pathlib import Path
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.recovery import LOOK_S, Recovery
 from mindx_elastic.agent.rendezvous import Farewell, Membership
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import WorkerExit, Workers, process_state, write_stacks
@@ -39,6 +40,7 @@ from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.rejoin.protocol import Phase
 
 __all__ = ["Attempt", "AttemptContext"]
 
@@ -67,6 +69,8 @@ class AttemptContext:
     events: EventLog
     grace_s: float
     stacks: Path
+    recovery: Callable[[Workers], Recovery | None]
+    """Makes what replaces dead ranks in place; None: nothing does."""
     on_look: Callable[[Mapping[int, Status]], None]
     """Called twice a second with the pages."""
 
@@ -95,6 +99,10 @@ class Attempt:
         self._hurried: set[int] = set()
         """Ranks past their guards that are being ended."""
         self._work_due = 0.0
+        self._recovery = context.recovery(workers)
+        self._looks_at_recovery = False
+        self._stuck: dict[int, str] = {}
+        """Ranks that were killed because they were stuck, and the cause, where others may live on."""
 
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
@@ -220,9 +228,22 @@ class Attempt:
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
         if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
             return  # its training was finished
-        if failed:
-            why = describe(end)
+        if self._recovery is not None and self._recovery.is_active and self._deadline is None:
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, describe(end))
+            self._recovery.hear_end(end)
+            return
+        stuck = self._stuck.pop(end.rank, "")
+        if failed or stuck:
+            why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
+            if self._recovery is not None and self._deadline is None and self._recovery.begin(end, why):
+                if not self._looks_at_recovery:
+                    self._looks_at_recovery = True
+                    self._after(0.0, self._look_at_recovery)
+                return
+            if stuck:
+                self._fail(stuck, end.rank, f"rank {end.rank} is gone: {stuck}")
+                return
             self._fail("", -1, f"rank {end.rank} is gone: {why}")
         elif what is Meaning.LEFT and self.stop is None and self._deadline is None:
             if self.workers.live:
@@ -233,6 +254,22 @@ class Attempt:
                     self._after_rank(_LEAVE_TOO_S, self._urge, rank)
                 elif self.workers.status(rank) is None:
                     self.workers.send(rank, signal.SIGTERM)
+
+    def _look_at_recovery(self) -> None:
+        """Again and again until a recovery in place is over."""
+        assert self._recovery is not None
+        self._looks_at_recovery = False
+        if self._deadline is not None:
+            return
+        phase = self._recovery.look()
+        if phase is Phase.FALLBACK:
+            self._fail("", -1, f"no recovery in place: {self._recovery.reason}")
+            if self._recovery.must_kill:
+                for rank in list(self.workers.live):
+                    self.workers.kill(rank)
+        elif phase is not Phase.RUN or not self._recovery.look_at_first_step(self.workers.statuses()):
+            self._looks_at_recovery = True
+            self._after(LOOK_S, self._look_at_recovery)
 
     def _hear_hang(self, stuck: list[Stuck], statuses: Mapping[int, Status]) -> None:
         states = {rank: process_state(status.pid) for rank, status in statuses.items()}
@@ -253,6 +290,11 @@ class Attempt:
         first, ranks = stuck[0], [each.rank for each in stuck]
         cause = f"hang: no step for {first.idle_s:.1f} s" + (_STOPPED if states[first.rank] == "T" else "")
         self._context.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
+        if self._recovery is not None and culprits and not self._recovery.why_not(culprits):
+            for rank in culprits:
+                self._stuck[rank] = cause
+                self.workers.kill(rank)  # its connections end with it, and so does the others' wait
+            return
         subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
         self._fail(cause, first.rank, f"{subject} stuck: {cause}")
         self.failed_at = time.monotonic() - first.idle_s

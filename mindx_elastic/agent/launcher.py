@@ -117,7 +117,7 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     try:
         try:
             with inbox.interrupting():
-                handler = _open_rendezvous(config)
+                handler = _open_rendezvous(config, in_place=options.in_place)
         except ValueError as error:
             code, cause = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
             raise UsageError(cause) from error
@@ -157,6 +157,8 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
     os.environ["MINDX_AGENT_DIR"] = str(folder.path)
     os.environ["MINDX_RUN_DIR"] = str(options.run_dir)
     os.environ["MINDX_SNAPSHOT_EVERY"] = options.snapshot_every
+    os.environ["MINDX_RECOVER"] = "in-place" if options.in_place else "restart"
+    os.environ["MINDX_REJOIN_TIMEOUT_S"] = f"{options.rejoin_timeout_s:g}"
     os.environ.setdefault("PYTHONHASHSEED", "0")  # sets of strings in the same order, on each node and in each attempt
     if options.tell_grace:
         os.environ["MINDX_GRACE_S"] = f"{options.grace_s:g}"
@@ -168,9 +170,9 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
         os.environ["MINDX_JOB_KEY_FILE"] = str(folder.make_key())
 
 
-def _open_rendezvous(config: LaunchConfig) -> RendezvousHandler:
+def _open_rendezvous(config: LaunchConfig, *, in_place: bool) -> RendezvousHandler:
     if config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0"):
-        return OneNodeRendezvous(config.run_id, config.local_addr)
+        return OneNodeRendezvous(config.run_id, config.local_addr, hosts=in_place)
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,
@@ -216,6 +218,7 @@ def _make_supervisor(
         events=events,
         stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
+        command=plan.command,
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
     )

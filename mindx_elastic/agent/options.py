@@ -71,6 +71,10 @@ class AgentOptions:
     """Seconds within which --max-restarts counts; None: the whole job."""
     crash_loop: int
     """Equal failures in a row that stop the job; 0: never."""
+    in_place: bool
+    """A dead rank is replaced while the others keep their processes, where that is possible."""
+    rejoin_timeout_s: float
+    """Longest time for that, before the job is restarted."""
     arena_base: Path
     """Memory file system for the agent's folder."""
     job_key_file: Path | None
@@ -213,6 +217,22 @@ def _add_options(parser: ArgumentParser, *, hidden: bool) -> None:
         help="stop after the same failure at the same step K times in a row; 0: never (default: 3)",
     )
 
+    add(
+        "--recover",
+        choices=("restart", "in-place"),
+        default=os.environ.get("MINDX_RECOVER", "").strip() or "restart",
+        help="what happens when a rank dies: restart all of them, or in-place: the others keep their processes and a "
+        "new one takes the dead rank's place, for programs that use guard.run(...) or Model.train (default: "
+        "MINDX_RECOVER, or restart)",
+    )
+    add(
+        "--rejoin-timeout",
+        type=_seconds(0.1, 86400),
+        default=30.0,
+        metavar="SECONDS",
+        help="with --recover in-place: how long a recovery may take before the job is restarted (default: 30)",
+    )
+
 
 def _parser() -> tuple[ArgumentParser, frozenset[str]]:
     """torchrun's parser with our options, and the names of those."""
@@ -261,6 +281,8 @@ def _options(args: Namespace, settings: Settings) -> AgentOptions:
         run_dir=_make_run_dir(args.run_dir),
         restarts_window_s=args.max_restarts_window,
         crash_loop=args.crash_loop,
+        in_place=args.recover == "in-place",
+        rejoin_timeout_s=args.rejoin_timeout,
         arena_base=memory.base or Path("/dev/shm"),
         job_key_file=_job_key_file(args.job_key_file),
         log_level=settings.log_level,

@@ -47,23 +47,31 @@ __all__ = ["CONNECTION_ERRORS", "Farewell", "FreshStoreRendezvous", "Membership"
 class OneNodeRendezvous(RendezvousHandler):
     """For a job of one node: needs no other process and no connection.
 
-    Each round is a store in this process's memory, and a free port for the store that rank 0 hosts.
+    Each round is a store in this process's memory, and a free port for the store that rank 0 hosts. With `hosts` this
+    process hosts that one, too, so that it outlives every worker.
     """
 
-    def __init__(self, run_id: str, local_addr: str | None) -> None:
+    def __init__(self, run_id: str, local_addr: str | None, *, hosts: bool = False) -> None:
         """local_addr: what the workers connect to; None: this machine's name, as with torch's own."""
-        self._run_id, self._local_addr = run_id, local_addr
+        self._run_id, self._local_addr, self._hosts = run_id, local_addr, hosts
         self._rounds, self._closed = 0, False
         self._store = HashStore()
+        self.hosted: TCPStore | None = None
+        """The workers' store of this round, where this process hosts it."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         self._rounds += 1
         store = PrefixStore(f"{self._run_id}/{self._rounds}", self._store)
+        if self._hosts:
+            address = self._local_addr or socket.getfqdn()
+            # One for each round: a new attempt must not find the addresses of the old one's ranks.
+            self.hosted = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address, self.hosted.port))
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo.build(0, store, self._local_addr))
 
     @property
     def use_agent_store(self) -> bool:
-        return False
+        return self._hosts
 
     def get_backend(self) -> str:
         return "c10d"

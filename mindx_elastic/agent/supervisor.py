@@ -11,9 +11,11 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
+from mindx_elastic.agent.recovery import Recovery, joining_command
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.stop_files import StopFiles
@@ -39,6 +42,7 @@ from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
 from mindx_elastic.memory.agent_folder import AgentFolder
+from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["Supervisor", "print_block"]
 
@@ -46,6 +50,7 @@ _FLUSH_POLL_S = 0.5
 _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
+_MOST_RECOVERIES = 100
 
 
 class Supervisor(LocalElasticAgent):
@@ -62,9 +67,12 @@ class Supervisor(LocalElasticAgent):
         events: EventLog,
         stop_files: StopFiles,
         num_nodes: int,
+        command: Sequence[str] = (),
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part. With one, no membership thread is started."""
+        """num_nodes: most that may take part. With one, no membership thread is started. command: the workers' program
+        and its arguments."""
+        self._command = tuple(command)
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
@@ -145,6 +153,7 @@ class Supervisor(LocalElasticAgent):
             events=self._events,
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
+            recovery=self._make_recovery,
             on_look=self.ledger.look,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
@@ -168,6 +177,52 @@ class Supervisor(LocalElasticAgent):
         self.ledger.end_attempt(attempt, self.ending)
         self._shutdown(signal.SIGKILL, 1)  # only workers that survive SIGKILL are left
         return attempt
+
+    def _make_recovery(self, workers: Workers) -> Recovery | None:
+        """What replaces dead ranks in place in this attempt; None: nothing does."""
+        store = getattr(self._rdzv_handler, "hosted", None)
+        if not self._options.in_place or store is None:
+            return None
+        number = self._number
+
+        def board_of(generation: int) -> Board:
+            own = torch.distributed.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
+            prefix = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
+            return Board(prefix, key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
+
+        return Recovery(
+            workers,
+            board_of,
+            self._start_in_place,
+            timeout_s=self._options.rejoin_timeout_s,
+            most=_MOST_RECOVERIES,
+            events=self._events,
+        )
+
+    def _start_in_place(self, rank: int, generation: int) -> subprocess.Popen[bytes]:
+        """Start a new process in the place of `rank`, with the same environment, logs and error file."""
+        context: Any = self._pcontext
+        local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == rank)
+        arguments = [str(each) for each in context.args[local]]
+        shim = len(arguments) - len(self._command)
+        command = joining_command(arguments[shim:], sys.executable)
+        if command is None:
+            raise RuntimeError("the program is not run by this Python interpreter")
+        env = {**os.environ, **context.envs[local], "MINDX_REJOIN": str(generation)}
+        with ExitStack() as stack:
+            outputs = [
+                stack.enter_context(open(path, "a")) if path else None
+                for path in (context.stdouts[local], context.stderrs[local])
+            ]
+            process = subprocess.Popen(
+                [context.entrypoint, *arguments[:shim], *command],
+                env=env,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                start_new_session=True,
+            )
+        context.subprocess_handlers[local].proc = process
+        return process
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""

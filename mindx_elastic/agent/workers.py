@@ -96,7 +96,7 @@ class Workers:
         self._end_remains()
         # A killed worker has not died of the others' failure, but they may have died of its.
         found.sort(key=lambda end: (end.code >= 0, end.rank))
-        self.exits += found
+        self.exits = [*self.exits, *found]
         return found
 
     def _has_ended(self, rank: int) -> bool:
@@ -221,6 +221,14 @@ class Workers:
             if line.startswith("SigCgt:"):
                 return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
         return False
+
+    def replace(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Another process has taken the place of a dead one, whose end does not count any more."""
+        self.exits = [end for end in self.exits if end.rank != rank]
+        self.processes[rank] = self.live[rank] = process
+        self._sent[rank] = set()
+        with suppress(OSError):
+            self._fds[rank] = open_pidfd(process.pid)
 
     def send(self, rank: int, signum: int) -> None:
         """Signal the trainer alone: its loader workers must not get what is meant for it."""

@@ -23,18 +23,18 @@ _guards = itertools.count()
 _seals: list[Seal] = []
 
 
-def open_exchange(ranks: RankInfo) -> Exchange:
+def open_exchange(ranks: RankInfo, name: str = "") -> Exchange:
     """Open an exchange under a key prefix of its own: one per attempt and per guard of the process.
 
-    Every rank must open its guards in the same order, as `Model.train` and ordinary scripts do. Raises UsageError for a
-    job key that cannot be used.
+    Every rank must open its guards in the same order, as `Model.train` and ordinary scripts do. `name`: instead of the
+    number of the guard, where processes of different ages meet. Raises UsageError for a job key that cannot be used.
     """
     if ranks.world_size == 1:
         return LocalExchange()
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
 
-    prefix = _prefix(ranks, str(next(_guards)))
+    prefix = _prefix(ranks, name or str(next(_guards)))
     base: Any = _get_default_store()
     # torch's env:// start lets rank 0 host it, unless the launcher does.
     host_rank = 0 if not _is_shared() and isinstance(_innermost(base), dist.TCPStore) else None

@@ -24,6 +24,7 @@ _MAGIC = 0x6D696E6478303031  # "mindx001"
 _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
+    *("in_place", "generation"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
@@ -74,6 +75,10 @@ class Status:
     """When the guard was left; 0 before."""
     finished: int = 0
     """1: its block has ended by itself, so that the training is done; the process may have more to do."""
+    in_place: int = 0
+    """1: the rank takes part in recoveries in place."""
+    generation: int = 0
+    """Of the last one that it took part in."""
     reason: str = ""
     """The alarm's or the exception's, one line."""
     resumed_path: str = ""

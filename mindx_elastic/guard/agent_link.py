@@ -34,8 +34,11 @@ _stacks_fd = -1  # where this process writes its stacks, until it ends
 class AgentLink:
     """One per guard. Open it in the main thread; close it when the guard is left."""
 
-    def __init__(self, info: AgentInfo, ranks: RankInfo) -> None:
-        """Raises ArenaError when the agent's folder cannot be used."""
+    def __init__(self, info: AgentInfo, ranks: RankInfo, *, page: StatusPage | None = None) -> None:
+        """`page`: of this process's guard before, which it goes on with. Raises ArenaError when the agent's folder
+        cannot be used."""
+        self.stays = False
+        """The guard is left to be entered again in a moment."""
         self._folder = info.folder
         self._parent = os.getppid()
         self._known: dict[int, str] = {}
@@ -50,7 +53,7 @@ class AgentLink:
                 self.agent_fd = open_pidfd(info.pid, self._known[info.pid])
         self._seen = -1
         try:
-            self.page = StatusPage(page_path(info.folder, ranks.rank))
+            self.page = page or StatusPage(page_path(info.folder, ranks.rank))
         except OSError as error:
             raise ArenaError(f"{info.folder}: the agent's folder cannot be used: {error}", path=info.folder) from error
         if info.run_dir is not None:
@@ -147,5 +150,8 @@ class AgentLink:
         """
         if self.agent_fd >= 0:
             os.close(self.agent_fd)
+        if self.stays:
+            self.page.set(phase=WorkerPhase.STARTING)
+            return
         self.page.set(left_ns=time.monotonic_ns())
         self.page.set(phase=WorkerPhase.LEFT)

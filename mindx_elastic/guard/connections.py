@@ -24,6 +24,7 @@ from mindx_elastic.memory.folders import job_folder
 from mindx_elastic.memory.memory import open_memory
 from mindx_elastic.memory.snapshots import ANY_INTERVAL
 from mindx_elastic.mirror.mirror import Mirror, NodesPart
+from mindx_elastic.rejoin.member import Member
 from mindx_elastic.resume.restore import Resumed
 
 __all__ = ["Connections", "IntervalPart"]
@@ -70,6 +71,7 @@ class Connections:
         *,
         home: Path | None = None,
         evaluates: bool = False,
+        member: Member | None = None,
     ) -> None:
         """`home`: the directory that names the folder in shared memory; default the first one. `evaluates`: the guard
         does not train and takes no snapshots. Raises UsageError for impossible settings."""
@@ -80,7 +82,10 @@ class Connections:
         """A guest that has loaded the training's state: it must leave all of that unchanged."""
         self.exchange = exchange
         agent = AgentInfo.from_env()
-        self.link = None if agent is None else AgentLink(agent, ranks)
+        self.link = None if agent is None else AgentLink(agent, ranks, page=None if member is None else member.page)
+        if member is not None and self.link is not None:
+            member.page = self.link.page
+        self._member = member
         if self.link is not None:
             stack.callback(self.link.close)
             stack.push(self._note_error)
@@ -165,6 +170,7 @@ class Connections:
                 next_step=next_step,
                 describe=lambda: saver.describe("snapshot"),
                 resumed=None if resumed is None else resumed.checkpoint.info,
+                donates=self._member is not None,
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -36,16 +36,20 @@ from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
+from mindx_elastic.guard.reentry import host_of, run_in_place
 from mindx_elastic.guard.replicas import outermost_replicas
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import HEARD_S, Witness
 from mindx_elastic.platforms.launchers import current_ranks
+from mindx_elastic.rejoin.member import Entry, Member
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
+_T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
 _entered: list[Guard] = []
+_has_entered = False  # some guard of this process
 
 
 class Guard:
@@ -161,6 +165,9 @@ class Guard:
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
+        self._member: Member | None = None  # of recoveries in place
+        self._entry: Entry | None = None
+        self._is_reentering = False
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
@@ -187,27 +194,35 @@ class Guard:
         self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
 
     def __enter__(self) -> Guard:
+        global _has_entered
+        self._is_reentering = False
         if self in _entered:  # on every rank alike; the block that is open goes on
             raise UsageError("this guard is active already: write `with guard:` once around the loop")
         self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
-            self._exchange = self._shared_exchange or open_exchange(self.ranks)
+            name = "" if self._entry is None else f"entry{self._entry.generation}"
+            self._exchange = self._shared_exchange or open_exchange(self.ranks, name)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack)
-                meet(self._exchange, "entered", self._last_parts)
+                more = [] if self._member is None else self._member.parts()
+                meet(self._exchange, "entered", [*self._last_parts, *more])
             _entered.append(self)
+            _has_entered = True
             stack.callback(_entered.remove, self)
             self._stack = stack.pop_all()
+        if self._member is not None:
+            self._member.opened(host_of(self.stopper, self._around, self.ranks, self._ddp))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            self._conclude(error)
+            if not self._is_reentering:
+                self._conclude(error)
         finally:
             self._stack.close()
 
@@ -217,8 +232,18 @@ class Guard:
         settings = self._options.settings()
         self._unmanaged = Unmanaged(settings.unmanaged)
         opening = Opening(
-            stack, self._options, settings, self._unmanaged, self.ranks, self._exchange, self._targets, self._loaders
+            stack,
+            self._options,
+            settings,
+            self._unmanaged,
+            self.ranks,
+            self._exchange,
+            self._targets,
+            self._loaders,
+            self._member,
+            self._entry,
         )
+        self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
         self._policies, self._periodic, self._resolved = opening.policies, opening.periodic, opening.resolved
         start, self._log_filter = opening.start, opening.log_filter
@@ -284,6 +309,7 @@ class Guard:
             peers=opening.start.peers,
             relay=opening.relay,
             already_durable=self._already_durable,
+            member=self._member,
         )
         self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
         stages.open_saver(stack, asynchronous=any(policy.asynchronous for policy in self._periodic))
@@ -323,6 +349,28 @@ class Guard:
             stopper=self.stopper,
             is_outside=lambda: self._evaluations.is_inside,
         )
+
+    def run(self, train: Callable[[], _T]) -> _T:
+        """Run ``train()`` in this guard's block and return what it returns: the same as ``with guard: train()``.
+
+        Under ``mindx-elastic run --recover in-place`` the function is called again in the same process when another
+        rank has died and was replaced: the loops in it go on at the boundary that all ranks have agreed on. What must
+        not be built twice (the model, the loader, process groups) is made outside of it.
+        """
+        return run_in_place(self, train, self._targets, is_first=not _has_entered)
+
+    def take_part(self, member: Member, entry: Entry | None) -> None:
+        """For `run`, before entering: the process's part in recoveries in place, and what they have agreed on last."""
+        self._member, self._entry = member, entry
+
+    def leave_to_reenter(self) -> None:
+        """For `run`: the block is left to be entered again in a moment; nothing is saved, and memory is kept."""
+        self._is_reentering = True
+        self._loaders.shutdown()
+        if self._around.link is not None:
+            self._around.link.stays = True
+        for parameter in self._collector.parameters:
+            parameter.grad = None
 
     # --- steps ---
 

@@ -33,6 +33,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import open_witness
+from mindx_elastic.rejoin.member import Entry, Member
 
 __all__ = ["Opening"]
 
@@ -50,8 +51,12 @@ class Opening:
         exchange: Exchange,
         targets: Mapping[str, Any],
         loaders: Loaders,
+        member: Member | None = None,
+        entry: Entry | None = None,
     ) -> None:
-        """All ranks together. Raises what `Guard` raises on entering."""
+        """All ranks together. Raises what `Guard` raises on entering. `member`: this process's part in recoveries in
+        place; `entry`: after one, what the ranks go on from."""
+        self._member, self._entry = member, entry
         self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
         self._targets = targets
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
@@ -76,6 +81,7 @@ class Opening:
             exchange,
             home=self._folders.home,
             evaluates=self.evaluates,
+            member=member,
         )
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""
@@ -143,6 +149,7 @@ class Opening:
             around=self.around,
             unmanaged=self._unmanaged,
             ddp=self.ddp,
+            entry=self._entry,
         )
         self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
         if (resumed := start.resumed) is None:

@@ -22,6 +22,7 @@ from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.rejoin.member import Member
 
 __all__ = ["Stages"]
 
@@ -44,6 +45,7 @@ class Stages:
         peers: PeerWatch,
         relay: LogRelay,
         already_durable: Callable[[], Path | None],
+        member: Member | None = None,
     ) -> None:
         """The state is back, at boundary `step`. `stack` ends all; the last resort only when `closing` does, so that it
         keeps the deadline while other things are closed. `already_durable`: as of `Stopper`."""
@@ -68,6 +70,7 @@ class Stages:
             page=around.page,
             last_resort=self._last_resort,
             relay=relay,
+            member=member,
         )
         self.watcher.start()
         self._last_resort.start(self.stopper)

@@ -47,6 +47,7 @@ from mindx_elastic.guard.donated import state_of
 from mindx_elastic.guard.job_layouts import JobLayouts, WholeShapes, own_target
 from mindx_elastic.guard.loops.loaders import FollowedLoader
 from mindx_elastic.guard.policy import is_another_job
+from mindx_elastic.guard.reentry import ReentryPart
 from mindx_elastic.guard.replicas import DdpModules, ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -56,8 +57,9 @@ from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
 from mindx_elastic.platforms.nodes import default_node_map
+from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
-from mindx_elastic.resume.restore import Disks, Resumed, places_of, plan_of, read_together
+from mindx_elastic.resume.restore import Disks, PlanPart, Resumed, places_of, plan_of, read_together
 
 __all__ = [
     "STRATEGY_FILE",
@@ -116,10 +118,12 @@ def start_job(
     around: Connections,
     unmanaged: Unmanaged,
     ddp: DdpModules | None = None,
+    entry: Entry | None = None,
     look_in: Sequence[Path] | None = None,
 ) -> Start:
-    """Plan, load, and write the plan files. Main thread, all ranks together. `look_in`: the directories that may hold
-    files of the job, where the ranks have different ones; default `directories`.
+    """Plan, load, and write the plan files. Main thread, all ranks together. `entry`: after a recovery in place, what
+    the ranks have agreed to go on from; no files are looked for then. `look_in`: the directories that may hold files of
+    the job, where the ranks have different ones; default `directories`.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -128,7 +132,8 @@ def start_job(
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
-    places = places_of(look_in or directories, resume, arenas=around.arenas, trust=saver.trust)
+    folders, resume_from = look_in or directories, resume if entry is None else "never"
+    places = places_of(folders, resume_from, arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)
@@ -144,13 +149,19 @@ def start_job(
         collector.layouts.set_job_layouts,
         publish=lambda: group_info.is_wanted_somewhere,
     )
-    plan = plan_of(exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known)
+    plan: PlanPart | ReentryPart
+    if entry is None:
+        plan = plan_of(
+            exchange, ranks, places, disks, transport=around.mirror, target=layouts.target, faults=faults.known
+        )
+    else:
+        plan = ReentryPart(entry, ranks, around.arenas, saver.trust)
     first_saves = FirstSavesPart(saver, directories[0])
     meet(exchange, "plan", [layouts, *around.later_parts(), first_saves, plan])
     around.greet()
     found = read_together(exchange, plan)
 
-    if found is not None and resume == "auto":
+    if found is not None and resume == "auto" and entry is None:
         _refuse_another_job(found, saver.names)
     around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
@@ -164,13 +175,17 @@ def start_job(
     else:
         flags.own = found.checkpoint.info.flags
         modules = ddp_modules(targets) if ddp is None else ddp
-        kept, restore = _load(found, collector, modules, ranks, unmanaged, with_flags=not around.is_guest)
+        if entry is None:
+            _replay_orders(found, modules, unmanaged)
+        kept, restore = _load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
-        _tell(found, saver, began)
+        _tell(found, saver, began, entry)
         saver.began_from(found.checkpoint.info)
+    if entry is not None:
+        return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore, "")
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -182,11 +197,15 @@ def start_job(
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 
-def _tell(found: Resumed, saver: Saver, began: float) -> None:
+def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> None:
     """Write to the log and the event log from where the run continues."""
     info = found.checkpoint.info
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
-    logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    if entry is None:
+        logger.info("resumed from %s: %s, saved because of %s", found.path, where, info.reason)
+    elif saver.ranks.rank == entry.verdict.donor:
+        dead = f"rank{'s' * (len(entry.verdict.dead) > 1)} {', '.join(map(str, entry.verdict.dead))}"
+        logger.info("%s replaced, the others live on: going on from %s", dead, where)
     if saver.ranks.rank == 0 and found.plan.resharded:
         logger.warning("not bit for bit the uninterrupted run: %s", "; ".join(found.plan.inexact))
     if saver.ranks.rank == 0 and found.plan.unmanaged:
@@ -197,7 +216,7 @@ def _tell(found: Resumed, saver: Saver, began: float) -> None:
         step=info.step,
         reason=info.reason,
         duration_s=time.perf_counter() - began,
-        outcome="resumed",
+        outcome="resumed" if entry is None else "in place",
         path=str(found.path),
         rejected=list(found.rejected),
         exact=found.plan.exact,
@@ -220,10 +239,22 @@ def _refuse_another_job(found: Resumed, names: Sequence[str]) -> None:
         )
 
 
+def _replay_orders(found: Resumed, ddp: DdpModules, unmanaged: Unmanaged) -> None:
+    """Let DDP lay out its buckets as it had. All ranks together."""
+    for name, module in ddp:
+        problem = replay_gradient_order(module, found.checkpoint.state["gradient_order"].get(name, []))
+        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
+            unmanaged.risk(
+                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
+                f"in the last bits from 3 ranks on: {problem}",
+                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
+                "before the guard is entered",
+            )
+
+
 def _load(
     found: Resumed,
     collector: Collector,
-    ddp: DdpModules,
     ranks: RankInfo,
     unmanaged: Unmanaged,
     *,
@@ -234,16 +265,6 @@ def _load(
 
     with_flags: also the modules' modes. A guard that only evaluates keeps those that its program has set.
     """
-    state = found.checkpoint.state
-    for name, module in ddp:
-        problem = replay_gradient_order(module, state["gradient_order"].get(name, []))
-        if problem is not None and module.process_group.size() > 2:  # a sum of two is the same in any order
-            unmanaged.risk(
-                f"{name}: the order in which DDP adds gradients could not be restored, so the resumed run may differ "
-                f"in the last bits from 3 ranks on: {problem}",
-                "Give the model the same trained parameters as the run that wrote the checkpoint, and wrap it in DDP "
-                "before the guard is entered",
-            )
     state = state_of(found, collector, ranks.rank, unmanaged)
     if found.plan.resharded:
         state, left_out = collector.without_parts(state)

@@ -40,6 +40,7 @@ from mindx_elastic.guard.log_relay import LogRelay
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
+from mindx_elastic.rejoin.member import LeavesToRejoin, Member
 
 __all__ = ["LAST_MOMENT_S", "Stopper", "end_process"]
 
@@ -74,6 +75,7 @@ class Stopper:
         already_durable: Callable[[], Path | None],
         peers_gone: Callable[[], Sequence[int]] = lambda: (),
         page: StatusPage | None = None,
+        member: Member | None = None,
     ) -> None:
         """already_durable: the file that has the last boundary already; None: there is none. peers_gone: the ranks of
         this machine whose processes are gone. page: where the agent reads, None without one."""
@@ -92,10 +94,11 @@ class Stopper:
         self.coming_out = False
         """The training thread is leaving the guard after a graceful stop, perhaps exporting the network on its way."""
         self.state = StopState()
-        self._already_durable, self._page = already_durable, page
+        self._already_durable, self._page, self._member = already_durable, page, member
         self._last_resort, self._relay = last_resort, relay
         self._stop_decision: Decision | None = None
         self._salvage_decision: Decision | None = None
+        self._dead = -1  # the rank that a recovery in place is for
         self._failing = False  # an exception has left the block
         self._ending = False  # the training thread waits for the others at the end of the block
 
@@ -149,7 +152,10 @@ class Stopper:
         """Watcher thread: the process of another rank on this machine is gone."""
         self.exchange.hear_death(rank)
         if self.phase is StopPhase.TRAINING and not self._ending and not self.finished:
-            if self._died(rank):
+            if self._died(rank) and self._member is not None:
+                self._dead = rank
+                self._member.hear_death(rank)
+            elif self._died(rank):
                 self.stop(self.alarms.of_death([rank]))
         elif self.phase is StopPhase.STOPPING and self.alarm is not None:
             # It may have saved at the agreed step and left, and this rank gets there by itself; or it never will.
@@ -228,6 +234,8 @@ class Stopper:
         `is_cut`: the step has ended with a boundary; False inside an accumulation window.
         """
         alarm = self.alarm
+        if alarm is None and self._member is not None and self._member.wants_out:
+            raise LeavesToRejoin
         assert alarm is not None, "the step gate has a limit only after an alarm"
         if not self.state.is_settled:
             if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
@@ -237,12 +245,18 @@ class Stopper:
             self._save_at_boundary(alarm)
         raise self.exit()
 
+    def stop_for_death(self) -> None:
+        """Training thread: a rank is dead, and there is no recovery in place. Returns once the stop is settled."""
+        dead = self.alarms.of_death([self._dead])
+        self.watcher.post(lambda: self.hear(dead))
+        self.state.wait_while(*set(StopPhase) - set(SETTLED), timeout_s=self.settings.grace_s)
+
     def on_exception(self, error: BaseException) -> None:
         """Training thread: an exception leaves the guard's block. Saves the last boundary if policies want that."""
         self._failing = True
         self.update_gate.give_up()
         if self.phase is StopPhase.TRAINING:
-            gone = [rank for rank in self._peers_gone_soon(error) if self._died(rank)]
+            gone = [rank for rank in self.peers_gone_soon(error) if self._died(rank)]
             alarm = self.alarms.of_death(gone) if gone else self.alarms.of_exception(error)
             if alarm.kind != REFUSAL and not any(alarm.kind in policy.alarms for policy in self.policies):
                 return
@@ -252,9 +266,9 @@ class Stopper:
         assert self.alarm is not None
         self._salvage(self.alarm, can_wait=False)
 
-    def _peers_gone_soon(self, error: BaseException) -> Sequence[int]:
-        """The ranks that are gone. A dying process closes its connections a moment before it is gone, so a failed
-        collective may be the first sign of a death: wait for that moment."""
+    def peers_gone_soon(self, error: BaseException) -> Sequence[int]:
+        """Training thread: the ranks that are gone. A dying process closes its connections a moment before it is gone,
+        so a failed collective may be the first sign of a death: wait for that moment."""
         end = time.monotonic() + (_DYING_S if isinstance(error, RuntimeError) and self.ranks.world_size > 1 else 0.0)
         while not (gone := self.peers_gone()) and time.monotonic() < end:
             time.sleep(0.005)
@@ -274,6 +288,8 @@ class Stopper:
         self.watcher.post(done.set)  # behind every signal that has arrived
         done.wait(self.settings.agreement_s + 1.0)
         self._ending = True
+        if self._member is not None and self._member.wants_out and self.phase is StopPhase.TRAINING:
+            self.stop_for_death()  # the last step came before the news
         if self.phase is StopPhase.TRAINING:
             decision = self.exchange.finish(self.step_gate.step, self.settings.agreement_s)
             gone = [] if decision == FINISHED else [rank for rank in self.peers_gone() if self._died(rank)]

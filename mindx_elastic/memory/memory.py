@@ -72,8 +72,10 @@ class Memory:
         next_step: Callable[[], int],
         describe: Callable[[], CheckpointInfo],
         resumed: CheckpointInfo | None = None,
+        donates: bool = False,
     ) -> None:
-        """The state is back, from `resumed`, and training begins. `replicas`: the DDP modules of a replicated job."""
+        """The state is back, from `resumed`, and training begins. `replicas`: the DDP modules of a replicated job.
+        `donates`: `donate` may be called, also where no snapshots are taken."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
@@ -85,7 +87,7 @@ class Memory:
         if modules:
             self._log = BoundaryLog(self._arena, collector, modules, next_step)
             self._log.begin(events.run_id, events.attempt)
-        if self._every != 0:
+        if self._every != 0 or donates:
             schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
             instead = None if self._log is None or self._local_rank == 0 else self._log.pin
@@ -106,6 +108,11 @@ class Memory:
     def take_last(self) -> bool:
         """The training has ended by itself. Keep its last boundary: what the program does next may still fail."""
         return self._snapshotter is not None and self._snapshotter.take_last()
+
+    def donate(self) -> Path | None:
+        """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training
+        thread, with the update gate held."""
+        return None if self._snapshotter is None else self._snapshotter.donate()
 
     def close(self, *, keep: bool) -> None:
         """`keep`: the next start may need it; else everything is removed."""

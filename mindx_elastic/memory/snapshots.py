@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -266,6 +267,17 @@ class Snapshotter:
             if self._taken != position.step:  # what is there may be another run's
                 self._copy()
             return not self.broken
+
+    def donate(self) -> Path | None:
+        """Copy the last boundary for other processes of the machine, whole and with digests, and return the file.
+        None: it could not be. Training thread, with the gate held or nothing running."""
+        self.drain()
+        if self.broken:
+            return None
+        index = self._copy()
+        if index is None or not seal_slot(self._arena, index):
+            return None
+        return self._arena.slots[index].path
 
     def drain(self, timeout_s: float = 60.0) -> None:
         """Wait for a copy in progress and its digests."""

@@ -4,29 +4,23 @@
 
     python -m mindx_elastic.prove.script SCRIPT ARGUMENTS
 
-It is ``__main__`` in a module of its own, with its folder (with ``-m``: the working directory) first on the path.
-Exceptions, `sys.exit`, `atexit` and threads find what they find under the interpreter itself, because this module only
-calls the script and returns.
-
 Notes what `prove` must know of the script in a file: what it opens for writing, and an exception that it ends with.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.machinery
-import importlib.util
 import json
 import os
 import sys
 import tempfile
-import types
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mindx_elastic.config import MemorySettings, ProveSettings
+from mindx_elastic.core.script import run as run_script
 from mindx_elastic.errors import UsageError
 from mindx_elastic.prove.control import read_control
 
@@ -55,51 +49,18 @@ def run(command: Sequence[str], *, notes: Path | None) -> None:
     `notes`: the file for what it does; None: note nothing.
     """
     if notes is None:
-        _run(command)
+        run_script(command)
         return
     fd = os.open(notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     sys.addaudithook(_Listener(fd, notes.parent.parent).hear)
     try:
-        _run(command)
+        run_script(command)
     except SystemExit:
         raise
     except BaseException as error:
         kind = type(error)
         _note(fd, "error", type=kind.__name__, text=str(error), rank=os.environ.get("RANK", "0"))
         raise
-
-
-def _run(command: Sequence[str]) -> None:
-    if command[0] == "-m":
-        code, module, first = _module(command[1])
-        sys.argv = [str(module.__file__), *command[2:]]
-    else:
-        path = os.path.abspath(command[0])
-        loader = importlib.machinery.SourceFileLoader("__main__", path)
-        module = types.ModuleType("__main__")
-        module.__file__, module.__loader__ = path, loader
-        code = loader.source_to_code(Path(path).read_bytes(), path)
-        first = os.path.dirname(os.path.realpath(path))
-        sys.argv = [*command]
-    module.__dict__["__builtins__"] = __builtins__
-    sys.modules["__main__"] = module
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[0] = first
-    exec(code, module.__dict__)  # noqa: S102 - the user's own script, named on the command line
-
-
-def _module(name: str) -> tuple[Any, types.ModuleType, str]:
-    """As ``python -m``: a package stands for its ``__main__``."""
-    sys.path[0] = os.getcwd()  # the module is looked for there, too
-    spec = importlib.util.find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or not isinstance(spec.loader, importlib.machinery.SourceFileLoader):
-        raise UsageError(f"-m {name}: no such module that can be run")
-    module = types.ModuleType("__main__")
-    module.__file__, module.__loader__, module.__spec__ = spec.origin, spec.loader, spec
-    module.__package__ = spec.parent
-    return spec.loader.get_code(spec.name), module, sys.path[0]
 
 
 class _Listener:

@@ -1,0 +1,257 @@
+"""Recoveries in place, from the agent's side: a new process for a dead rank, while the others live on.
+
+`rejoin.protocol.Coordinator` decides; this room does it: writes deaths to the board, starts the new process, watches
+the clock, and says when it has succeeded or the job has to be restarted after all.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mindx_elastic.agent.workers import WorkerExit, Workers
+from mindx_elastic.agreement.sealed import NotOursError
+from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.printable import listed
+from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+
+__all__ = ["LOOK_S", "Recovery", "joining_command"]
+
+LOOK_S = 0.005
+_MOST_ALIKE = 2
+_ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
+
+
+@dataclass
+class _Generation:
+    """What is known of the recovery under way, or of the last one."""
+
+    began: float
+    """`time.time` at which the death was noticed."""
+    cause: str
+    deadline: float
+    """`time.monotonic`."""
+    ready: dict[int, dict[str, Any]] = field(default_factory=dict)
+    told: bool = False
+
+
+class Recovery:
+    """One per attempt. Main thread."""
+
+    def __init__(
+        self,
+        workers: Workers,
+        board_of: Callable[[int], Board],
+        start: Callable[[int, int], subprocess.Popen[bytes]],
+        *,
+        timeout_s: float,
+        most: int,
+        events: EventLog,
+    ) -> None:
+        """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; raises
+        OSError, RuntimeError. `most`: recoveries, after which the job is restarted instead: each leaves a little
+        behind in the survivors."""
+        self._workers, self._board_of, self._start = workers, board_of, start
+        self._timeout_s, self._most, self._events = timeout_s, most, events
+        self._machine = Coordinator(len(workers.processes))
+        self._row: list[str] = []
+        self._row_step = -1
+        self._board: Board | None = None
+        self._now: _Generation | None = None
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a recovery is under way."""
+        return self._machine.phase in (Phase.CUT, Phase.AGREED)
+
+    @property
+    def reason(self) -> str:
+        """Why the last one has come to nothing."""
+        return self._machine.reason
+
+    @property
+    def must_kill(self) -> bool:
+        """After one that came to nothing: the processes cannot save any more, and need not."""
+        return self._machine.fallback is Fallback.KILL
+
+    def begin(self, end: WorkerExit, cause: str) -> bool:
+        """A worker has died. Whether its place is taken by a new one; else the survivors are told that it is not."""
+        generation = self._machine.generation + 1
+        reason = self.why_not([end.rank], end) or self._is_loop(end, cause)
+        self._tell()
+        try:
+            board = self._board_of(generation)
+            if reason:
+                if any(status.in_place for status in self._workers.statuses().values()):
+                    board.write(f"{generation}/plan", {"refusal": reason})
+            else:
+                board.write(f"{generation}/out/{end.rank}", {"dead": True})
+                board.write(f"{generation}/plan", {"generation": generation})
+                self._machine.begin([end.rank])
+                self._board = board
+                now = time.monotonic()
+                self._now = _Generation(time.time(), cause, now + self._timeout_s)
+                self._replace(end.rank)
+        except _ERRORS as error:
+            reason = reason or f"{type(error).__name__}: {error}"
+            self._machine.note_refusal(reason)
+        if reason:
+            logger.warning("no recovery in place: %s", reason)
+        return not reason
+
+    def hear_end(self, end: WorkerExit) -> None:
+        """A worker, old or new, has ended during the recovery."""
+        machine, generation = self._machine, self._machine.generation
+        was_known = end.rank in machine.reports
+        machine.note_death(end.rank)
+        if machine.phase is Phase.FALLBACK or was_known:
+            return
+        try:
+            assert self._board is not None
+            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})
+            if not note.get("dead"):
+                machine.note_refusal(f"rank {end.rank} has died during the recovery")
+                return
+            self._replace(end.rank)
+        except _ERRORS as error:
+            machine.note_refusal(f"{type(error).__name__}: {error}")
+
+    def look(self) -> Phase:
+        """Take in what has been written to the board. Returns the phase: `FALLBACK` when it has come to nothing."""
+        if not self.is_active:
+            return self._machine.phase
+        assert self._board is not None and self._now is not None
+        machine, generation = self._machine, self._machine.generation
+        try:
+            if machine.phase is Phase.CUT:
+                for rank, note in self._notes("out", machine.missing).items():
+                    if not note.get("dead"):
+                        machine.note_report(Report.from_json(rank, note))
+            state = f"{generation}/state"
+            if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
+                machine.note_state()
+            if machine.phase is Phase.AGREED and machine.has_state:
+                for rank, note in self._notes("ready", machine.missing).items():
+                    self._now.ready[rank] = note
+                    machine.note_ready(rank)
+        except _ERRORS as error:
+            machine.note_refusal(f"{type(error).__name__}: {error}")
+        if self.is_active and time.monotonic() > self._now.deadline:
+            missing = listed([f"rank {rank}" for rank in machine.missing], 5)
+            what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
+            machine.note_refusal(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)")
+        if machine.phase is Phase.FALLBACK:
+            self._give_up()
+        return machine.phase
+
+    def look_at_first_step(self, statuses: Mapping[int, Status]) -> bool:
+        """After a success: whether all ranks have passed a boundary, or have ended; says so once."""
+        now, verdict = self._now, self._machine.verdict
+        if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
+            return True
+        trains = [status for status in statuses.values() if status.phase in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN)]
+        if any(status.generation != self._machine.generation or status.step <= verdict.step for status in trains):
+            return False
+        self._tell()
+        return True
+
+    def _tell(self) -> None:
+        now, verdict = self._now, self._machine.verdict
+        if now is None or verdict is None or now.told or self._machine.phase is not Phase.RUN:
+            return
+        now.told = True
+        took = time.time() - now.began
+        stages = {
+            name: round(max(float(note[name]) for note in now.ready.values() if name in note) - now.began, 4)
+            for name in ("heard", "out", "agreed", "donated", "connected", "state", "ready")
+            if any(name in note for note in now.ready.values())
+        }
+        self._events.emit(
+            "rejoin",
+            step=verdict.step,
+            reason=now.cause,
+            duration_s=took,
+            outcome="in place",
+            generation=self._machine.generation,
+            ranks=list(verdict.dead),
+            behind=list(verdict.behind),
+            donor=verdict.donor,
+            stages=stages,
+        )
+        logger.info(
+            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
+            self._machine.generation,
+            "s" * (len(verdict.dead) > 1),
+            ", ".join(map(str, verdict.dead)),
+            verdict.step,
+            took,
+        )
+
+    def _is_loop(self, end: WorkerExit, cause: str) -> str:
+        """Whether the same happens at the same step again and again: then the restart decides whether to go on."""
+        step = -1 if end.status is None else end.status.step
+        self._row = [*self._row, cause] if step == self._row_step and cause in self._row else [cause]
+        self._row_step = step
+        return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
+
+    # --- parts --------------------------------------------------------------------------------------------------------
+
+    def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:
+        """Why new processes cannot take the places of `ranks` now; empty: they can. `end`: how the one has ended."""
+        statuses = self._workers.statuses()
+        if self._machine.phase is not Phase.RUN:
+            return self._machine.reason or "the last one is not over"
+        if self._machine.generation >= self._most:
+            return f"there were {self._most} in this attempt, and each leaves threads and descriptors behind"
+        if not self._workers.live.keys() - set(ranks):
+            return "no other rank lives"
+        if end is not None and (end.status is None or not end.status.in_place):
+            return f"rank {end.rank} was not inside of guard.run(...)"
+        for rank in sorted(self._workers.live.keys() - set(ranks)):
+            status = statuses.get(rank)
+            if status is None or not status.in_place or status.phase not in (WorkerPhase.TRAINING, WorkerPhase.BETWEEN):
+                return f"rank {rank} is not inside of guard.run(...)"
+            if status.finished:
+                return f"rank {rank} has finished its training"
+        return ""
+
+    def _replace(self, rank: int) -> None:
+        process = self._start(rank, self._machine.generation)
+        self._workers.replace(rank, process)
+        logger.info("a new process (pid %d) takes the place of rank %d", process.pid, rank)
+
+    def _notes(self, what: str, ranks: Sequence[int]) -> dict[int, dict[str, Any]]:
+        assert self._board is not None
+        keys = {f"{self._machine.generation}/{what}/{rank}": rank for rank in ranks}
+        return {keys[key]: note for key, note in self._board.read(list(keys)).items()}
+
+    def _give_up(self) -> None:
+        """Release the survivors that wait for something which does not come."""
+        assert self._board is not None
+        generation, refusal = self._machine.generation, {"refusal": self._machine.reason}
+        try:
+            note = self._board.write(f"{generation}/state", refusal)
+            if "path" in note and not self._machine.has_state:  # the donor was faster
+                self._machine.has_state, self._machine.fallback = True, Fallback.KILL
+            for rank in range(len(self._workers.processes)):
+                self._board.write(f"{generation}/out/{rank}", {"dead": True})
+        except _ERRORS as error:
+            logger.debug("the board cannot be written to: %s", error)
+        logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
+        self._events.emit("rejoin", reason=self._machine.reason, outcome="restart", generation=generation)
+
+
+def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
+    """The command of a new process in the place of a dead one, from that of the workers; None: it does not run a Python
+    program in this interpreter."""
+    if not command or command[0] != executable:
+        return None
+    for index, word in enumerate(command[1:], 1):
+        if word == "-m" or not word.startswith("-"):
+            return (*command[:index], "-m", "mindx_elastic.rejoin.joiner", *command[index:])
+    return None

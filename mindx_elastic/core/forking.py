@@ -1,0 +1,89 @@
+"""What it takes to fork a process that is as good as a fresh interpreter, for `prove` and the agent.
+
+Importing torch takes seconds, which is most of a worker's start. A fork of a process that has imported it takes
+milliseconds, and is as good as a fresh interpreter as long as nothing has happened but imports: no thread, no CUDA
+context, no number drawn. `import_all` looks, and says so if that does not hold. What a fresh interpreter begins with by
+chance, the forked one gets anew (`seed_at_random`). The seed of Python's hashes cannot be had anew.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+__all__ = ["BASE_MODULES", "die_with_parent", "freeze", "import_all", "num_threads", "seed_at_random", "spoilt"]
+
+BASE_MODULES = (
+    "torch._dynamo",  # the first step of an optimizer imports it
+    "torch.distributed",
+    "torch.utils.data",
+    "mindx_elastic.data",
+    "mindx_elastic.guard.guard",
+    "mindx_elastic.train",
+)
+"""What nearly all trainings import."""
+_PR_SET_PDEATHSIG = 1
+
+
+def import_all(names: Iterable[str]) -> str:
+    """Import numpy and the modules `names`. Returns why a fork of this process is not what a fresh interpreter is;
+    empty: it is. Raises what the imports raise. Main thread, once, before anything else is imported."""
+    import numpy  # noqa: F401
+
+    # OpenBLAS starts its threads here. It ends them before a fork and starts them again where they are needed.
+    count = num_threads()
+    for name in names:
+        importlib.import_module(name)
+    return spoilt(count, "torch")
+
+
+def spoilt(count: int, what: str) -> str:
+    """Why this process must not be forked any more; empty: it may. `count`: the threads that it may have."""
+    if num_threads() > count:
+        return f"importing {what} has started threads"
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return f"importing {what} has initialised CUDA"
+    return ""
+
+
+def num_threads() -> int:
+    """Of this process, also those that Python does not know."""
+    return len(os.listdir("/proc/self/task"))
+
+
+def freeze() -> None:
+    """Before the forks: else each collection of a forked process copies the memory that it shares."""
+    gc.collect()
+    gc.freeze()
+
+
+def seed_at_random() -> None:
+    """In the forked process: draw anew what imports have drawn, and forget what they have looked up in the
+    environment."""
+    import numpy as np
+    import torch
+
+    random.seed()
+    np.random.seed()
+    torch.default_generator.seed()
+    multiprocessing.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None
+    tempfile._name_sequence = None  # type: ignore[attr-defined]
+
+
+def die_with_parent(signum: int) -> bool:
+    """Have the kernel send this process `signum` when the thread that is its parent ends. False: the kernel refuses."""
+    with suppress(OSError, AttributeError):
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        return bool(libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0) == 0)
+    return False

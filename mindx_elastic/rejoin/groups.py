@@ -1,0 +1,167 @@
+"""Gives the process groups new connections, inside the group objects that the program and torch hold.
+
+The one room for what torch keeps to itself: `problem` says at the start whether this torch has it all. The connections
+of a group are its *backends*. A backend that is registered under a type is never replaced, so each generation takes
+type numbers of its own. The old backends stay: torch keeps 3 threads and 4 to 5 descriptors for each of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import count
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mindx_elastic.resume.ddp_warmup import replay_gradient_order
+
+__all__ = ["DdpModules", "connect", "digest", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
+
+DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
+"""DDP modules and their places."""
+_types = count(100)  # torch's own are below
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group that this rank is in."""
+
+    handle: Any
+    name: str
+    ranks: tuple[int, ...]
+    """Global ranks, in the order of the group."""
+    backends: tuple[tuple[str, str], ...]
+    """Device types and the names of their backends."""
+
+
+def problem() -> str:
+    """Why the groups of this process cannot get new connections; empty: they can."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = getattr(c10d, "_world", None)
+    needed = [
+        (getattr(c10d, "ProcessGroup", None), "_register_backend"),
+        (getattr(c10d, "ProcessGroup", None), "BackendType"),
+        (world, "pg_map"),
+        (world, "pg_names"),
+        (world, "pg_group_ranks"),
+        (world, "pg_backend_config"),
+        (getattr(dist, "Reducer", None), "_reset_state"),
+        (getattr(dist, "Reducer", None), "_rebuild_buckets"),
+        (DistributedDataParallel, "_update_process_group"),
+    ]
+    missing = [name for owner, name in needed if owner is None or not hasattr(owner, name)]
+    if missing:
+        return f"this torch ({torch.__version__}) lacks {', '.join(missing)}"
+    if not dist.is_initialized():
+        return "there is no process group"
+    others = sorted({kind for group in my_groups() for _, kind in group.backends} - {"gloo"})
+    if others:
+        return f"process groups with the backend {', '.join(others)} cannot get new connections"
+    if dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        return "TORCH_DISTRIBUTED_DEBUG=DETAIL wraps the process groups"
+    return ""
+
+
+def my_groups() -> Iterator[Group]:
+    """The groups that this rank is in, in the order in which they were made."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = c10d._world
+    for handle, (kind, _) in list(world.pg_map.items()):
+        config = str(world.pg_backend_config.get(handle, "") or kind)
+        devices = c10d.BackendConfig(c10d.Backend(config)).get_device_backend_map()
+        ranks = world.pg_group_ranks[handle]
+        order = tuple(sorted(ranks, key=ranks.__getitem__))
+        yield Group(handle, str(world.pg_names[handle]), order, tuple(sorted(devices.items())))
+
+
+def digest() -> str:
+    """Of the groups with all ranks in them, which every rank has: the same text on ranks that have made the same."""
+    world_size = dist.get_world_size()
+    told = [[group.name, list(group.ranks)] for group in my_groups() if len(group.ranks) == world_size]
+    return hashlib.sha256(json.dumps(told).encode()).hexdigest()[:32]
+
+
+def connect(store: Any, rank: int, timeout_s: float) -> int:
+    """Give every group of this rank new gloo connections; returns how many groups. All ranks together, main thread.
+
+    `store`: a store of this generation alone. Raises RuntimeError where a rank does not come in `timeout_s` seconds.
+    """
+    from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+
+    number = 0
+    for number, group in enumerate(my_groups(), 1):  # noqa: B007
+        prefix = dist.PrefixStore(f"gloo/{group.name}", store)
+        position, kind = group.ranks.index(rank), ProcessGroup.BackendType(next(_types))
+        bound = timedelta(seconds=timeout_s)
+        backend = ProcessGroupGloo(prefix, position, len(group.ranks), timeout=bound)
+        old_timeout = _timeout_of(group)
+        backend.options.global_ranks_in_group = [] if group.name == "0" else list(group.ranks)
+        backend.options.group_name = group.name
+        if old_timeout is not None:
+            backend._set_default_timeout(old_timeout)
+        for device, _ in group.backends:
+            group.handle._register_backend(torch.device(device), kind, backend)
+    return number
+
+
+def _timeout_of(group: Group) -> timedelta | None:
+    try:
+        options = group.handle._get_backend(torch.device(group.backends[0][0])).options
+        found = options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, timedelta) else None
+
+
+def reset_ddp(modules: DdpModules) -> str:
+    """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one. Returns why they
+    cannot."""
+    for name, module in modules:
+        if rebuilds(module) and not module._has_rebuilt_buckets:
+            return f"{name} has not laid out its buckets yet: it was in its first two steps"
+    for _, module in modules:
+        module.reducer._reset_state()
+    return ""
+
+
+def rebuilds(module: DistributedDataParallel) -> bool:
+    """Whether it lays out its buckets anew after its first backward."""
+    return not module.find_unused_parameters or module.static_graph
+
+
+def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]) -> str:
+    """In a new process whose groups have no connections yet: lay out the buckets as the other ranks have. Returns why
+    it is not possible."""
+    if not rebuilds(module):
+        return ""
+    group = module.process_group
+    module._update_process_group(_alone())  # DDP's backward wants results, which a group without peers does not give
+    try:
+        said = replay_gradient_order(module, order)
+        if said is not None:
+            return f"{name}: {said}"
+        module.reducer._rebuild_buckets()
+    finally:
+        module._update_process_group(group)
+    module._has_rebuilt_buckets = True
+    return ""
+
+
+def _alone() -> Any:
+    """A process group of this process alone."""
+    from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo
+
+    store = dist.HashStore()
+    group = ProcessGroup(store, 0, 1)
+    backend = ProcessGroupGloo(store, 0, 1, timeout=timedelta(seconds=60))
+    group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
+    group._set_default_backend(ProcessGroup.BackendType.GLOO)
+    return group

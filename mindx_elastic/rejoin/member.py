@@ -1,0 +1,263 @@
+"""The worker's side of an in-place recovery: out of the collectives, agree, new connections, go on.
+
+One per process. Two threads use it: the watcher hears of a death and cuts the connections; the training thread comes
+out and does the rest (`Member.leave`), with the guard still open: as long as the donor's state is not in shared memory,
+this rank can still save its own boundary. After that it leaves its guard and enters it again, with an `Entry` in place
+of files. The new process begins there (`Member.join`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agreement.sealed import NotOursError
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.printable import printable
+from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.groups import DdpModules
+from mindx_elastic.rejoin.protocol import Report, Verdict, decide
+from mindx_elastic.rejoin.sockets import SocketsPart, cut
+
+__all__ = ["Entry", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
+
+_CUT_AGAIN_S = 0.01
+_HEARD_S = 5.0
+_LONGEST = 1000
+
+
+class LeavesToRejoin(BaseException):
+    """Takes the training thread out of the program's loop at a boundary. Not an Exception, so that a program's
+    ``except Exception`` does not swallow it; one that swallows everything meets it again at its next boundary."""
+
+
+class RejoinFailed(Exception):
+    """There is no in-place recovery this time; the text says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What a rank enters its guard again with."""
+
+    generation: int
+    verdict: Verdict
+    path: Path
+    """The donor's snapshot in shared memory."""
+    live: Mapping[str, Any] | None
+    """This process's own state of the boundary; None: it takes the donor's."""
+    info: Any = None
+    """With `live`: its `CheckpointInfo`."""
+    times: dict[str, float] = field(default_factory=dict)
+    """Seconds (`time.time`) at which stages were reached."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What a member needs of its guard while that is open."""
+
+    report: Callable[[], Report]
+    live: Callable[[], tuple[Mapping[str, Any], Any]]
+    """The state of the last boundary and its header facts. The update gate is held."""
+    donate: Callable[[], Path]
+    """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
+    is_stopping: Callable[[], bool]
+    call_soon: Callable[[float, Callable[[], None]], None]
+    """Run a function in the watcher thread after so many seconds."""
+    open_gate: Callable[[], None]
+    """Let the training thread come out at its next boundary."""
+    ddp: DdpModules
+
+
+class Member:
+    """One per process."""
+
+    def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
+        self.ranks, self._timeout_s = ranks, settings.timeout_s
+        self.generation = settings.generation
+        """Of the last recovery that this process took part in."""
+        self.is_joiner = settings.generation > 0
+        self.has_entered = False
+        """A guard of this process has been entered."""
+        self.page: Any = None
+        """The status page, which stays over all recoveries."""
+        self.sockets: SocketsPart | None = None
+        self._attempt = agent.attempt
+        self._host: Host | None = None
+        self._lock = threading.Lock()
+        self._wants_out = threading.Event()
+        self._is_out = threading.Event()
+        self._times: dict[str, float] = {}
+        self._store: Any = None
+
+    # --- the guard is open --------------------------------------------------------------------------------------------
+
+    def parts(self) -> list[Any]:
+        """For the last meeting of each entry: all connections are there by then."""
+        self.sockets = SocketsPart(self.ranks.world_size)
+        return [self.sockets]
+
+    def opened(self, host: Host) -> None:
+        """Training thread: the guard is open, and deaths will be heard."""
+        self._is_out.clear()
+        self._wants_out.clear()
+        self._host = host
+
+    @property
+    def wants_out(self) -> bool:
+        """Whether the training thread has to leave the program's loop. Any thread."""
+        return self._wants_out.is_set()
+
+    def comes_out_soon(self) -> bool:
+        """Training thread, after a collective has failed and a rank is gone: the watcher hears of it in a moment."""
+        return self._wants_out.wait(_HEARD_S)
+
+    def hear_death(self, rank: int) -> None:
+        """Watcher thread: the process of another rank is gone, or the agent has said so (-1: it does not say which)."""
+        with self._lock:
+            if self._wants_out.is_set():
+                return
+            self._times = {"heard": time.time()}
+            self._wants_out.set()
+        host = self._host
+        assert host is not None
+        host.open_gate()
+        self._cut()
+
+    def _cut(self) -> None:
+        """Watcher thread, again and again: a collective may have been about to begin on another connection."""
+        host, sockets = self._host, self.sockets
+        if self._is_out.is_set() or host is None or sockets is None:
+            return
+        cut(sockets.inodes)
+        host.call_soon(_CUT_AGAIN_S, self._cut)
+
+    # --- the training thread ------------------------------------------------------------------------------------------
+
+    def leave(self) -> Entry:
+        """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
+        entry needs. Raises RejoinFailed where there is none: the rank stops as without recovery in place."""
+        self._is_out.set()
+        host = self._host
+        assert host is not None
+        self._times["out"] = time.time()
+        generation = self.generation + 1
+        board = self._board(generation)
+        try:
+            return self._agree(board, host, generation)
+        except (RejoinFailed, NotOursError) as error:
+            raise RejoinFailed(str(error)) from None
+        except Exception as error:  # the store is gone, a connection cannot be made
+            text = printable(f"{type(error).__name__}: {error}", _LONGEST).partition("\n")[0]
+            logger.debug("the recovery has failed", exc_info=True)
+            raise RejoinFailed(text) from error
+
+    def _agree(self, board: Board, host: Host, generation: int) -> Entry:
+        plan = self._wait(board, [f"{generation}/plan"], host)[f"{generation}/plan"]
+        if plan.get("refusal"):
+            raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
+        report = host.report()
+        board.write(f"{generation}/out/{self.ranks.rank}", report.to_json())
+        verdict = self._verdict(board, host, generation)
+        self._times["agreed"] = time.time()
+        live = info = None
+        if self.ranks.rank == verdict.donor:
+            path = host.donate()
+            self._times["donated"] = time.time()
+            board.write(f"{generation}/state", {"path": str(path)})
+        if self.ranks.rank not in verdict.needy:
+            live, info = host.live()
+            if said := groups.reset_ddp(host.ddp):
+                raise RejoinFailed(said)
+        groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
+        self._times["connected"] = time.time()
+        path = self._wait_for_state(board, host, generation)
+        self.generation = generation
+        return Entry(generation=generation, verdict=verdict, path=path, live=live, info=info, times=dict(self._times))
+
+    def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
+        keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
+        notes = self._wait(board, list(keys.values()), host)
+        try:
+            reports = {
+                rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])
+                for rank, key in keys.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
+        self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
+        verdict = decide(reports, world_size=self.ranks.world_size)
+        if verdict.refusal:
+            raise RejoinFailed(verdict.refusal)
+        return verdict
+
+    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> Path:
+        note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
+        if "path" not in note:
+            raise RejoinFailed(str(note.get("refusal", "the donor's state is not there"))[:_LONGEST])
+        self._times["state"] = time.time()
+        return Path(str(note["path"]))
+
+    def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
+        end = time.monotonic() + self._timeout_s
+        while (left := end - time.monotonic()) > 0:
+            found = board.wait(keys, min(left, 0.5))
+            if found is not None:
+                return found
+            if host is not None and host.is_stopping():
+                raise RejoinFailed("the job is being stopped")
+        raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
+
+    # --- a new process ------------------------------------------------------------------------------------------------
+
+    def join(self, ddp: DdpModules) -> Entry:
+        """Training thread of a new process, before it enters its guard. Raises RejoinFailed."""
+        generation = self.generation
+        self._times = {"built": time.time()}
+        board = self._board(generation)
+        verdict = self._verdict(board, None, generation)
+        if self.ranks.rank not in verdict.dead:
+            raise RejoinFailed(f"rank {self.ranks.rank} is alive")
+        for name, module in ddp:
+            if said := groups.rebuild_buckets(name, module, list(self._orders.get(name, []))):
+                raise RejoinFailed(said)
+        from mindx_elastic.rejoin.joiner import end_setup
+
+        end_setup()
+        groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
+        self._times["connected"] = time.time()
+        path = self._wait_for_state(board, None, generation)
+        return Entry(generation=generation, verdict=verdict, path=path, live=None, times=dict(self._times))
+
+    def entered(self) -> None:
+        """Training thread: the guard is open again. Tells the coordinator."""
+        self._times["ready"] = time.time()
+        self._board(self.generation).write(f"{self.generation}/ready/{self.ranks.rank}", dict(self._times))
+
+    # --- the store ----------------------------------------------------------------------------------------------------
+
+    def _board(self, generation: int) -> Board:
+        return Board(self._connection(), key=board_key(), scope=f"{self._attempt}/{generation}", writer=self.ranks.rank)
+
+    def _gloo_store(self, generation: int) -> Any:
+        import torch.distributed as dist
+
+        return dist.PrefixStore(f"{generation}", self._connection())
+
+    def _connection(self) -> Any:
+        """One connection of our own for all that a recovery writes and reads; torch's is used by others."""
+        import torch.distributed as dist
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        if self._store is None:
+            store: Any = _get_default_store()
+            while isinstance(store, dist.PrefixStore):
+                store = store.underlying_store
+            own = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False)
+            self._store = dist.PrefixStore(f"mindx/rejoin/{self._attempt}", own)
+        return self._store

@@ -1,0 +1,239 @@
+"""The rules of an in-place recovery. Pure: no torch, threads, clock or files.
+
+::
+
+    RUN --death--> CUT --all reports--> AGREED --donor's state, all ready--> RUN
+                    |                      |
+                    +------ anything that does not fit ------> FALLBACK (save and restart)
+
+A recovery has a number, its *generation*. The survivors of a death leave their collectives and report where they
+stand. All of them read the same reports, so each works out the same `Verdict` by itself (`decide`). A report is written
+once: if a rank dies before it has reported, the coordinator writes its death in that place.
+
+The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
+change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
+guards are open and save their last boundaries by themselves (`Fallback.SAVE`). After it, all that a restart needs is in
+shared memory, and the processes are ended (`Fallback.KILL`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+__all__ = ["Coordinator", "Fallback", "Phase", "Report", "Verdict", "decide"]
+
+_MOST_STEP = 1 << 60
+_LONGEST = 2000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Where a survivor stands, outside of its collectives."""
+
+    rank: int
+    run_id: str
+    attempt: int
+    step: int
+    """Its last boundary."""
+    clean: bool
+    """Its weights are those of that boundary; else it has been cut off in the middle of an update."""
+    groups: str
+    """A digest of its process groups: names, members, backends."""
+    orders: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """The order of gradients of each DDP module; see `capture.ddp_order`."""
+    problem: str = ""
+    """Why this rank cannot take part; empty: it can."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "attempt": self.attempt,
+            "step": self.step,
+            "clean": self.clean,
+            "groups": self.groups,
+            "orders": {name: list(order) for name, order in self.orders.items()},
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_json(cls, rank: int, content: Mapping[str, Any]) -> Report:
+        """Raises ValueError, KeyError, TypeError for anything else than a report."""
+        attempt, step = int(content["attempt"]), int(content["step"])
+        if not (0 <= attempt < _MOST_STEP and 0 <= step < _MOST_STEP):
+            raise ValueError(f"attempt {attempt}, step {step}")
+        return cls(
+            rank=rank,
+            run_id=str(content["run_id"])[:_LONGEST],
+            attempt=attempt,
+            step=step,
+            clean=bool(content["clean"]),
+            groups=str(content["groups"])[:_LONGEST],
+            orders={str(name): [int(index) for index in order] for name, order in content["orders"].items()},
+            problem=str(content["problem"])[:_LONGEST],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What all ranks do next."""
+
+    refusal: str = ""
+    """Why there is no in-place recovery; empty: there is one, and the rest counts."""
+    run_id: str = ""
+    attempt: int = 0
+    """Of the boundary; the next one of the run is one higher."""
+    step: int = 0
+    """The boundary that all go on from."""
+    donor: int = -1
+    """The rank whose weights and optimizer state the needy take."""
+    dead: tuple[int, ...] = ()
+    """Ranks whose places new processes take."""
+    behind: tuple[int, ...] = ()
+    """Survivors that do not hold the state of the boundary."""
+
+    @property
+    def needy(self) -> tuple[int, ...]:
+        """The ranks that take the donor's state."""
+        return tuple(sorted({*self.dead, *self.behind}))
+
+
+def decide(reports: Mapping[int, Report | None], *, world_size: int, first_step: int = 1) -> Verdict:
+    """The verdict on the reports of all ranks of a world; None: that rank is dead.
+
+    The boundary is the most advanced one at which some survivor is whole. first_step: a boundary below it is not taken.
+    """
+    dead = tuple(rank for rank in range(world_size) if reports.get(rank) is None)
+    alive = [report for rank in range(world_size) if (report := reports.get(rank)) is not None]
+    if not dead:
+        return Verdict(refusal="every rank has reported, and none is dead")
+    if not alive:
+        return Verdict(refusal="no rank is left")
+    for report in alive:
+        if report.problem:
+            return Verdict(refusal=f"rank {report.rank}: {report.problem}")
+    runs = {(report.run_id, report.attempt) for report in alive}
+    if len(runs) > 1:
+        return Verdict(refusal="the ranks are in different attempts of the run")
+    if len({report.groups for report in alive}) > 1:
+        return Verdict(refusal="the ranks have made different process groups")
+    clean = [report for report in alive if report.clean]
+    if not clean:
+        named = ", ".join(str(report.rank) for report in alive)
+        return Verdict(refusal=f"ranks {named} were all cut off in an update: none has the state of a boundary")
+    step = max(report.step for report in clean)
+    if max(report.step for report in alive) > step:
+        return Verdict(refusal="the rank that was furthest was cut off in an update")
+    if step < first_step:
+        return Verdict(refusal=f"the ranks stand at step {step}, which is too early")
+    donor = min(report.rank for report in clean if report.step == step)
+    behind = tuple(report.rank for report in alive if not report.clean or report.step != step)
+    (run,) = runs
+    return Verdict(run_id=run[0], attempt=run[1], step=step, donor=donor, dead=dead, behind=behind)
+
+
+class Phase(Enum):
+    """Of a coordinator."""
+
+    RUN = "run"
+    CUT = "cut"
+    AGREED = "agreed"
+    FALLBACK = "fallback"
+
+
+class Fallback(Enum):
+    """How a recovery that does not succeed ends."""
+
+    SAVE = "save"
+    """The survivors still have their last boundaries under their guards, and save them."""
+    KILL = "kill"
+    """All that a restart needs lies in shared memory."""
+
+
+class Coordinator:
+    """The coordinator's view of one attempt. Each method is an event; it changes the fields and returns nothing."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.phase = Phase.RUN
+        self.generation = 0
+        self.dead: set[int] = set()
+        """In this generation, as known before the verdict."""
+        self.reports: dict[int, Report | None] = {}
+        self.verdict: Verdict | None = None
+        self.has_state = False
+        """The donor's state lies in shared memory."""
+        self.ready: set[int] = set()
+        self.reason = ""
+        """Why it is a fallback."""
+        self.fallback: Fallback | None = None
+
+    def begin(self, dead: Collection[int]) -> None:
+        """`dead` ranks were found while all trained: a new generation."""
+        if self.phase is not Phase.RUN:
+            raise ValueError(f"a generation is under way ({self.phase.value})")
+        self.generation += 1
+        self.phase, self.dead = Phase.CUT, set(dead)
+        self.reports, self.verdict, self.has_state, self.ready = dict.fromkeys(sorted(dead)), None, False, set()
+
+    def note_death(self, rank: int) -> None:
+        """One more process has died since `begin`: a survivor, or the new process of a dead rank."""
+        if self.phase is Phase.CUT and rank not in self.reports:
+            self.dead.add(rank)
+            self._note(rank, None)
+        elif self.phase is Phase.CUT and self.reports[rank] is None:
+            self._fall(f"the new process of rank {rank} has died")
+        elif self.phase in (Phase.CUT, Phase.AGREED):
+            who = "the new process of rank" if rank in self.dead else "rank"
+            self._fall(f"{who} {rank} has died during the recovery")
+
+    def note_report(self, report: Report) -> None:
+        """A survivor has reported."""
+        if self.phase is Phase.CUT and report.rank not in self.reports:
+            self._note(report.rank, report)
+
+    def note_state(self) -> None:
+        """The donor's state lies in shared memory."""
+        if self.phase is Phase.AGREED:
+            self.has_state = True
+            self._conclude()
+
+    def note_ready(self, rank: int) -> None:
+        """A rank, old or new, trains again."""
+        if self.phase is Phase.AGREED and 0 <= rank < self.world_size:
+            self.ready.add(rank)
+            self._conclude()
+
+    def note_refusal(self, reason: str) -> None:
+        """A rank has found that it cannot go on, or time is up."""
+        if self.phase in (Phase.CUT, Phase.AGREED):
+            self._fall(reason)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks that the recovery waits for now."""
+        if self.phase is Phase.CUT:
+            return [rank for rank in range(self.world_size) if rank not in self.reports]
+        if self.phase is Phase.AGREED and not self.has_state and self.verdict is not None:
+            return [self.verdict.donor]
+        return [rank for rank in range(self.world_size) if rank not in self.ready]
+
+    def _note(self, rank: int, report: Report | None) -> None:
+        self.reports[rank] = report
+        if len(self.reports) < self.world_size:
+            return
+        self.verdict = decide(self.reports, world_size=self.world_size)
+        if self.verdict.refusal:
+            self._fall(self.verdict.refusal)
+        else:
+            self.phase = Phase.AGREED
+
+    def _conclude(self) -> None:
+        if self.has_state and len(self.ready) == self.world_size:
+            self.phase = Phase.RUN
+
+    def _fall(self, reason: str) -> None:
+        self.phase, self.reason = Phase.FALLBACK, reason
+        self.fallback = Fallback.KILL if self.has_state else Fallback.SAVE

@@ -1,0 +1,413 @@
+"""Workers that are forked: each test starts real processes, and compares them with fresh interpreters."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agent import child
+from mindx_elastic.agent.workers import process_state
+from mindx_elastic.agent.zygote import ForkedWorker, Zygote, ZygoteError
+from tests.fork_server import clean_environment
+from tests.harness import wait_until
+
+ENV = {**clean_environment(), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+READY_S = 120.0
+
+
+def ready(zygote: Zygote) -> Zygote:
+    zygote.start()
+    wait_until(lambda: zygote.is_ready() or bool(zygote.problem), "imports of the zygote", timeout_s=READY_S)
+    return zygote
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    script = tmp_path_factory.mktemp("zygote") / "empty.py"
+    script.touch()
+    found = ready(Zygote([sys.executable, "-u", str(script)], ENV))
+    assert not found.problem
+    yield found
+    found.close()
+
+
+def write(folder: Path, code: str, name: str = "train.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(code))
+    return path
+
+
+def run(
+    zygote: Zygote, folder: Path, *script: str | Path, env: dict[str, str] | None = None, hook: str = ""
+) -> tuple[int, str]:
+    """Exit code and output of a forked worker."""
+    command = [sys.executable, "-u", *map(str, script)]
+    output = folder / "output"
+    output.unlink(missing_ok=True)
+    worker = zygote.fork({**ENV, **(env or {})}, command=command, stdout=str(output), stderr=str(output), hook=hook)
+    return worker.wait(60), output.read_text()
+
+
+def run_fresh(*script: str | Path, env: dict[str, str] | None = None) -> tuple[int, str]:
+    shim = [sys.executable, "-I", "-S", str(child.__file__), str(os.getpid())]
+    done = subprocess.run(
+        [*shim, sys.executable, "-u", *map(str, script)],
+        env={**ENV, **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+# --- as a fresh interpreter ---
+
+SELF = """
+    import ctypes, os, signal, sys, threading
+    death = ctypes.c_int()
+    ctypes.CDLL(None).prctl(2, ctypes.byref(death), 0, 0, 0)  # PR_GET_PDEATHSIG
+    def mask(name):
+        return [l.split()[1] for l in open('/proc/self/status') if l.startswith(name)]
+    print(sys.argv, sys.orig_argv, sys.path, sys.flags, sys.executable, sys.warnoptions, sys._xoptions)
+    print(os.getcwd(), os.getppid(), os.getsid(0) == os.getpid() == os.getpgid(0), death.value)
+    print(sorted(os.environ.items()))
+    print(mask(('SigI', 'SigB', 'SigC')), mask('Threads'), os.nice(0), sorted(os.sched_getaffinity(0)))
+    print([signal.getsignal(n) for n in range(1, 32)])
+    print(__name__, __file__, sorted(k for k in globals() if k[:2] == '__'), __spec__ and __spec__.name, __package__)
+    print(sys.modules['__main__'].__dict__ is globals(), type(__loader__), __builtins__, __cached__)
+    for s in (sys.stdin, sys.stdout, sys.stderr):
+        print(s.name, s.mode, s.encoding, s.errors, s.line_buffering, s.write_through, s.newlines, s.seekable())
+        print(type(s.buffer), s.buffer.mode, s.buffer.name, s.isatty(), s.closed)
+    print(sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__)
+    print(threading.current_thread() is threading.main_thread(), threading.main_thread().ident == threading.get_ident())
+    print(hash('a'), len(open('/proc/self/cmdline').read().rstrip(chr(0)).split(chr(0))))
+    print(sorted(os.listdir('/proc/self/fd'))[:3], open('/proc/self/comm').read())
+    import torch
+    print(torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(), torch.backends.cudnn.benchmark)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["--x", "1 2", "", "-m"]])
+def test_it_is_as_a_fresh_interpreter(
+    zygote: Zygote, tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, SELF)
+    monkeypatch.chdir(tmp_path)
+    env = {"RANK": "3", "SPECIAL": "ü", "TZ": "Asia/Tokyo"}
+    fresh = run_fresh("train.py", *arguments, env=env)
+    assert fresh[0] == 0
+    forked = run(zygote, tmp_path, "train.py", *arguments, env=env)
+    assert forked[0] == 0
+    extra = "('TORCHINDUCTOR_CACHE_DIR', "  # importing torch._dynamo sets it
+    for mine, theirs in zip(forked[1].splitlines(), fresh[1].splitlines(), strict=True):
+        if extra not in mine:
+            assert _without_seekable(mine) == _without_seekable(theirs)
+
+
+def _without_seekable(line: str) -> str:
+    """A pipe here, a file there."""
+    return line.rpartition(" ")[0] if line.startswith("<std") else line
+
+
+def test_m_with_a_module_a_package_and_its_parent(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "trains"
+    package.mkdir()
+    write(package, "print('parent', __name__)", "__init__.py")
+    write(package, SELF, "__main__.py")
+    write(package, SELF + "    from . import other\n", "deep.py")
+    write(package, "print('other', __name__)", "other.py")
+    monkeypatch.chdir(tmp_path)
+    for name in ("trains", "trains.deep"):
+        fresh = run_fresh("-m", name, "--x")
+        forked = run(zygote, tmp_path, "-m", name, "--x")
+        assert fresh[0] == forked[0] == 0, forked[1]
+        for mine, theirs in zip(forked[1].splitlines(), fresh[1].splitlines(), strict=True):
+            if "TORCHINDUCTOR_CACHE_DIR" not in mine:
+                assert _without_seekable(mine) == _without_seekable(theirs)
+    code, said = run(zygote, tmp_path, "-m", "no_such_module")
+    assert code == 1 and "no_such_module" in said
+
+
+ENDINGS = {
+    "exit": ("raise SystemExit(7)", 7),
+    "text": ("import sys; sys.exit('over')", 1),
+    "exception": ("class E(Exception): pass\nraise E('over')", 1),
+    "signal": ("import os; os.kill(os.getpid(), 9)", -9),
+    "term": ("import os; os.kill(os.getpid(), 15)", -15),
+    "abort": ("import os; os.abort()", -6),
+    "interrupt": ("raise KeyboardInterrupt", -2),
+    "now": ("import os; os._exit(3)", 3),
+    "atexit": ("import atexit; atexit.register(print, 'at the end'); print('first')", 0),
+    "thread": ("import threading, time; threading.Thread(target=lambda: (time.sleep(.1), print('late'))).start()", 0),
+    "fault": ("import faulthandler; faulthandler.enable(); import ctypes; ctypes.string_at(0)", -11),
+    "hook": ("import sys; sys.excepthook = lambda *a: print('hook', a[0]); 1 / 0", 1),
+    "unflushed": ("print('x', end='')", 0),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_it_ends_as_a_fresh_interpreter(zygote: Zygote, tmp_path: Path, name: str) -> None:
+    code, expected = ENDINGS[name]
+    script = write(tmp_path, code)
+    fresh, forked = run_fresh(script), run(zygote, tmp_path, script)
+    assert fresh[0] == forked[0] == expected, forked[1]
+    if name != "fault":  # it names threads by their numbers
+        lines = [line for line in forked[1].splitlines() if line != '  File "<string>", line 1, in <module>']
+        assert lines == fresh[1].splitlines()
+
+
+def test_each_draws_other_numbers(zygote: Zygote, tmp_path: Path) -> None:
+    code = """
+        import random, tempfile, multiprocessing, numpy, torch
+        for number in (random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed()):
+            print(number)
+        print(bytes(multiprocessing.current_process().authkey).hex(), next(tempfile._get_candidate_names()))
+    """
+    script = write(tmp_path, code)
+    first, second = (run(zygote, tmp_path, script)[1].split() for _ in range(2))
+    assert len(first) == 6 and not set(first) & set(second)
+
+
+def test_the_programs_own_modules_are_imported_by_each(zygote: Zygote, tmp_path: Path) -> None:
+    script = write(tmp_path, "import mine; print(mine.VALUE)")
+    for value in (1, 2):
+        write(tmp_path, f"VALUE = {value}  #{' ' * value}", "mine.py")
+        assert run(zygote, tmp_path, script) == (0, f"{value}\n")
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_it_starts_processes_of_its_own(zygote: Zygote, tmp_path: Path, method: str) -> None:
+    code = """
+        import multiprocessing, os, pickle, sys
+        import torch
+        from torch.utils.data import DataLoader, Dataset
+
+        class Data(Dataset):
+            def __len__(self):
+                return 4
+            def __getitem__(self, i):
+                return torch.tensor([i, os.getpid()])
+
+        def work(x):
+            return x + 1
+
+        if __name__ == "__main__":
+            method = sys.argv[1]
+            assert type(pickle.loads(pickle.dumps(Data()))) is Data
+            with multiprocessing.get_context(method).Pool(2) as pool:
+                print(pool.map(work, [1, 2]))
+            loader = DataLoader(Data(), batch_size=2, num_workers=2, multiprocessing_context=method)
+            batches = list(loader)
+            print([b[:, 0].tolist() for b in batches], os.getpid() in torch.cat(batches)[:, 1])
+    """
+    script = write(tmp_path, code)
+    assert run(zygote, tmp_path, script, method) == (0, "[2, 3]\n[[0, 1], [2, 3]] False\n")
+
+
+def test_torch_computes_with_threads(tmp_path: Path) -> None:
+    env = {**ENV, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    code = """
+        import numpy, os, torch
+        a = torch.ones(600, 600)
+        for _ in range(3):
+            b = a @ a
+        layer = torch.nn.Linear(600, 600)
+        layer(a).sum().backward()
+        print(b.sum().item(), numpy.ones((600, 600)).dot(numpy.ones((600, 600))).sum(), torch.get_num_threads())
+    """
+    script = write(tmp_path, code)
+    found = ready(Zygote([sys.executable, "-u", str(script)], env))
+    try:
+        assert run(found, tmp_path, script, env=env) == (0, "216000000.0 216000000.0 2\n")
+    finally:
+        found.close()
+
+
+HOOK = "import os, sys\ndef prepare():\n    print('hook', os.environ['RANK'], sys.argv)\n"
+
+
+def test_a_hook_runs_before_the_script(zygote: Zygote, tmp_path: Path) -> None:
+    folder = tmp_path / "hooks"
+    folder.mkdir()
+    script = write(folder, "print('script')")
+    write(folder, HOOK, "hooks.py")
+    # The script's folder is on the path by then.
+    assert run(zygote, tmp_path, script, env={"RANK": "1"}, hook="hooks:prepare") == (
+        0,
+        f"hook 1 {[str(script)]}\nscript\n",
+    )
+
+
+def test_without_files_it_has_the_agents_own_outputs(zygote: Zygote, tmp_path: Path, capfd: object) -> None:
+    script = write(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
+    worker = zygote.fork(ENV, command=[sys.executable, "-u", str(script)])
+    assert worker.wait(60) == 0
+    said = capfd.readouterr()  # type: ignore[attr-defined]
+    assert (said.out, said.err) == ("out\n", "err\n")
+
+
+# --- a child of the agent ---
+
+WAIT = "import time; print('up', flush=True); time.sleep(3600)"
+
+
+def start_waiting(zygote: Zygote, folder: Path) -> ForkedWorker:
+    script, output = write(folder, WAIT, "wait.py"), folder / "waits"
+    output.unlink(missing_ok=True)
+    worker = zygote.fork(ENV, command=[sys.executable, "-u", str(script)], stdout=str(output), stderr=str(output))
+    wait_until(lambda: output.read_text() == "up\n", "first line of the worker")
+    return worker
+
+
+def test_it_can_be_waited_for_like_any_child(zygote: Zygote, tmp_path: Path) -> None:
+    worker = start_waiting(zygote, tmp_path)
+    assert worker.poll() is None
+    assert os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(0.05)
+    worker.terminate()
+    assert worker.wait(60) == worker.returncode == worker.poll() == -signal.SIGTERM
+    with pytest.raises(ChildProcessError):
+        os.waitpid(worker.pid, 0)
+
+
+def test_workers_outlive_the_zygote(tmp_path: Path) -> None:
+    found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, WAIT))], ENV))
+    worker = start_waiting(found, tmp_path)
+    pid = found.pid
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: bool(found.problem), "the agent's notice of the zygote's end")
+    assert "ended" in found.problem and "-9" in found.problem and not found.is_ready()
+    assert not Path(f"/proc/{pid}").exists()  # reaped
+    with pytest.raises(ZygoteError, match="ended"):
+        found.fork(ENV)
+    assert worker.poll() is None
+    worker.kill()
+    assert worker.wait(60) == -signal.SIGKILL
+    found.close()
+
+
+AGENT = """
+    import os, sys, time
+    from mindx_elastic.agent.zygote import Zygote
+    env = dict(os.environ)
+    zygote = Zygote([sys.executable, "-u", sys.argv[1]], env)
+    zygote.start()
+    while not zygote.is_ready():
+        assert not zygote.problem, zygote.problem
+        time.sleep(0.01)
+    print(zygote.pid, zygote.fork(env).pid, flush=True)
+    time.sleep(3600)
+"""
+
+
+def test_zygote_and_workers_end_with_a_killed_agent(tmp_path: Path) -> None:
+    catch = "import os, signal, sys, time\nsignal.signal(15, lambda *_: (print('caught', flush=True), os._exit(0)))\n"
+    script = write(tmp_path, catch + WAIT)
+    command = [sys.executable, str(write(tmp_path, AGENT, "agent.py")), str(script)]
+    agent = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    pids = list(map(int, agent.stdout.readline().split()))
+    assert len(pids) == 2 and agent.stdout.readline() == "up\n"
+    agent.kill()
+    agent.wait()
+    assert agent.stdout.read() == "caught\n"  # which ends when the zygote has not kept the pipe open either
+    agent.stdout.close()
+    for pid in pids:
+        wait_until(lambda pid=pid: process_state(pid) in ("", "Z"), "end of the process")
+
+
+def test_the_terminals_interrupt_is_not_for_the_zygote(zygote: Zygote) -> None:
+    assert os.getsid(zygote.pid) == zygote.pid != os.getsid(0)
+
+
+def test_the_zygote_holds_nothing_open(tmp_path: Path) -> None:
+    with open(tmp_path / "held", "w") as held:
+        os.set_inheritable(held.fileno(), True)
+        found = ready(Zygote([sys.executable, "-u", str(write(tmp_path, WAIT))], ENV))
+    try:
+        fds = {name: os.readlink(f"/proc/{found.pid}/fd/{name}") for name in os.listdir(f"/proc/{found.pid}/fd")}
+        assert len(fds) == 4 and {"0", "1", "2"} < fds.keys(), fds
+        assert not any("held" in target for target in fds.values())
+        worker = start_waiting(found, tmp_path)
+        assert sorted(os.listdir(f"/proc/{worker.pid}/fd")) == ["0", "1", "2"]
+        worker.kill()
+        worker.wait(60)
+    finally:
+        found.close()
+    assert not any("zygote" in name for name in os.listdir("/dev/shm"))
+
+
+def test_many_workers_leave_no_zombie_and_no_descriptor(zygote: Zygote, tmp_path: Path) -> None:
+    script = write(tmp_path, "import subprocess; subprocess.Popen(['sleep', '0.1'])")
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        assert run(zygote, tmp_path, script)[0] == 0
+    time.sleep(0.2)
+    assert zygote.is_ready()
+    assert len(os.listdir("/proc/self/fd")) == before
+    with suppress(ChildProcessError):
+        assert os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+# --- what cannot be forked ---
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("OMP_NUM_THREADS", "3"), ("PYTHONHASHSEED", "1"), ("LANG", "C"), ("PYTORCH_X", "")]
+)
+def test_variables_that_imports_have_read(zygote: Zygote, name: str, value: str) -> None:
+    with pytest.raises(ZygoteError, match=name):
+        zygote.fork({**ENV, name: value})
+
+
+def test_a_module_of_the_scripts_own_that_another_has_the_name_of(zygote: Zygote, tmp_path: Path) -> None:
+    script = write(tmp_path, "import sympy; print(sympy.MINE)")
+    write(tmp_path, "MINE = 1", "sympy.py")
+    with pytest.raises(ZygoteError, match="sympy"):
+        zygote.fork(ENV, command=[sys.executable, "-u", str(script)])
+
+
+def test_a_script_that_has_gone_or_cannot_be_read(zygote: Zygote, tmp_path: Path) -> None:
+    bad = write(tmp_path, "this is no python\n  at all")
+    with pytest.raises(ZygoteError, match="SyntaxError"):
+        zygote.fork(ENV, command=[sys.executable, "-u", str(bad)])
+    with pytest.raises(ZygoteError, match="another one"):
+        zygote.fork(ENV, command=[sys.executable, "-u", str(tmp_path / "gone.py")])
+    with pytest.raises(ZygoteError, match="another one"):
+        zygote.fork(ENV, command=[sys.executable, "-O", str(bad)])
+
+
+@pytest.mark.parametrize("command", [["sh", "-c", "true"], [sys.executable, "-c", "1"], [sys.executable, "-"], []])
+def test_commands_that_no_fork_can_run(command: list[str]) -> None:
+    zygote = Zygote(command, ENV)
+    zygote.start()
+    assert zygote.problem and not zygote.is_ready() and zygote.pid == 0
+    with pytest.raises(ZygoteError):
+        zygote.fork(ENV)
+    zygote.close()
+
+
+def test_an_import_that_fails_is_said(tmp_path: Path) -> None:
+    write(tmp_path, "raise OSError('broken here')", "torch.py")
+    script = write(tmp_path, WAIT)
+    found = ready(Zygote([sys.executable, "-u", str(script)], {**ENV, "PYTHONPATH": str(tmp_path)}))
+    assert "broken here" in found.problem
+    with pytest.raises(ZygoteError, match="broken here"):
+        found.fork({**ENV, "PYTHONPATH": str(tmp_path)})
+    found.close()
