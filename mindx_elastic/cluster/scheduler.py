@@ -20,7 +20,6 @@ import secrets
 import selectors
 import signal
 import socket
-import sys
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -81,6 +80,8 @@ class Scheduler:
         self._connections: set[_Connection] = set()
         self._watched: dict[str, int] = {}
         """Incarnation -> pidfd."""
+        self._answers: list[tuple[_Connection, dict[str, Any]]] = []
+        """To registrations, not told yet."""
         self._signal = 0
         self._write_again_at = 0.0
         self._records: Records | None = None
@@ -319,15 +320,12 @@ class Scheduler:
         if answer["op"] != "welcome":
             why = answer.get("why") or f"node id {answer['node_id']} is taken by {answer['by']}"
             self._voice.warning("process %d on %s is not admitted: %s", who.pid, who.host, why)
-            self._write()
-            self._send(connection, answer)
-            connection.closing = True
+            self._answers.append((connection, answer))
             return
         for other in [c for c in self._connections if c.incarnation == who.incarnation]:
             self._close(other)
         connection.incarnation = who.incarnation
-        self._write()
-        self._send(connection, answer)
+        self._answers.append((connection, answer))
         member = self.table.find(who.incarnation)
         assert member is not None
         if before is None:
@@ -409,10 +407,15 @@ class Scheduler:
     # --- telling ---
 
     def _deliver(self) -> None:
-        """Write the table, then tell what is to be told."""
-        self._write()
-        while self.table.outbox:
-            self._tell(self.table.outbox.pop(0))
+        """Write the table, then tell what is to be told: a process must know nothing that a scheduler which is started
+        again does not know."""
+        if self._write():
+            while self._answers:
+                connection, answer = self._answers.pop(0)
+                self._send(connection, answer)
+                connection.closing = answer["op"] != "welcome"
+            while self.table.outbox:
+                self._tell(self.table.outbox.pop(0))
         for incarnation in [name for name in self._watched if self.table.find(name) is None]:
             fd = self._watched.pop(incarnation)
             self._selector.unregister(fd)
@@ -463,26 +466,24 @@ class Scheduler:
             self._selector.unregister(connection.sock)
             connection.sock.close()
 
-    def _write(self) -> None:
+    def _write(self) -> bool:
+        """Whether all that has changed is on disk."""
         if not self.table.changed or self._records is None:
             self.table.changed = False
-            return
+            return True
         now = time.monotonic()
         if now < self._write_again_at:
-            return
+            return False
         try:
             self._records.write(self.table.to_json())
-            self.table.changed = False
-            self._write_again_at = 0.0
         except SaveError as error:
             self._voice.error(
-                "%s; a scheduler that is started again would not know the newest changes. It is tried again", error
+                "%s. Nothing that has changed is told to the workers before it can be: none is admitted, no group is "
+                "formed. The training goes on; it is tried again every %g s",
+                error,
+                _RETRY_WRITE_S,
             )
             self._write_again_at = now + _RETRY_WRITE_S
-
-
-def flush_output() -> None:
-    """Write out what was printed before the process ends without the interpreter."""
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):
-            stream.flush()
+            return False
+        self.table.changed, self._write_again_at = False, 0.0
+        return True
