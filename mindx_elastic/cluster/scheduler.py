@@ -161,7 +161,7 @@ class Scheduler:
             self._voice.info(
                 "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
             )
-            for member in self.table.living():
+            for member in [m for m in self.table.members.values() if m.state in (State.LIVING, State.AWAY)]:
                 self._watch(member)  # of a predecessor's table: one that is gone meanwhile is seen at once
             self._deliver()
             last = time.monotonic()

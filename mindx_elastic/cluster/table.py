@@ -63,6 +63,8 @@ class Limits:
     """A process that is not heard for so long is dead."""
     reconnect_s: float = 1.0
     """A process on another machine whose connection has ended is dead unless it connects again within this time."""
+    away_s: float = 60.0
+    """How long a place is kept for a process that begins anew in it."""
     formation_s: float = 600.0
     """How long all places may take to have a process, at the start and after a death."""
 
@@ -255,6 +257,8 @@ class Table:
     def die(self, incarnation: str, why: str, now: float) -> None:
         """Its process is gone, or has failed."""
         member = self.find(incarnation)
+        if member is not None and member.state is State.AWAY:  # on its way back: nobody waits for it in a collective
+            member.state, member.why, self.changed = State.DEAD, why, True
         if member is None or member.state is not State.LIVING:
             return
         self.changed = True
@@ -290,7 +294,7 @@ class Table:
             return
         self.changed = True
         member.state = {"done": State.DONE, "left": State.LEFT, "away": State.AWAY}[how]
-        member.code, member.why = code, why
+        member.code, member.why, member.heard_at = code, why, now
         self._host = ""
         if member.state is State.AWAY and self._waiting_since is None:
             self._waiting_since = now
@@ -354,13 +358,13 @@ class Table:
 
     def _place_for(self, who: Registration, now: float) -> tuple[Member | None, dict[str, Any]]:
         """The place that a new process takes; None: it gets none, for the reason in the answer."""
-        member = self.members.get(who.node_id) if who.node_id else self._nameless_place(who)
-        if member is not None and member.state is State.LIVING and not member.is_process_of(who):
-            until = member.heard_at + self.limits.heartbeat_s
-            if member.lost_at is not None:
-                until = min(until, member.lost_at + self.limits.reconnect_s)
+        self.tick(now)
+        if self.outcome is not None:
+            return None, {"op": "refused", "why": self.outcome.why, "over": True}
+        member = self.members.get(who.node_id) if who.node_id else self._nameless_place(who, now)
+        if member is not None and (until := self._held_until(member, who)) > now:
             holder = f"process {member.pid} on {member.host}"
-            return None, {"op": "taken", "by": holder, "wait_s": max(0.0, until - now), "node_id": member.node_id}
+            return None, {"op": "taken", "by": holder, "wait_s": until - now, "node_id": member.node_id}
         over = [m for m in self.members.values() if m.state is State.DONE]
         if over:
             return None, {"op": "refused", "why": f"{over[0]} has finished its training already: the job is at its end"}
@@ -380,11 +384,21 @@ class Table:
             {},
         )
 
-    def _nameless_place(self, who: Registration) -> Member | None:
+    def _held_until(self, member: Member, who: Registration) -> float:
+        """Until when the place is kept for the process that has it; 0: it is free for `who`."""
+        if member.is_process_of(who):
+            return 0.0
+        if member.state is State.AWAY:
+            return member.heard_at + self.limits.away_s
+        if member.state is not State.LIVING:
+            return 0.0
+        until = member.heard_at + self.limits.heartbeat_s
+        return until if member.lost_at is None else min(until, member.lost_at + self.limits.reconnect_s)
+
+    def _nameless_place(self, who: Registration, now: float) -> Member | None:
         """Where a process without a node id goes back to: its own place, else a free one, on its machine first."""
-        found = [
-            m for m in self.members.values() if not m.named and (m.state is not State.LIVING or m.is_process_of(who))
-        ]
+        found = [m for m in self.members.values() if not m.named and self._held_until(m, who) <= now]
+        found = [m for m in found if m.state is not State.LIVING or m.is_process_of(who)]
         found.sort(key=lambda m: (not m.is_process_of(who), m.host != who.host, _natural(m.node_id)))
         return found[0] if found else None
 

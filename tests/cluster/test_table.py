@@ -152,6 +152,24 @@ def test_a_worker_without_an_id_is_told_which_id_is_missing() -> None:
     assert "a process is missing for b: set MS_NODE_ID" in answer["why"]
 
 
+def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
+    table = new_table()
+    form(table, [who(1), who(2)])
+    table.die(f"{2:032d}", "killed", 1.0)
+    table.leave(f"{1:032d}", how="away", code=75, why="rank 1 is dead", now=1.0)
+    assert table.register(who(3), 1.1)["node_id"] == "h-1"
+    assert table.register(who(4, "h-0"), 1.1)["op"] == "taken"
+    assert table.register(replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
+
+
+def test_a_process_that_dies_on_its_way_back_frees_its_place() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    table.leave(f"{1:032d}", how="away", code=75, why="", now=1.0)
+    table.die(f"{1:032d}", "its process is gone", 2.0)
+    assert table.register(who(3, "0"), 2.0)["rank"] == 0
+
+
 # --- deaths ---
 
 
@@ -391,6 +409,26 @@ class Cluster(RuleBasedStateMachine):
         """SIGSTOP: it is silent, and its connection stays."""
         running = [p for p in self.processes if p.alive and p.admitted and p.silent_since is None]
         data.draw(st.sampled_from(running)).silent_since = self.now
+
+    @precondition(lambda self: any(p.alive and p.admitted and p.silent_since is None for p in self.processes))
+    @rule(data=st.data(), at_once=st.booleans())
+    def begin_anew(self, data: st.DataObject, at_once: bool) -> None:
+        """With exec: the same process with another incarnation."""
+        running = [p for p in self.processes if p.alive and p.admitted and p.silent_since is None and not p.told_dead]
+        if not running:
+            return
+        process = data.draw(st.sampled_from(running))
+        self.table.leave(process.who.incarnation, how="away", code=75, why="", now=self.now)
+        process.alive = False
+        self.count += 1
+        again = Process(replace(process.who, node_id=process.node_id, incarnation=f"{self.count:032d}"))
+        self.processes.append(again)
+        if not at_once:
+            self.now += 3.0
+        self.connect(again)
+        if not again.admitted:
+            again.alive = False
+        self.write_and_tell()
 
     @precondition(lambda self: any(p.alive and p.silent_since is not None for p in self.processes))
     @rule(data=st.data())
