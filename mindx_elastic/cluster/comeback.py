@@ -76,9 +76,10 @@ class Ending:
 
     def _hear_end(self, why: str) -> None:
         """The job is over: the guard saves and leaves; a program without one is ended after a while."""
-        group = self._member.group
+        from mindx_elastic.guard.stages import request_stop
+
         dead = self._member.dead_rank
-        if group is not None and dead is not None and report_death(dead):
+        if report_death(dead) if dead is not None else request_stop(why, EXIT_TEMPORARY):
             return
         threading.Thread(target=self._end_soon, name="mindx-cluster-end", daemon=True).start()
 
