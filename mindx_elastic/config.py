@@ -81,8 +81,8 @@ class RankInfo:
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankInfo:
         env = os.environ if env is None else env
         rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
-        by_id = env.get("RANK_ID", "").strip(), env.get("RANK_SIZE", "").strip()
-        if all(by_id) and not env.get(size, "").strip():
+        by_id = [env.get(name, "").strip() for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID")]
+        if by_id[0] and by_id[1] and not env.get(size, "").strip():
             rank, size, local = "RANK_ID", "RANK_SIZE", "DEVICE_ID"
         number, count = _integer(env, rank, 0), _integer(env, size, 1)
         if count < 1 or not 0 <= number < count:
