@@ -26,7 +26,7 @@ from mindx_elastic.cluster.table import MAX_WORKERS
 from mindx_elastic.core.printable import printable
 from mindx_elastic.errors import UsageError
 
-__all__ = ["main", "make_parser", "plan_of"]
+__all__ = ["Plan", "Process", "main", "make_parser", "plan_of"]
 
 _IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
