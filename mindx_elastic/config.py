@@ -114,6 +114,8 @@ class Settings:
     """``MINDX_UNMANAGED``: ``error`` refuses state that is certain not to be kept, ``warn`` only says so."""
     log_level: str = "INFO"
     """``MINDX_LOG_LEVEL``: level of the package's own logger."""
+    zygote: bool = True
+    """``MINDX_ZYGOTE``: 1 lets the agent fork restarted workers, 0 has it start fresh interpreters."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> Settings:
@@ -127,6 +129,9 @@ class Settings:
         unmanaged = env.get("MINDX_UNMANAGED", "").strip() or "error"
         if unmanaged not in ("error", "warn"):
             raise UsageError(f"environment variable MINDX_UNMANAGED={unmanaged!r}: give error, warn or nothing")
+        zygote = env.get("MINDX_ZYGOTE", "").strip() or "1"
+        if zygote not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_ZYGOTE={zygote!r}: give 1, 0 or nothing")
         level = env.get("MINDX_LOG_LEVEL", "").strip().upper() or "INFO"
         if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
             raise UsageError(f"environment variable MINDX_LOG_LEVEL={level!r}: DEBUG, INFO, WARNING or ERROR")
@@ -138,6 +143,7 @@ class Settings:
             final_save=final == "1",
             unmanaged=unmanaged,
             log_level=level,
+            zygote=zygote == "1",
         )
 
     def with_grace(self, grace_s: float) -> Settings:

@@ -135,6 +135,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
+        "MINDX_ZYGOTE": int(settings.zygote),
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,
         "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,

@@ -30,6 +30,7 @@ from pathlib import Path
 from mindx_elastic.agent.endings import Ending, Meaning, StopKind, conclude, describe, meaning
 from mindx_elastic.agent.hang import ExitWatch, HangWatch, Leaver, Overdue, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
+from mindx_elastic.agent.pause_desk import PauseDesk, is_between_steps
 from mindx_elastic.agent.recovery import LOOK_S, Recovery
 from mindx_elastic.agent.rendezvous import Farewell, Membership
 from mindx_elastic.agent.stop_files import StopFiles
@@ -69,10 +70,12 @@ class AttemptContext:
     events: EventLog
     grace_s: float
     stacks: Path
-    recovery: Callable[[Workers], Recovery | None]
-    """Makes what replaces dead ranks in place; None: nothing does."""
     on_look: Callable[[Mapping[int, Status]], None]
     """Called twice a second with the pages."""
+    recovery: Callable[[Workers], Recovery | None] = lambda workers: None
+    """Makes what replaces dead ranks in place; None: nothing does."""
+    pauses: PauseDesk | None = None
+    """Carries out `mindx-elastic pause` and `resume`; None: they are not heard."""
 
 
 class Attempt:
@@ -99,6 +102,7 @@ class Attempt:
         self._hurried: set[int] = set()
         """Ranks past their guards that are being ended."""
         self._work_due = 0.0
+        self._pause_timer = False
         self._recovery = context.recovery(workers)
         self._looks_at_recovery = False
         self._stuck: dict[int, str] = {}
@@ -157,6 +161,7 @@ class Attempt:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
         self._context.on_look(statuses)
+        self._look_at_pauses()
         if self.stop is not None or self._signum is not None:
             return
         event = self._context.stop_files.poll()
@@ -171,6 +176,18 @@ class Attempt:
             self._hear_hang(stuck, statuses)
         elif self._deadline is None:
             self._look_at_leavers(statuses)
+
+    def _look_at_pauses(self) -> None:
+        desk = self._context.pauses
+        if desk is not None:
+            stopping = self._signum is not None or self._deadline is not None
+            if (again_s := desk.look(self.workers, stopping=stopping)) and not self._pause_timer:
+                self._pause_timer = True
+                self._after(again_s, self._look_at_pauses_again)
+
+    def _look_at_pauses_again(self) -> None:
+        self._pause_timer = False
+        self._look_at_pauses()
 
     def _look_at_leavers(self, statuses: Mapping[int, Status]) -> None:
         """Ranks past their guards: do they come to their end?"""
@@ -384,7 +401,7 @@ class Attempt:
             statuses = self.workers.statuses().values()
             if not statuses:
                 return  # no guard could save anything; as under torchrun, the workers find out by themselves
-            if any(s.boundary_ns > self._lost_since * 1e9 or s.phase == WorkerPhase.BETWEEN for s in statuses):
+            if any(s.boundary_ns > self._lost_since * 1e9 or is_between_steps(s) for s in statuses):
                 self._lost_since = time.monotonic()  # its agent may be gone, but its workers train on
                 self._after(_NODE_PATIENCE_S + 0.01, lambda: None)
                 return

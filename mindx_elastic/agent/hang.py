@@ -54,8 +54,9 @@ class HangWatch:
 
     A rank is stuck when it trains and has passed no boundary for longer than the timeout. An evaluation or a save
     (`WorkerPhase.BETWEEN`) takes as long as it takes: neither that rank nor one that may be waiting for it is judged,
-    and their time starts anew afterwards. The first step of an attempt (compilation, data) may take ten times as long
-    as the timeout, and half a minute at least; what comes before it, loading a checkpoint, is not judged.
+    and their time starts anew afterwards. Nor are ranks judged that know of a pause (`mindx-elastic pause`), until they
+    know that they are to go on. The first step of an attempt (compilation, data) may take ten times as long as the
+    timeout, and half a minute at least; what comes before it, loading a checkpoint, is not judged.
 
     timeout_s: seconds without a boundary; 0 never judges. None learns it from the steps: ten times the longest step
     seen, thirty times the mean one, at least a minute, whichever is longest. It never shrinks.
@@ -117,7 +118,7 @@ class HangWatch:
     def _look_at(self, rank: int, status: Status, now_ns: int, jumped: bool) -> None:
         seen = self._seen.get(rank)
         if seen is None or seen.pid != status.pid or status.boundaries < seen.boundaries:
-            since = now_ns if jumped or status.phase != WorkerPhase.TRAINING else 0
+            since = now_ns if jumped or not _is_judged(status) else 0
             self._seen[rank] = _Seen(status.pid, status.boundaries, status.boundary_ns, since, clean=not jumped)
             return
         num_steps = status.boundaries - seen.boundaries
@@ -129,7 +130,7 @@ class HangWatch:
                 self._total_ns += took
                 self._longest_ns = max(self._longest_ns, took)
             seen.boundaries, seen.boundary_ns, seen.clean = status.boundaries, status.boundary_ns, True
-        if jumped or status.phase != WorkerPhase.TRAINING:
+        if jumped or not _is_judged(status):
             seen.since_ns, seen.clean = now_ns, False
 
     def _excuse_waiting(self, statuses: Mapping[int, Status], now_ns: int) -> None:
@@ -168,6 +169,10 @@ class HangWatch:
             if idle_s > timeout_s:
                 found.append((status.step, status.boundary_ns, rank, idle_s))
         return [Stuck(rank, step, idle_s) for step, _, rank, idle_s in sorted(found)]
+
+
+def _is_judged(status: Status) -> bool:
+    return status.phase == WorkerPhase.TRAINING and status.pause_order % 2 == 0
 
 
 def _duration(seconds: float) -> str:

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.launcher.api import LaunchConfig
 
 from mindx_elastic.agent import child
+from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.ledger import render
@@ -218,7 +219,13 @@ def _make_supervisor(
         events=events,
         stop_files=StopFiles(plan.options.run_dir, FaultPaths.from_env(), Settings.from_env()),
         num_nodes=config.max_nodes,
-        command=plan.command,
+        forks=ForkedStart(
+            shim,
+            folder.path,
+            num_workers=config.nproc_per_node,
+            is_on=Settings.from_env().zygote
+            and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1),
+        ),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,
     )

@@ -106,6 +106,8 @@ class AttemptRecord:
     """Until new workers were started."""
     first_step_s: float | None = None
     """Until the next attempt has passed its first boundary: the time to recovery."""
+    paused_s: float | None = None
+    """How long its ranks waited by command (`mindx-elastic pause`), in all; None: they did not."""
     outcome: str | None = None
     """`FAILED`, `FINISHED`, `STOPPED`, `NEW_NODE` or another word; None while it runs."""
 
@@ -127,6 +129,9 @@ class Totals:
     unknown_losses: int
     """Failures of which it is not known how many steps they cost."""
     not_training_s: float
+    """After failures."""
+    paused_s: float = 0.0
+    """By command."""
 
 
 @dataclass
@@ -206,6 +211,10 @@ class Ledger:
         record = self._records[self._pause.attempt]
         saved = resumed if record.saved_step is None or resumed > record.saved_step else record.saved_step
         self.update(record.attempt, steps_lost=lost, saved_step=saved)
+
+    def note_pause(self, seconds: float) -> None:
+        """The ranks of this attempt have waited by command."""
+        self.update(self._number, paused_s=(self._records[self._number].paused_s or 0.0) + seconds)
 
     def end_attempt(self, attempt: Attempt, ending: Ending) -> None:
         """All workers have ended."""
@@ -337,6 +346,7 @@ def add_up(records: Iterable[AttemptRecord]) -> Totals:
         steps_lost=sum(record.steps_lost or 0 for record in records),
         unknown_losses=sum(record.steps_lost is None for record in failed),
         not_training_s=round(sum(record.pause_s or 0.0 for record in records), 3),
+        paused_s=round(sum(record.paused_s or 0.0 for record in records), 3),
     )
 
 
@@ -347,7 +357,8 @@ def totals_line(totals: Totals) -> str:
         lost = "steps lost: not known yet"
     elif totals.unknown_losses:
         lost += f" (not known yet for {_count(totals.unknown_losses, 'failure')})"
-    return f"{_count(totals.failures, 'failure')}, {lost}, {_seconds(totals.not_training_s)} s not training"
+    paused = f", {_seconds(totals.paused_s)} s paused by command" if totals.paused_s else ""
+    return f"{_count(totals.failures, 'failure')}, {lost}, {_seconds(totals.not_training_s)} s not training{paused}"
 
 
 def draw(records: Sequence[AttemptRecord], *, still_open: str = "running", width: int = WIDTH) -> Table | Text:
@@ -590,7 +601,7 @@ def _text(value: Any) -> str:
 _READERS: dict[str, Callable[[Any], int | float | str | None]] = {
     **dict.fromkeys(("world_size", "node", "cause_rank", "step_reached"), _whole),
     **dict.fromkeys(("resumed_step", "saved_step", "steps_lost"), _whole),
-    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s"), _real),
+    **dict.fromkeys(("started", "detect_s", "save_s", "restart_s", "first_step_s", "paused_s"), _real),
     **dict.fromkeys(("cause", "resumed_path", "outcome"), _text),
 }
 """How each field of `AttemptRecord` but its number is read."""

@@ -6,24 +6,25 @@ the clock, and says when it has succeeded or the job has to be restarted after a
 
 from __future__ import annotations
 
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mindx_elastic.agent.workers import WorkerExit, Workers
+from mindx_elastic.agent.workers import Process, WorkerExit, Workers
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import EventLog, logger
-from mindx_elastic.core.printable import listed
+from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["LOOK_S", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
+_LONGEST = 300
 _ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
 
 
@@ -47,7 +48,7 @@ class Recovery:
         self,
         workers: Workers,
         board_of: Callable[[int], Board],
-        start: Callable[[int, int], subprocess.Popen[bytes]],
+        start: Callable[[int, int], Process],
         *,
         timeout_s: float,
         most: int,
@@ -108,6 +109,12 @@ class Recovery:
         """A worker, old or new, has ended during the recovery."""
         machine, generation = self._machine, self._machine.generation
         was_known = end.rank in machine.reports
+        if end.code == UNFIT and end.rank in machine.dead:  # it has taken no part yet
+            try:
+                self._replace(end.rank)
+                return
+            except _ERRORS as error:
+                logger.debug("%s", error)
         machine.note_death(end.rank)
         if machine.phase is Phase.FALLBACK or was_known:
             return
@@ -132,7 +139,9 @@ class Recovery:
                 for rank, note in self._notes("out", machine.missing).items():
                     if not note.get("dead"):
                         machine.note_report(Report.from_json(rank, note))
-            state = f"{generation}/state"
+            state, refusal = f"{generation}/state", f"{generation}/refusal"
+            if said := self._board.read([refusal]).get(refusal):
+                machine.note_refusal(f"rank {int(said['rank'])}: {printable(str(said['refusal']), _LONGEST)}")
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
             if machine.phase is Phase.AGREED and machine.has_state:

@@ -11,11 +11,10 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +26,16 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 
 from mindx_elastic.agent.attempt import Attempt, AttemptContext
 from mindx_elastic.agent.endings import Ending
+from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
 from mindx_elastic.agent.options import AgentOptions
+from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
-from mindx_elastic.agent.recovery import Recovery, joining_command
+from mindx_elastic.agent.recovery import Recovery
 from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
+from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.workers import Workers
@@ -41,6 +43,7 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import printable, printable_block
+from mindx_elastic.core.status_page import Status
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.rejoin.board import Board, board_key
 
@@ -51,6 +54,7 @@ _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _MOST_RECOVERIES = 100
+_SHIM = 4  # arguments of `child` before the workers' own command line
 
 
 class Supervisor(LocalElasticAgent):
@@ -67,12 +71,11 @@ class Supervisor(LocalElasticAgent):
         events: EventLog,
         stop_files: StopFiles,
         num_nodes: int,
-        command: Sequence[str] = (),
+        forks: ForkedStart,
         **torch_arguments: Any,
     ) -> None:
-        """num_nodes: most that may take part. With one, no membership thread is started. command: the workers' program
-        and its arguments."""
-        self._command = tuple(command)
+        """num_nodes: most that may take part. With one, no membership thread is started."""
+        self._replacements: Replacements | None = None
         super().__init__(spec, logs_specs, **torch_arguments)
         self.ledger = Ledger(events)
         self.ending = Ending(outcome="failed", code=EXIT_TEMPORARY, cause="nothing was started")
@@ -82,12 +85,13 @@ class Supervisor(LocalElasticAgent):
         self.error_file = ""
         """What the first failed worker wrote about its exception; empty: nothing."""
         self._options, self._folder, self._inbox, self._events = options, folder, inbox, events
-        self._stop_files, self._num_nodes = stop_files, num_nodes
+        self._stop_files, self._num_nodes, self._forks = stop_files, num_nodes, forks
         self._hang = HangWatch(options.hang_timeout_s)
         self._crash_loop = CrashLoop(options.crash_loop)
         self.leaves_nothing = False
         """The last attempt was a refused one that had begun anew: what is in memory is of no use."""
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
+        self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
@@ -115,6 +119,8 @@ class Supervisor(LocalElasticAgent):
                 self.ending = Ending(outcome="stopped", code=code, cause=signal_name(stop.sigval))
         except (RendezvousError, torch.distributed.DistError) as error:
             self.ending = self._end_without_nodes(error)
+        finally:
+            self._forks.close()
         return self._result(attempt)
 
     def _hold_start(self) -> None:
@@ -154,7 +160,8 @@ class Supervisor(LocalElasticAgent):
             grace_s=self._options.grace_s,
             stacks=self._options.run_dir / "stacks",
             recovery=self._make_recovery,
-            on_look=self.ledger.look,
+            on_look=self._look,
+            pauses=self._pauses,
         )
         self._stop_files.faults.world_size = group.workers[0].world_size
         self._hang.reset()
@@ -166,10 +173,14 @@ class Supervisor(LocalElasticAgent):
             node=node,
             restarts=self._restarts.total,
         )
+        self._pauses.begin_attempt(self._number)
         try:
             self.ending = attempt.run()
+            self._pauses.end_attempt(self.ending.cause)
             self._runs = False
         finally:
+            if self._replacements is not None:
+                self._replacements.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
@@ -183,46 +194,29 @@ class Supervisor(LocalElasticAgent):
         store = getattr(self._rdzv_handler, "hosted", None)
         if not self._options.in_place or store is None:
             return None
+        self._replacements = Replacements(
+            self._forks,
+            self._pcontext,
+            (str(self._worker_group.spec.entrypoint), *map(str, self._worker_group.spec.args[:_SHIM])),
+            {worker.global_rank: worker.local_rank for worker in self._worker_group.workers},
+            folder=self._folder.path,
+            num_spares=self._options.spares,
+        )
         number = self._number
 
         def board_of(generation: int) -> Board:
             own = torch.distributed.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-            prefix = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
+            prefix: Any = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
             return Board(prefix, key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
 
         return Recovery(
             workers,
             board_of,
-            self._start_in_place,
+            self._replacements.start,
             timeout_s=self._options.rejoin_timeout_s,
             most=_MOST_RECOVERIES,
             events=self._events,
         )
-
-    def _start_in_place(self, rank: int, generation: int) -> subprocess.Popen[bytes]:
-        """Start a new process in the place of `rank`, with the same environment, logs and error file."""
-        context: Any = self._pcontext
-        local = next(worker.local_rank for worker in self._worker_group.workers if worker.global_rank == rank)
-        arguments = [str(each) for each in context.args[local]]
-        shim = len(arguments) - len(self._command)
-        command = joining_command(arguments[shim:], sys.executable)
-        if command is None:
-            raise RuntimeError("the program is not run by this Python interpreter")
-        env = {**os.environ, **context.envs[local], "MINDX_REJOIN": str(generation)}
-        with ExitStack() as stack:
-            outputs = [
-                stack.enter_context(open(path, "a")) if path else None
-                for path in (context.stdouts[local], context.stderrs[local])
-            ]
-            process = subprocess.Popen(
-                [context.entrypoint, *arguments[:shim], *command],
-                env=env,
-                stdout=outputs[0],
-                stderr=outputs[1],
-                start_new_session=True,
-            )
-        context.subprocess_handlers[local].proc = process
-        return process
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
@@ -341,8 +335,11 @@ class Supervisor(LocalElasticAgent):
         self._folder.forget_workers()
         self._number += 1
         os.environ["MINDX_ATTEMPT"] = str(self._number)
+        with self._inbox.interrupting():
+            self._forks.prepare(self._number)
         try:
-            ids: dict[int, Any] = super()._start_workers(worker_group)
+            with self._forks.start(self._number):
+                ids: dict[int, Any] = super()._start_workers(worker_group)
         finally:
             self._inbox.install()  # torch has just put its own handlers there
         self._runs = self._has_run = True
@@ -364,6 +361,12 @@ class Supervisor(LocalElasticAgent):
         self._pcontext = None
 
     # --- small parts --------------------------------------------------------------------------------------------------
+
+    def _look(self, statuses: Mapping[int, Status]) -> None:
+        self.ledger.look(statuses)
+        self._forks.look(statuses)
+        if self._replacements is not None:
+            self._replacements.look(statuses)
 
     def _error_file(self, local_rank: int) -> str:
         return str(self._error_files.get(local_rank) or "")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import select
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from mindx_elastic.agent.hang import Work
 from mindx_elastic.core.events import logger
@@ -18,13 +18,21 @@ from mindx_elastic.core.posix import members_of, open_pidfd, read_stat
 from mindx_elastic.core.status_page import Status, WorkerPhase, page_path, read_page
 from mindx_elastic.guard.agent_link import STACK_SIGNAL
 
-__all__ = ["WorkerExit", "Workers", "process_state", "write_stacks"]
+__all__ = ["Process", "WorkerExit", "Workers", "process_state", "write_stacks"]
 
 
 _NO_PIDFD_POLL_S = 0.05
 _REMAINS_GRACE_S = 2.0  # how long what a worker leaves may take to end by itself
 _REMAINS_S = 2.0  # and the kernel to end what was killed
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+class Process(Protocol):
+    """A worker as the agent sees it: `subprocess.Popen`, or one that the zygote has forked."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +70,7 @@ class Workers:
 
     def __init__(
         self,
-        processes: Mapping[int, subprocess.Popen[bytes]],
+        processes: Mapping[int, Process],
         pages: Path,
         error_of: Callable[[int], str] = lambda rank: "",
     ) -> None:
@@ -222,7 +230,7 @@ class Workers:
                 return bool(int(line.split()[1], 16) >> (signum - 1) & 1)
         return False
 
-    def replace(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+    def replace(self, rank: int, process: Process) -> None:
         """Another process has taken the place of a dead one, whose end does not count any more."""
         self.exits = [end for end in self.exits if end.rank != rank]
         self.processes[rank] = self.live[rank] = process

@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY
+from mindx_elastic.agent.zygote_process import COMMAND, FORK, MOST_BYTES, PRELOAD, READY, ROOM, ROOM_BYTES
 from mindx_elastic.core.posix import open_pidfd, read_stat
 
 __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "ZygoteError"]
@@ -36,7 +36,7 @@ __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "Zygot
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "MINDX_ATTEMPT"),
+    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT", "MINDX_REJOIN"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""
@@ -124,6 +124,8 @@ class Zygote:
         self._channel: socket.socket | None = None
         self._said = -1
         self._problem = "" if self._script else _why_not(command)
+        self.has_died = False
+        """Its process has ended by itself, or was killed."""
         self._read: set[str] = set()
         self._is_ready = False
         self._preloaded: list[str] = []
@@ -147,6 +149,15 @@ class Zygote:
         self._hear()
         return self._is_ready and not self._problem
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the imports, at most so long; whether `fork` can be called."""
+        end = time.monotonic() + timeout_s
+        while not self.is_ready() and not self._problem and self._channel is not None:
+            left = end - time.monotonic()
+            if left <= 0 or not select.select([self._channel], [], [], left)[0]:
+                break
+        return self.is_ready()
+
     def start(self) -> None:
         """Start the process; its imports go on while this one does something else."""
         if self._problem or self._popen is not None:
@@ -159,7 +170,7 @@ class Zygote:
         try:
             self._popen = subprocess.Popen(
                 [*arguments, *([" " * padding] if padding else [])],  # so that workers can show their own command line
-                env=self._env,
+                env={**self._env, ROOM: "." * ROOM_BYTES},
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
                 stderr=self._said,
@@ -198,6 +209,8 @@ class Zygote:
         self._hear()
         if not self._is_ready or self._problem or self._channel is None:
             raise ZygoteError(self._problem or "the zygote is not ready yet")
+        if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+            raise ZygoteError("SIGCHLD is ignored, so that no exit code of a forked worker would be known")
         interpreter, script = (self._interpreter, self._script) if command is None else _split(command)
         if not script or interpreter != self._interpreter:
             raise ZygoteError("the worker's command is another one than the zygote's")
@@ -288,6 +301,7 @@ class Zygote:
                     self._take_in(json.loads(message))
                     continue
             self._is_ready = False
+            self.has_died = True
             self._problem = self._problem or f"its process has ended{self._last_words()}"
             self._end()
 

@@ -41,7 +41,7 @@ from mindx_elastic.core.forking import seed_at_random as seed_anew
 from mindx_elastic.core.script import prepare, puts_folder_first, script_folder
 from mindx_elastic.errors import UsageError
 
-__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "serve"]
+__all__ = ["COMMAND", "FORK", "MOST_BYTES", "PRELOAD", "READY", "ROOM", "ROOM_BYTES", "serve"]
 
 COMMAND = (
     "import sys; began = {*sys.modules}; del sys.path[:not getattr(sys.flags, 'safe_path', sys.flags.isolated)]; "
@@ -50,6 +50,8 @@ COMMAND = (
 """The folder that ``-c`` puts on the path is none of the worker's."""
 FORK, PRELOAD, READY = b"fork", b"preload", b"ready\n"
 MOST_BYTES = 1 << 16
+ROOM, ROOM_BYTES = "ZYGOTE_ROOM", 4096
+"""The last variable of the zygote's own environment: room in which a worker shows its own, see `_show`."""
 _ADOPTED_S = 10.0
 _ADOPTED_POLL_S = 0.0002
 _PRELOAD_S = 0.05
@@ -128,7 +130,7 @@ class _Imports:
         self._problem = self._spoilt_by = ""
         self._done: list[str] = []
         self._began = set(began)
-        self._began_with = dict(os.environ)
+        self.began_with = dict(os.environ)
         self._folders = _installed()
         self._fds = _fds()
         self._count = 1
@@ -206,8 +208,8 @@ class _Imports:
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
         """`env` with the changes that imports have made."""
         now, found = dict(os.environ), dict(env)
-        for name in now.keys() | self._began_with.keys():
-            if now.get(name) != self._began_with.get(name):
+        for name in now.keys() | self.began_with.keys():
+            if now.get(name) != self.began_with.get(name):
                 if name in now:
                     found[name] = now[name]
                 else:
@@ -242,11 +244,6 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
     stream = socket.socket(fileno=descriptors[0])
     os.setsid()
     request: dict[str, Any] = _read_json(stream)
-    _wait_for(agent)
-    if not die_with_parent(request["death_signal"]):
-        _refuse(stream, "the kernel does not tie the worker to the agent")
-    if os.getppid() != agent:  # it has died since, so no signal will come
-        os._exit(128 + request["death_signal"])
     os.environ.__class__ = _Environment.__base__
     env = imports.environment(request["env"])
     os.environ.clear()
@@ -263,6 +260,12 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
             prepared = prepare(command)
     except Exception as error:  # a fresh interpreter says it in its own words
         _refuse(stream, f"{type(error).__name__}: {error}")
+    seed_anew()
+    _wait_for(agent)  # the process in between has to be gone by then, which takes as long as all of this
+    if not die_with_parent(request["death_signal"]):
+        _refuse(stream, "the kernel does not tie the worker to the agent")
+    if os.getppid() != agent:  # it has died since, so no signal will come
+        os._exit(128 + request["death_signal"])
     stream.sendall(b"%d\n" % os.getpid())
     if stream.recv(len(READY)) != READY:
         os._exit(1)  # the agent has given up, or is gone
@@ -272,9 +275,8 @@ def _begin(agent: int, descriptors: Sequence[int], imports: _Imports) -> tuple[t
         os.close(fd)
     _open_streams()
     time.tzset()
-    seed_anew()
     sys.orig_argv = [*request["interpreter"], *command]
-    _rename(b"\0".join(os.fsencode(word) for word in sys.orig_argv))
+    _show(sys.orig_argv, {name: env[name] for name in request["env"] if name in env and name not in imports.began_with})
     if request["hook"]:
         module, _, function = request["hook"].partition(":")
         getattr(importlib.import_module(module), function)()
@@ -328,12 +330,24 @@ def _open_streams() -> None:
         stream.mode = mode[0]  # type: ignore[misc]
 
 
-def _rename(line: bytes) -> None:
-    """Have the process list show the worker's command line. The zygote's own is as long."""
+def _show(command: Sequence[str], variables: Mapping[str, str]) -> None:
+    """Have the process list (``ps``, ``/proc/PID/cmdline``) show the worker's own command line, and
+    ``/proc/PID/environ`` the variables that the zygote does not have.
+
+    Overwrites what the kernel has put there for the zygote, whose command line is as long, and whose last variable is
+    nothing but room. Other variables stay where they are: C libraries may have kept their addresses.
+    """
     with suppress(OSError, ValueError, IndexError):
         with open("/proc/self/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
-        begin, end = int(fields[45]), int(fields[46])  # arg_start and arg_end
-        if 0 < begin < end:
-            room = end - begin
-            ctypes.memmove(begin, line[: room - 1].ljust(room, b"\0"), room)
+        begin, end, _, env_end = map(int, fields[45:49])  # arg_start, arg_end, env_start, env_end
+        _overwrite(begin, end, b"\0".join(map(os.fsencode, command)))
+        own = f"{ROOM}={'.' * ROOM_BYTES}\0".encode()
+        if ctypes.string_at(env_end - len(own), len(own)) == own:
+            text = b"\0".join(os.fsencode(f"{name}={value}") for name, value in variables.items())
+            _overwrite(env_end - len(own), env_end, text)
+
+
+def _overwrite(begin: int, end: int, text: bytes) -> None:
+    if 0 < begin < end:
+        ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mindx_elastic.agreement.gather import START_TIMEOUT_S, Answer, Gathering, Merge
+from mindx_elastic.agreement.pause_rounds import LocalPauseRounds, PauseRounds
 from mindx_elastic.agreement.stop_step import (
     FINISHED,
     Decision,
@@ -28,6 +29,10 @@ class Exchange(Protocol):
     @property
     def is_sealed(self) -> bool:
         """Whether what the others say is known to come from them: nobody else can write it."""
+
+    @property
+    def pauses(self) -> PauseRounds:
+        """The rounds in which the ranks agree on pauses."""
 
     def listen(self, on_request: Callable[[dict[str, Any]], None]) -> None:
         """Call `on_request` (in a thread of the exchange) once some rank has asked for a stop.
@@ -101,6 +106,7 @@ class LocalExchange(Gathering):
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
         self._first: dict[str, Any] | None = None
+        self.pauses: PauseRounds = LocalPauseRounds()
 
     def _write(self, texts: Mapping[str, str]) -> None:
         self._values.update(texts)

@@ -1,11 +1,15 @@
 """The step gate: the watcher holds the training thread at a boundary while the ranks agree on the stop step.
 
 It costs the training thread one lock and one compare a step, in `arrive`.
+
+A pause is an agreed step at which the gate stays closed. A stop overrides it: its `close` and `open_until` end the
+pause, and a training thread that waits in the pause offers the boundary at which it waits.
 """
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 __all__ = ["StepGate"]
 
@@ -15,7 +19,8 @@ _NEVER = 1 << 62
 class StepGate:
     """Counts boundaries and stops the training thread at `limit`.
 
-    `arrive`, `enter_step` and `leave_step` belong to the training thread, the rest to any other thread.
+    `arrive`, `enter_step`, `leave_step` and `wait_out_pause` belong to the training thread, the rest to any other
+    thread.
     """
 
     def __init__(self, step: int = 0) -> None:
@@ -25,6 +30,8 @@ class StepGate:
         self._limit = _NEVER
         self._decided = True
         self._between = 0  # open blocks between two steps; nested, because an evaluation may save inside
+        self._paused = False  # the limit is that of a pause
+        self._waits = False  # the training thread waits in `wait_out_pause`
 
     @property
     def step(self) -> int:
@@ -59,10 +66,13 @@ class StepGate:
     def close(self) -> int:
         """Hold the training thread at the next boundary (or at this one, between steps). Returns that boundary."""
         with self._lock:
-            self._limit = self._step if self._between else self._step + 1
-            self._decided = False
+            self._limit = self._coming()
+            self._decided = self._paused = False
             self._changed.notify_all()
             return self._limit
+
+    def _coming(self) -> int:
+        return self._step if self._between or self._waits else self._step + 1
 
     def wait_for_limit(self, timeout_s: float) -> None:
         """Training thread, shortly before an alarm: wait until it has set a limit, at most `timeout_s` seconds."""
@@ -73,8 +83,54 @@ class StepGate:
         """Let the training thread run to boundary `limit`; None: without limit."""
         with self._lock:
             self._limit = _NEVER if limit is None else limit
-            self._decided = True
+            self._decided, self._paused = True, False
             self._changed.notify_all()
+
+    # --- pauses ---
+
+    def pause(self) -> int | None:
+        """Hold the training thread as `close` does, for a pause. Returns the boundary; None: a stop has a limit."""
+        with self._lock:
+            if self._limit != _NEVER and not self._paused:
+                return None
+            self._limit = self._coming()
+            self._decided, self._paused = False, True
+            self._changed.notify_all()
+            return self._limit
+
+    def pause_at(self, limit: int) -> None:
+        """The ranks have agreed: the training thread runs to boundary `limit` and waits there. Nothing after a stop."""
+        with self._lock:
+            if self._paused:
+                self._limit = limit
+                self._changed.notify_all()
+
+    def resume(self) -> None:
+        """End the pause: the training thread goes on. Nothing after a stop."""
+        with self._lock:
+            if self._paused:
+                self._limit = _NEVER
+                self._decided, self._paused = True, False
+                self._changed.notify_all()
+
+    def waits_at(self, step: int) -> bool:
+        """Whether the training thread waits in a pause, at boundary `step` or a later one. Any thread."""
+        with self._lock:
+            return self._waits and self._paused and self._step >= step
+
+    def wait_out_pause(self, tell: Callable[[], None]) -> bool:
+        """Training thread, at the limit: wait as long as this boundary is the pause's. False: the program goes on;
+        True: a stop has set a limit here. `tell` is called once the thread counts as waiting; it must not block."""
+        with self._lock:
+            self._waits = True
+            try:
+                tell()
+                self._changed.wait_for(lambda: not self._paused or self._step < self._limit)
+            finally:
+                self._waits = False
+            return self._step >= self._limit
+
+    # --- the stop ---
 
     def wait(self, timeout_s: float) -> bool:
         """Training thread, at the limit: wait until it is decided. True: stop here; False: go on.

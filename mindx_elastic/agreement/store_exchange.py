@@ -11,6 +11,7 @@ Keys, all under one prefix per attempt and guard:
 ``stop/known``, ``all_know``  how many ranks know that all have finished
 ``start/round{n}/...``      the roll calls of a start, see `gather`
 ``told/{name}/{rank}``      what the ranks tell each other later
+``pause/{n}/...``           the orders to pause and to go on, see `pause_rounds`
 ==========================  =====================================================================
 
 All values but counters and bells are sealed where the job has a key (`sealed`). A value that no rank of this job can
@@ -35,6 +36,7 @@ from datetime import timedelta
 from typing import Any, Protocol, TypeVar
 
 from mindx_elastic.agreement.gather import Gathering, is_failure
+from mindx_elastic.agreement.pause_rounds import StorePauseRounds
 from mindx_elastic.agreement.sealed import NotOursError, Seal
 from mindx_elastic.agreement.stop_request import MAX_REQUEST, encode_request, parse_request
 from mindx_elastic.agreement.stop_step import (
@@ -62,7 +64,7 @@ _KNOWN_S = 5.0  # every rank waits for the same decision; only a killed one neve
 _FOREVER = timedelta(days=365)  # a wait that times out prints a C++ warning; the bell ends it instead
 _TRIES = 4  # to take a cell back from a stranger who writes into it
 _LOOK_AGAIN_S = 0.05
-_MOST_PAUSE_S = 2.0
+_LEAST_PAUSE_S, _MOST_PAUSE_S = 0.002, 2.0
 _KEYS_AT_ONCE = 4096  # in one message to the store
 
 
@@ -123,6 +125,7 @@ class StoreExchange(Gathering):
         self._offered: dict[str, Offer] = {}
         self._warned: set[str] = set()
         self._nonces: list[str] = []
+        self.pauses = StorePauseRounds(self._ask, self._store, self.seal, rank=rank, world_size=world_size)
 
     @property
     def is_sealed(self) -> bool:
@@ -157,6 +160,14 @@ class StoreExchange(Gathering):
             self._bell.wait([bell], _FOREVER)
             if self._closed.is_set():
                 return None
+            if self._rings_for_a_pause():
+                self._bell.delete_key(bell)
+                if self._closed.is_set():  # its ring may just have been deleted
+                    return None
+                self.pauses.hear_ring()
+                self._closed.wait(_LEAST_PAUSE_S)  # what rings in this moment, a stop too, rings anew
+                if not self._bell.check(["request"]):
+                    continue
             content = self._find_request()
             if content is None:
                 self._closed.wait(pause_s)
@@ -167,6 +178,9 @@ class StoreExchange(Gathering):
                 content = self._find_request()  # a request from now on rings anew; this is one that came meanwhile
             if content is not None:
                 return content
+
+    def _rings_for_a_pause(self) -> bool:
+        return self._bell.check([StorePauseRounds.FIRST]) and not self._bell.check(["request"])
 
     def _find_request(self) -> dict[str, Any] | None:
         try:
@@ -469,6 +483,15 @@ class StoreExchange(Gathering):
             caller.close(0.0 if caller.busy else 2.0)
         if self._listener is not None:
             self._listener.join(timeout=2.0)
+
+    def _ask(self, work: Callable[[], object]) -> object:
+        """For pauses: a store that is slow now may be asked again when a stop needs it."""
+
+        def alone() -> object:
+            with self._lock:
+                return work()
+
+        return self._bounded(alone, _ANSWER_S, give_up=False)
 
     def _bounded(self, work: Callable[[], _T], timeout_s: float, *, give_up: bool = True) -> _T:
         """Run a store call in one of our ready threads, and wait `timeout_s` seconds at most.

@@ -317,6 +317,17 @@ class Collector:
             own["compiled_calls"] = volatile["compiled_calls"]
         return own
 
+    def with_weights_of(self, own: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's `own` state of a boundary, with the weights and optimizer tensors of a replica's `state`."""
+        made = dict(own)
+        for name, component in self.components.items():
+            if isinstance(component, ModuleComponent):
+                rest = {place: value for place, value in own[name].items() if place not in component.named}
+                made[name] = {**state[name], **rest}
+            elif isinstance(component, OptimizerComponent):
+                made[name] = {**state[name], "param_groups": own[name]["param_groups"]}
+        return made
+
     @property
     def is_sharded(self) -> bool:
         """Whether some parameter is a DTensor."""
@@ -335,8 +346,9 @@ class Collector:
         """The layout record of this rank's files, as JSON; see `core.strategy.LayoutRecord`."""
         return self.layouts.record().json
 
-    def load(self, state: dict[str, Any]) -> list[str]:
-        """Put a state back, except the random generators. Returns notes on what differs and may.
+    def load(self, state: dict[str, Any], *, live: bool = False) -> list[str]:
+        """Put a state back, except the random generators. Returns notes on what differs and may. `live`: `state` has
+        been read from these very objects, and the weights have not changed since.
 
         Raises MismatchError when a part is missing or does not fit; training must not start after it.
         """
@@ -346,7 +358,7 @@ class Collector:
                 f"the checkpoint holds nothing for {', '.join(missing)} (it has {', '.join(sorted(state))}); use the "
                 'same objects as the run that wrote it, or start anew with resume="never" in another directory'
             )
-        self._load_components(state, self.components)
+        self._load_components(state, self.components, live=live)
         progress = dict(state["progress"])
         self.loop = self._loop = dict(progress.pop("loop", {}))
         self.position = Position(**progress)
@@ -365,7 +377,7 @@ class Collector:
                 left_out += [f"{part} ({name})" for part in parts]
         return {**state, "module_extras": beside}, left_out
 
-    def _load_components(self, state: Mapping[str, Any], names: Iterable[str]) -> None:
+    def _load_components(self, state: Mapping[str, Any], names: Iterable[str], *, live: bool = False) -> None:
         wanted = set(names)
         modules = {name: module for name, module in self._modules.items() if name in wanted}
         beside = state.get("module_extras", {})  # not in files of older versions
@@ -373,7 +385,9 @@ class Collector:
             module.prepare(beside.get(name, {}), state[name])
         self._arrange_groups(state)
         for name, component in self.components.items():
-            if name in wanted:
+            if name in wanted and live and isinstance(component, (ModuleComponent, OptimizerComponent)):
+                component.load_live(state[name])
+            elif name in wanted:
                 component.load(state[name])
         for name, module in modules.items():
             module.load_beside(beside.get(name, {}))

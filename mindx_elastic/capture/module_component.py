@@ -393,7 +393,18 @@ class ModuleComponent:
         return [*self._slot_names, *(name for name, _ in self._extras)]
 
     def load(self, state: dict[str, Any]) -> None:
+        self._load(state, strict=True)
+
+    def load_live(self, state: dict[str, Any]) -> None:
+        """Put back a boundary of this very module's, from a `state` whose parameters are the live ones: what is copied
+        at boundaries."""
+        named = self.named
+        self._load({name: value for name, value in state.items() if name not in named}, strict=False)
+
+    def _load(self, state: dict[str, Any], *, strict: bool) -> None:
         live = dict(self.module.state_dict())
+        if not strict:
+            live = {name: live[name] for name in state}
         problems = _differences({n: local_part(t) if torch.is_tensor(t) else t for n, t in live.items()}, state)
         if problems:
             shown = listed(problems, 12, "; ")
@@ -401,7 +412,8 @@ class ModuleComponent:
                 f"the checkpoint does not fit {self.name}: {shown}. Use the model that wrote it, or start anew with "
                 'resume="never" in another directory'
             )
-        self.module.load_state_dict({name: with_layout_of(live[name], saved) for name, saved in state.items()})
+        laid_out = {name: with_layout_of(live[name], saved) for name, saved in state.items()}
+        self.module.load_state_dict(laid_out, strict=strict)
         self._find_slots()
         self.copy()
 

@@ -173,6 +173,18 @@ class OptimizerComponent:
                         found.append(place)
         return found
 
+    def load_live(self, state: dict[str, Any]) -> None:
+        """Put back a boundary of this very optimizer's, from a `state` whose tensors are the live ones: the options of
+        the groups."""
+        for shown, own, saved in zip(
+            self.optimizer.param_groups, self.local.param_groups, state["param_groups"], strict=True
+        ):
+            options = {key: copy_tree(value) for key, value in saved.items() if key != "params"}
+            own.update(options)
+            if shown is not own:
+                shown.update(options)
+        self.copy()
+
     def load(self, state: dict[str, Any]) -> None:
         state = dict(state)
         state.pop("names", None)  # see `arrange`

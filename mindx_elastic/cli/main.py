@@ -17,6 +17,7 @@ from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unw
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.inspect import inspect_command
 from mindx_elastic.cli.msrun import msrun_command
+from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import PROVE_SETTINGS, ProveCommand, prove_command
 from mindx_elastic.cli.run import RUN_SETTINGS, RunCommand, run_command
@@ -47,6 +48,8 @@ app.command("inspect", help=unwrapped(inspect_command.__doc__))(inspect_command)
 app.command("verify", help=unwrapped(verify_command.__doc__))(verify_command)
 app.command("plan", help=unwrapped(plan_command.__doc__))(plan_command)
 app.command("status", help=unwrapped(status_command.__doc__))(status_command)
+app.command("pause", help=unwrapped(pause_command.__doc__))(pause_command)
+app.command("resume", help=unwrapped(resume_command.__doc__))(resume_command)
 app.command("convert", help=unwrapped(convert_command.__doc__))(convert_command)
 app.command("clean", help=unwrapped(clean_command.__doc__))(clean_command)
 
@@ -78,6 +81,7 @@ def _common(
     mindx-elastic verify ckpt                     recompute every digest
     mindx-elastic plan ckpt                       say from which step the next start would resume, and why
     mindx-elastic status mindx-run                show what happened to a job under mindx-elastic run
+    mindx-elastic pause mindx-run                 let all ranks wait at one step, and keep their memory; then: resume
     mindx-elastic convert ckpt weights.pt         convert to and from other programs' formats
     mindx-elastic clean --dry-run                 list what dead jobs have left in shared memory
     """

@@ -24,11 +24,12 @@ from mindx_elastic.cli.common import (
     make_console,
     printable,
 )
+from mindx_elastic.core.status_page import Status, WorkerPhase, read_page
 
 if TYPE_CHECKING:
-    from mindx_elastic.agent.ledger import AgentRun
+    from mindx_elastic.agent.ledger import AgentRun, AttemptRecord, Totals
 
-__all__ = ["status_command"]
+__all__ = ["is_running", "status_command"]
 
 
 def status_command(
@@ -84,9 +85,9 @@ def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
 
     report: dict[str, Any] = {"schema": JSON_SCHEMA, "run_dir": str(path), "older_runs": max(len(runs) - 1, 0)}
     if not runs:
-        return {**report, "agent": None, "attempts": [], "totals": None, "workers": []}
+        return {**report, "agent": None, "attempts": [], "totals": None, "workers": [], "pause": None}
     run = runs[-1]
-    running = _is_running(run)
+    running = is_running(run)
     agent = {
         "pid": run.pid,
         "host": run.host or None,
@@ -97,12 +98,24 @@ def _report(path: Path, runs: list[AgentRun], *, now: float) -> dict[str, Any]:
         "agent_dir": run.agent_dir or None,
         "age_s": None if run.started is None else round(now - run.started, 3),
     }
-    attempts = [{**asdict(record), "pause_s": record.pause_s} for record in run.records]
+    attempts = [{**_facts(record), "pause_s": record.pause_s} for record in run.records]
     workers = _workers(Path(run.agent_dir)) if run.agent_dir and running is not None and run.ended is None else []
-    return {**report, "agent": agent, "attempts": attempts, "totals": asdict(add_up(run.records)), "workers": workers}
+    return {
+        **report,
+        "agent": agent,
+        "attempts": attempts,
+        "totals": _facts(add_up(run.records)),
+        "workers": workers,
+        "pause": _pause(workers),
+    }
 
 
-def _is_running(run: AgentRun) -> bool | None:
+def _facts(content: AttemptRecord | Totals) -> dict[str, Any]:
+    """``paused_s`` only where something was paused: most jobs never are."""
+    return {name: value for name, value in asdict(content).items() if name != "paused_s" or value}
+
+
+def is_running(run: AgentRun) -> bool | None:
     """None: it is another machine's, so this one cannot tell."""
     from mindx_elastic.core.posix import is_alive
 
@@ -116,7 +129,6 @@ def _is_running(run: AgentRun) -> bool | None:
 def _workers(agent_dir: Path) -> list[dict[str, Any]]:
     """What the workers' pages say now, by rank."""
     from mindx_elastic.core.posix import is_alive
-    from mindx_elastic.core.status_page import WorkerPhase, read_page
 
     phases = {phase.value: phase.name.lower() for phase in WorkerPhase}
     found = []
@@ -129,16 +141,33 @@ def _workers(agent_dir: Path) -> list[dict[str, Any]]:
             "rank": int(rank),
             "pid": status.pid,
             "alive": is_alive(status.pid, None),
-            "phase": phases.get(status.phase),
+            "phase": "paused" if _waits(status) else phases.get(status.phase),
             "step": status.step,
             "since_boundary_s": None if idle_s is None else round(idle_s, 3),
             "boundaries": status.boundaries,
             "resumed_step": status.resumed_step,
             "saved_step": status.saved_step,
+            "paused_step": status.paused_step if _waits(status) else None,
+            "paused_s": round((time.monotonic_ns() - status.paused_ns) / 1e9, 3) if _waits(status) else None,
             "reason": status.reason or None,
         }
         found.append(worker)
     return sorted(found, key=lambda worker: int(str(worker["rank"])))
+
+
+def _waits(status: Status) -> bool:
+    """Whether the rank waits by command (`mindx-elastic pause`)."""
+    return status.phase == WorkerPhase.BETWEEN and status.paused_ns > 0
+
+
+def _pause(workers: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Where the ranks of this machine wait by command, and since when; None: none of them waits."""
+    waiting = [worker for worker in workers if worker["paused_s"] is not None and worker["alive"]]
+    if not waiting:
+        return None
+    step, seconds = max(worker["paused_step"] for worker in waiting), min(worker["paused_s"] for worker in waiting)
+    since = round(time.time() - seconds, 3)
+    return {"step": step, "since": since, "seconds": seconds, "ranks": [worker["rank"] for worker in waiting]}
 
 
 def _print(console: Console, report: dict[str, Any], runs: list[AgentRun]) -> None:
@@ -153,6 +182,8 @@ def _print(console: Console, report: dict[str, Any], runs: list[AgentRun]) -> No
     console.print(draw(run.records, still_open=still_open, width=console.width), soft_wrap=False)
     if report["workers"]:
         console.print()
+        if report["pause"] is not None:
+            console.print(_pause_line(report["pause"], report["workers"]), soft_wrap=True)
         console.print(_worker_table(report["workers"]))
     console.print()
     console.print(totals_line(add_up(run.records)), soft_wrap=True)
@@ -173,6 +204,12 @@ def _agent_line(agent: dict[str, Any]) -> str:
     if agent["running"]:
         return f"{name} runs{age}"
     return f"{name} is gone without recording its end: it was killed{age}; start the same command again to go on"
+
+
+def _pause_line(pause: dict[str, Any], workers: list[dict[str, Any]]) -> str:
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(pause["since"]))
+    who = "every rank" if len(pause["ranks"]) == len(workers) else f"{len(pause['ranks'])} of {len(workers)} ranks"
+    return f"paused at step {pause['step']} since {since} ({human_age(pause['seconds'])}): {who} of this machine"
 
 
 def _worker_table(workers: list[dict[str, Any]]) -> Table:

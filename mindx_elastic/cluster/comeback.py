@@ -23,7 +23,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -173,7 +173,7 @@ class Ending:
             os._exit(EXIT_TEMPORARY)
 
 
-def _command() -> Sequence[str]:
+def _command() -> list[str]:
     """The command line of this program, with the script's absolute path."""
     command = [sys.executable, *sys.orig_argv[1:]]
     main = getattr(sys.modules.get("__main__"), "__file__", None)

@@ -37,6 +37,7 @@ _SCHEMA = 1
 _NUMBERS = re.compile(r"(\d+)")
 _SHOWN = 8
 _LONGEST_WHY = 2000
+_TEXTS = ("node_id", "incarnation", "host", "started", "space", "why")
 EXIT_ERROR = 1
 
 
@@ -566,11 +567,9 @@ class Table:
         size = _whole(content["size"], 1, MAX_WORKERS)
         table = cls(size, job=_text(content["job"], 64), recovery=recovery, limits=limits, now=now)
         for each in content["members"]:
+            texts: dict[str, Any] = {name: _text(each[name], 1000) for name in _TEXTS}
             member = Member(
-                **{
-                    name: _text(each[name], 1000)
-                    for name in ("node_id", "incarnation", "host", "started", "space", "why")
-                },
+                **texts,
                 named=each["named"] is True,
                 pid=_whole(each["pid"], 0, 1 << 31),
                 state=State(each["state"]),

@@ -25,10 +25,17 @@ _FIELDS = (
     *("magic", "pid", "phase", "step", "boundary_ns", "first_boundary_ns", "boundaries", "resumed_step"),
     *("saved_step", "saved_ns", "alarm_ns", "exit_code", "entered_ns", "left_ns", "finished"),
     *("in_place", "generation"),
+    *("pause_heard", "pause_order", "paused_step", "paused_ns", "all_paused"),
 )
 _INDEX = {name: index for index, name in enumerate(_FIELDS)}
 # offset, room
-_TEXTS = {"reason": (1024, 1024), "resumed_path": (2048, 1024), "run_id": (3072, 128), "arena": (3200, 896)}
+_TEXTS = {
+    "pause_reason": (512, 512),
+    "reason": (1024, 1024),
+    "resumed_path": (2048, 1024),
+    "run_id": (3072, 128),
+    "arena": (3200, 896),
+}
 
 
 class WorkerPhase(IntEnum):
@@ -79,6 +86,18 @@ class Status:
     """1: the rank takes part in recoveries in place."""
     generation: int = 0
     """Of the last one that it took part in."""
+    pause_heard: int = 0
+    """Number of the agent's newest order to pause or to go on that this rank has passed on; 0: none."""
+    pause_order: int = 0
+    """Newest order to pause (odd) or to go on (even) that this rank knows; 0: none was given in this attempt."""
+    paused_step: int = -1
+    """Boundary at which the training thread waits; -1: it does not."""
+    paused_ns: int = 0
+    """Since when; 0: it does not wait."""
+    all_paused: int = 0
+    """The order by which every rank of the job waits; 0: not every rank does."""
+    pause_reason: str = ""
+    """Why `pause_order` was given."""
     reason: str = ""
     """The alarm's or the exception's, one line."""
     resumed_path: str = ""
@@ -105,7 +124,7 @@ class StatusPage:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("q")
-        for name in ("resumed_step", "saved_step", "exit_code", "step"):
+        for name in ("resumed_step", "saved_step", "exit_code", "step", "paused_step"):
             self._words[_INDEX[name]] = -1
         self._words[_INDEX["pid"]] = os.getpid()
         self._words[_INDEX["phase"]] = WorkerPhase.STARTING
@@ -125,7 +144,7 @@ class StatusPage:
             self._words[_INDEX[name]] = value
 
     def set_text(self, name: str, text: str) -> None:
-        """`reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
+        """`reason`, `pause_reason`, `resumed_path`, `run_id` or `arena`; cut off where there is no more room."""
         offset, room = _TEXTS[name]
         data = text.encode("utf-8", "replace")[: room - 1].ljust(room, b"\0")
         self._map[offset : offset + room] = data

@@ -54,6 +54,8 @@ class Track:
         self.at_next_ask: Callable[[], None] | None = None
         """Called once, when the training thread asks for another batch of this iteration."""
         self.at_ask: Callable[[], None] | None = None
+        self.at_every_ask: Callable[[], None] | None = None
+        """Called in the training thread whenever a batch is asked for."""
         """Called each time when the training thread asks for a batch."""
         self.at_next_batch: Callable[[], None] | None = None
         """Called once, when the training thread has got another batch of this iteration. It may raise."""
@@ -131,6 +133,8 @@ class Track:
         if thread != self._thread:
             self.other_thread = threading.current_thread().name
             return
+        if self.at_every_ask is not None:
+            self.at_every_ask()
         if self.at_ask is not None:
             self.at_ask()
         if self.at_next_ask is not None:

@@ -10,6 +10,7 @@ import faulthandler
 import json
 import os
 import signal
+import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -22,13 +23,18 @@ from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, 
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 
-__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink"]
+__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink", "modules_path"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 CONTROL_FILE = "control.json"
 AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends
+
+
+def modules_path(agent_dir: Path, rank: int) -> Path:
+    """The file in which rank `rank` tells which modules it has imported, one a line, in the order of their imports."""
+    return agent_dir / f"rank_{rank}.modules"
 
 
 class AgentLink:
@@ -39,7 +45,7 @@ class AgentLink:
         cannot be used."""
         self.stays = False
         """The guard is left to be entered again in a moment."""
-        self._folder = info.folder
+        self._folder, self._rank = info.folder, ranks.rank
         self._parent = os.getppid()
         self._known: dict[int, str] = {}
         """Start times of the parent and the agent, by process id; the same one where no script stands between."""
@@ -103,6 +109,8 @@ class AgentLink:
 
     def enter(self, step: int | None, run_id: str, arena: Path | None) -> None:
         """The state is back and training begins."""
+        with suppress(OSError):  # 0.3 ms; what is forked from the agent's zygote later need not import them
+            modules_path(self._folder, self._rank).write_text("\n".join(list(sys.modules)), errors="replace")
         self.page.set_text("run_id", run_id)
         self.page.set_text("arena", "" if arena is None else str(arena))
         self.page.set(step=step or 0, entered_ns=time.monotonic_ns(), phase=WorkerPhase.TRAINING)

@@ -157,8 +157,10 @@ class Connections:
         *,
         replicas: list[nn.Module],
         next_step: Callable[[], int],
+        begins_again: bool = False,
     ) -> None:
-        """Training begins with the restored state. `replicas`: the DDP modules of a replicated job, else none."""
+        """Training begins with the restored state. `replicas`: the DDP modules of a replicated job, else none.
+        `begins_again`: after a recovery in place."""
         saver = self._saver
         if self.memory is not None and not self.keeps_nothing:
             self.memory.start(
@@ -171,6 +173,7 @@ class Connections:
                 describe=lambda: saver.describe("snapshot"),
                 resumed=None if resumed is None else resumed.checkpoint.info,
                 donates=self._member is not None,
+                begins_again=begins_again,
             )
         if self.mirror is not None:
             self.mirror.endpoints.close()

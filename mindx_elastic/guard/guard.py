@@ -214,6 +214,7 @@ class Guard:
             stack.callback(_entered.remove, self)
             self._stack = stack.pop_all()
         if self._member is not None:
+            self._loaders.at_every_ask(self._member.at_batch)
             self._member.opened(host_of(self.stopper, self._around, self.ranks, self._ddp))
         return self
 
@@ -279,6 +280,7 @@ class Guard:
             self._update_gate,
             replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
+            begins_again=self._entry is not None,
         )
         if opening.witness is not None and not opening.evaluates:
             self._enter_witness(stack, opening.witness)
@@ -367,6 +369,7 @@ class Guard:
         """For `run`: the block is left to be entered again in a moment; nothing is saved, and memory is kept."""
         self._is_reentering = True
         self._loaders.shutdown()
+        self._saver.reenters = True
         if self._around.link is not None:
             self._around.link.stays = True
         for parameter in self._collector.parameters:
@@ -464,6 +467,8 @@ class Guard:
         self._require_entered("step_end()")
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
+        if self._member is not None:
+            self._member.at_boundary()
         loops = self._loops
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
@@ -588,7 +593,7 @@ class Guard:
         """Stop at the last boundary, unless what has run since has changed the weights: then at the next one."""
         with self._update_gate.hold(0.0) as problem:
             pass
-        self.stopper.at_limit(is_cut=problem is None)
+        self.stopper.at_limit(is_cut=problem is None, is_between=True)
 
     # --- saves and stops that the program asks for ---
 

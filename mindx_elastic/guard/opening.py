@@ -15,7 +15,7 @@ from typing import Any
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.config import RankInfo, RedundancySettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
@@ -67,7 +67,8 @@ class Opening:
         self.witness = open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
-        self._folders = RankDirectories(self._directories, self._trust)
+        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
         if ranks.world_size > 1:
             meet(exchange, "directories", [self._folders])
         self._open_saver()

@@ -27,9 +27,10 @@ class RankDirectories(Part):
 
     name = "directories"
 
-    def __init__(self, own: Sequence[Path], trust: Trust) -> None:
-        """`own`: this rank's directories, resolved and made. `trust` learns the others'."""
-        self._own, self._trust = list(own), trust
+    def __init__(self, own: Sequence[Path], trust: Trust, *, apart: bool) -> None:
+        """`own`: this rank's directories, resolved and made. `trust` learns the others'. `apart`: each node has a disk
+        of its own, and the ranks send each other copies of their files."""
+        self._own, self._trust, self._apart = list(own), trust, apart
         self.all: list[Path] = list(own)
         """The directories with files of this job that this process can see."""
 
@@ -39,13 +40,13 @@ class RankDirectories(Part):
         return self.all[0]
 
     def say(self) -> Any:
-        return [[str(path), os.stat(path).st_ino] for path in self._own]
+        return [self._apart, [[str(path), os.stat(path).st_ino] for path in self._own]]
 
     def merge(self, said: Sequence[Any]) -> Merged:
-        paths = [[str(path) for path, _ in each] for each in said]
-        if all(each == paths[0] for each in paths):
+        paths = [[str(path) for path, _ in places] for _, places in said]
+        if any(apart for apart, _ in said) or all(each == paths[0] for each in paths):
             return Merged(None)  # also where each node has a disk of its own under that path
-        found = {(str(path), int(number)): None for each in said for path, number in each[:_MOST]}
+        found = {(str(path), int(number)): None for _, places in said for path, number in places[:_MOST]}
         return Merged([list(each) for each in found])
 
     def hear(self, answer: Answer) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mindx_elastic.agreement.gather import Answer, Merged, Part
+from mindx_elastic.agreement.gather import Answer, Merged
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
@@ -24,6 +24,7 @@ from mindx_elastic.core.strategy import Strategy
 from mindx_elastic.errors import CorruptCheckpointError, GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.memory_files import SmallRecord, own_rings, own_states, small_records
 from mindx_elastic.persist.reader import Checkpoint, read_checkpoint
@@ -32,7 +33,7 @@ from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
-from mindx_elastic.resume.restore import Resumed
+from mindx_elastic.resume.restore import FollowedPart, Resumed
 
 if TYPE_CHECKING:
     from mindx_elastic.guard.guard import Guard
@@ -72,17 +73,15 @@ def tell_once(ranks: RankInfo, text: str) -> None:
         logger.warning("--recover in-place: %s", text)
 
 
-class ReentryPart(Part):
+class ReentryPart(FollowedPart):
     """Stands in for the plan of a start (`resume.restore.PlanPart`): what to go on from is agreed on already."""
 
     name = "plan"
-    goes_on = False
 
     def __init__(self, entry: Entry, ranks: RankInfo, arenas: Path | None, trust: Trust) -> None:
         verdict = entry.verdict
         self._entry, self._ranks, self._arenas, self._trust = entry, ranks, arenas, trust
         self.run_id, self.attempt = verdict.run_id, verdict.attempt + 1
-        self.resumed: Resumed | None = None
 
     def say(self) -> Any:
         return [self._entry.generation, self.run_id, self.attempt, self._entry.verdict.step]
@@ -99,7 +98,7 @@ class ReentryPart(Part):
         """Get the state of this rank together. Raises CorruptCheckpointError."""
         entry, verdict = self._entry, self._entry.verdict
         if entry.live is not None:
-            self.resumed = self._resumed(Checkpoint(entry.info, dict(entry.live), {}))
+            self.resumed = replace(self._resumed(Checkpoint(entry.info, dict(entry.live), {})), is_live=True)
             return
         if self._arenas is None or not entry.path.is_relative_to(self._arenas):
             raise CorruptCheckpointError(f"{entry.path} is not in the job's shared memory", path=entry.path)
@@ -108,13 +107,16 @@ class ReentryPart(Part):
         if checkpoint.info.moment != moment or checkpoint.info.rank != verdict.donor:
             raise CorruptCheckpointError(f"{entry.path} holds another boundary than the donor's", path=entry.path)
         found = replace(self._resumed(checkpoint), donor=verdict.donor)
+        foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
+        confirmed = moment if foreseen == 1 else None
         for ring in own_rings((), self._arenas, self._ranks.rank):
-            found = replace(found, own=own_states(ring, self._trust.of(ring)).get(moment))
+            own = own_states(ring, self._trust.of(ring), confirmed=confirmed).get(moment)
+            found = replace(found, own=None if own is not None and own.forecast and foreseen == 0 else own)
         if found.own is None or found.own.forecast:
             found = replace(
                 found,
-                own_records=self._records(self._ranks.rank, moment),
-                donor_records=self._records(verdict.donor, moment),
+                own_records=self._records(self._ranks.rank, moment, confirmed),
+                donor_records=self._records(verdict.donor, moment, confirmed),
             )
         self.resumed = found
 
@@ -134,9 +136,9 @@ class ReentryPart(Part):
         )
         return Resumed(self._entry.path, checkpoint, plan, only_in_memory=True, next_attempt=self.attempt)
 
-    def _records(self, rank: int, moment: Moment) -> list[SmallRecord]:
+    def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         rings = own_rings((), self._arenas, rank)
-        found = [record for ring in rings for record in small_records(ring, self._trust.of(ring))]
+        found = [each for ring in rings for each in small_records(ring, self._trust.of(ring), confirmed=confirmed)]
         return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]
 
 
@@ -150,6 +152,13 @@ def run_in_place(guard: Guard, train: Callable[[], _T], targets: Mapping[str, An
         with guard:
             return train()
     entry = _join(targets, member) if member.is_joiner and not member.has_entered else None
+    try:
+        return _run(guard, member, train, entry)
+    finally:
+        member.closed()
+
+
+def _run(guard: Guard, member: Member, train: Callable[[], _T], entry: Entry | None) -> _T:
     while True:
         guard.take_part(member, entry)
         with guard:
@@ -175,6 +184,7 @@ def _join(targets: Mapping[str, Any], member: Member) -> Entry:
     try:
         return member.join(ddp_modules(targets))
     except RejoinFailed as error:
+        member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
 
 
@@ -203,6 +213,15 @@ def _leave(guard: Guard, member: Member, cause: BaseException | None) -> Entry:
     return entry
 
 
+def _problem(saver: Saver) -> str:
+    """Why the ranks cannot go on in place from one boundary; empty: they can."""
+    if not saver.replicated:
+        return "the ranks hold different parts of the state"
+    if saver.collector.compiled.kept:
+        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+    return ""
+
+
 def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules) -> Host:
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
@@ -218,7 +237,7 @@ def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem="" if saver.replicated else "the ranks hold different parts of the state",
+                problem=_problem(saver),
             )
 
     def donate() -> Path:
@@ -236,6 +255,7 @@ def host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.
         live=lambda: (collector.state(), saver.describe("snapshot")),
         donate=donate,
         is_stopping=lambda: stopper.alarm is not None,
+        peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
         call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
         open_gate=open_gate,
         ddp=ddp,

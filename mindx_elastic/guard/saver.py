@@ -30,7 +30,7 @@ from mindx_elastic.mirror.mirror import Mirror
 from mindx_elastic.persist.catalog import CatalogEntry, read_entries, read_entry
 from mindx_elastic.persist.first_save import FirstSave
 from mindx_elastic.persist.format import CheckpointInfo
-from mindx_elastic.persist.reserve import Reserve
+from mindx_elastic.persist.reserve import Reserve, keep_reserve, take_reserve
 from mindx_elastic.persist.retention import CheckpointFact, choose_deletions
 from mindx_elastic.persist.save_queue import SaveQueue
 from mindx_elastic.persist.storage import make_directory_durable
@@ -80,6 +80,8 @@ class Saver:
         self.expected_bytes = 3 * sum(p.nbytes for p in collector.parameters)
         """About the size of a save: parameters and the two moments of Adam."""
         self.reserve: Reserve | None = None
+        self.reenters = False
+        """The guard is left to be entered again in a moment."""
         """Memory and a thread for a dying save in a process that can get no more."""
         self.mirror: Mirror | None = None
         """Copies the files to other nodes, once they are durable here."""
@@ -239,7 +241,7 @@ class Saver:
     def prepare(self, *, asynchronous: bool) -> None:
         """Main thread, at entry: get the memory and the threads that saves will need, while they are available."""
         try:
-            self.reserve = Reserve(len(self.collector.parameters))
+            self.reserve = take_reserve(len(self.collector.parameters))
             if asynchronous:
                 self._queue.start()
         except (OSError, RuntimeError, MemoryError) as error:
@@ -253,8 +255,10 @@ class Saver:
         """Wait for the background saves and for copies, `timeout_s` seconds at most, and end their thread."""
         end = math.inf if timeout_s is None else time.monotonic() + timeout_s
         self._queue.close(timeout_s)
-        if self.reserve is not None:
+        if self.reserve is not None and not self.reenters:
             self.reserve.close()
+        elif self.reserve is not None:
+            keep_reserve(self.reserve)
         if self.mirror is not None:
             self.mirror.finish(None if timeout_s is None else max(0.0, end - time.monotonic()))
 

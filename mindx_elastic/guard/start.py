@@ -53,6 +53,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.persist.first_save import FirstSave, find_notes, notes_in
 from mindx_elastic.persist.format import CheckpointInfo
+from mindx_elastic.persist.reader import read_checkpoint
 from mindx_elastic.plan.facts import KnownFaults, ResumePlan
 from mindx_elastic.platforms.faults import Faults, default_fault_sources, merge, read_faults
 from mindx_elastic.platforms.flag_file import AnsweredFlags
@@ -274,7 +275,7 @@ def _load(
                 f"{listed(left_out, 5)}: they begin as the program builds them",
                 "Resume once with as many ranks as before, where they count",
             )
-    for note in collector.load(state):
+    for note in collector.load(state, live=found.is_live):
         logger.warning("%s", note)
     restore_streams = _how_to_restore_rng(found, state["rng"], ranks, unmanaged)
     if with_flags:
@@ -282,8 +283,11 @@ def _load(
     head, saved, step = LoopHead(collector.components), [state], found.checkpoint.info.step
 
     def put_back() -> None:
+        touched = head.touched() if saved else []
+        if touched and found.is_live:  # the weights that code has changed are all that this process had
+            saved[:] = [collector.with_weights_of(state, read_checkpoint(found.path).state)]
         for each in saved:  # until the first boundary of the process
-            _put_back(each, head, collector, step, with_flags=with_flags)
+            _put_back(each, touched, head, collector, step, with_flags=with_flags)
         restore_streams()
 
     def end() -> None:
@@ -296,9 +300,17 @@ def _load(
     return b"" if found.plan.resharded else bytes(state.get("compiled_calls", b"")), put_back
 
 
-def _put_back(state: Mapping[str, Any], head: LoopHead, collector: Collector, step: int, *, with_flags: bool) -> None:
+def _put_back(
+    state: Mapping[str, Any],
+    touched: Sequence[str],
+    head: LoopHead,
+    collector: Collector,
+    step: int,
+    *,
+    with_flags: bool,
+) -> None:
     """Objects, named generators and flags as at the boundary `step`, where code has changed them since the start."""
-    if touched := head.touched():
+    if touched:
         collector.load_again(state, touched)
         head.begin()
         logger.info(

@@ -37,6 +37,7 @@ from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.guard.last_resort import LastResort
 from mindx_elastic.guard.log_relay import LogRelay
+from mindx_elastic.guard.pausing import Pauses
 from mindx_elastic.guard.policy import ExitPolicy, exit_codes_of, keep_consistent, policies_for
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stop_state import SETTLED, StopPhase, StopState
@@ -94,6 +95,9 @@ class Stopper:
         self.coming_out = False
         """The training thread is leaving the guard after a graceful stop, perhaps exporting the network on its way."""
         self.state = StopState()
+        self.pauses = Pauses(
+            step_gate, exchange.pauses, watcher, events, page, rank=ranks.rank, why_not=self._why_no_pause
+        )
         self._already_durable, self._page, self._member = already_durable, page, member
         self._last_resort, self._relay = last_resort, relay
         self._stop_decision: Decision | None = None
@@ -228,15 +232,20 @@ class Stopper:
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
-    def at_limit(self, *, is_cut: bool) -> None:
-        """Training thread, at the step gate's limit: save here and raise GracefulExit, or go on to the agreed step.
+    def at_limit(self, *, is_cut: bool, is_between: bool = False) -> None:
+        """Training thread, at the step gate's limit: wait out a pause; after an alarm save here and raise GracefulExit,
+        or go on to the agreed step.
 
-        `is_cut`: the step has ended with a boundary; False inside an accumulation window.
+        `is_cut`: the step has ended with a boundary; False inside an accumulation window. `is_between`: between two
+        steps, where the program can wait whatever it has done to the weights.
         """
+        wants_out = self._member is not None and self._member.wants_out
+        if self.alarm is None and not wants_out and not ((is_cut or is_between) and self.pauses.wait()):
+            return  # a pause: over, or inside an accumulation window, where the next boundary asks again
         alarm = self.alarm
         if alarm is None and self._member is not None and self._member.wants_out:
             raise LeavesToRejoin
-        assert alarm is not None, "the step gate has a limit only after an alarm"
+        assert alarm is not None, "the step gate has a limit only in a pause or after an alarm"
         if not self.state.is_settled:
             if not self.step_gate.wait(max(0.1, alarm.deadline.remaining_s())):
                 return
@@ -288,6 +297,7 @@ class Stopper:
         self.watcher.post(done.set)  # behind every signal that has arrived
         done.wait(self.settings.agreement_s + 1.0)
         self._ending = True
+        self.watcher.post(self.pauses.hear_end)
         if self._member is not None and self._member.wants_out and self.phase is StopPhase.TRAINING:
             self.stop_for_death()  # the last step came before the news
         if self.phase is StopPhase.TRAINING:
@@ -311,6 +321,12 @@ class Stopper:
         assert self.alarm is not None
         self._save_at_boundary(self.alarm)
         return True
+
+    def _why_no_pause(self) -> str | None:
+        """See `Pauses`."""
+        if self._ending or self.finished:
+            return f"rank {self.ranks.rank} has finished its training at step {self.step_gate.step}"
+        return None if self.phase is StopPhase.TRAINING and not self._failing else ""
 
     def request(self, reason: str, exit_code: int) -> None:
         """Any thread: the program asks for a stop."""

@@ -6,6 +6,7 @@
         agent.json                                       who: pid, start time, process-id namespace
         control.json                                     the newest order, see `agent_link`
         rank_{r}.page                                    see `status_page`
+        rank_{r}.modules                                 what the worker had imported when its training began
         job.key                                          of a job of one node, see `agreement.job_key`
 
 Removed at the agent's end. The next agent of the same user removes what a killed one has left
@@ -50,13 +51,15 @@ class AgentFolder:
             remove_dead_agents(parent)
         self._sequence = 0
 
-    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> None:
-        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Raises OSError."""
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> int:
+        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Returns its number,
+        from 1. Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / "control.json")
+        return self._sequence
 
     def make_key(self) -> Path:
         """A new secret for the workers to seal their messages with. Once. Raises OSError."""
@@ -66,7 +69,7 @@ class AgentFolder:
 
     def forget_workers(self) -> None:
         """Remove the pages and orders of the old workers, before new ones start."""
-        for path in [*self.path.glob("rank_*.page"), self.path / "control.json"]:
+        for path in [*self.path.glob("rank_*.page"), *self.path.glob("rank_*.modules"), self.path / "control.json"]:
             path.unlink(missing_ok=True)
 
     def remove(self) -> None:

@@ -28,6 +28,7 @@ from torch import nn
 
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners
 from mindx_elastic.core.posix import open_regular, read_small
 from mindx_elastic.errors import ArenaError, UnsupportedStateError
@@ -208,6 +209,15 @@ class BoundaryLog:
         """Keep all boundaries from here on. Not the one that the job starts from: that one is durable."""
         self._run_id, self._attempt = run_id, attempt
 
+    def begin_again(self, run_id: str, attempt: int, moment: Moment) -> None:
+        """As `begin`, after a recovery in place at the boundary `moment`: no file has this rank's state of it, so it is
+        kept: for the next recovery, and pinned for a restart from the snapshot that another rank has made of it."""
+        self._trusted = _was_trusted(self._arena.folder / BOUNDARIES_FILE, run_id)
+        self._run_id, self._attempt = run_id, moment[1]
+        self.pin()
+        self._attempt = attempt
+        self._write(self._collector.position.step, self._collector.volatile)
+
     def pin(self) -> None:
         """Keep the boundary that was just written for longer: another rank has taken a snapshot of it."""
         if self._run_id and not self._broken:
@@ -217,10 +227,17 @@ class BoundaryLog:
         """A boundary has just been copied by the collector. `after_tail`: once more, after code that follows it."""
         if not after_tail:  # that code was no part of the forecast
             came_true = self._collector.forecast_correct = self._collector.forecast_came_true()
-            if came_true is not None:
-                self._doubted |= not came_true
+            if came_true is False and not self._doubted:
+                self._doubt()
+            elif came_true:
                 self._trusted = not self._doubted
         self._write(self._collector.position.step, self._collector.volatile)
+
+    def _doubt(self) -> None:
+        """A forecast was wrong: trust none any more, nor may a later process (`_was_trusted`)."""
+        self._doubted, self._trusted = True, False
+        for _ in _FORECASTS:
+            self._write(self._collector.position.step, self._collector.volatile, forecast=True)
 
     def _forward_ended(self) -> None:
         # Without gradients this is an evaluation: what it draws shows at the boundary, as a forecast that failed.
@@ -259,3 +276,15 @@ class BoundaryLog:
             handle.remove()
         if self._ring is not None:
             self._ring.close()
+
+
+def _was_trusted(path: Path, run_id: str) -> bool:
+    """Whether the process that has written the ring last had found its forecasts to come true, up to its end."""
+    try:
+        records = [record for record in read_ring(path) if record.run_id == run_id]
+    except OSError:
+        return False
+    forecasts = [record for record in records if record.forecast]
+    newest = max((record.step for record in records if not record.forecast), default=-1)
+    last = max(forecasts, key=lambda record: (record.attempt, record.step), default=None)
+    return last is not None and last.trusted and last.step >= newest

@@ -73,9 +73,11 @@ class Memory:
         describe: Callable[[], CheckpointInfo],
         resumed: CheckpointInfo | None = None,
         donates: bool = False,
+        begins_again: bool = False,
     ) -> None:
         """The state is back, from `resumed`, and training begins. `replicas`: the DDP modules of a replicated job.
-        `donates`: `donate` may be called, also where no snapshots are taken."""
+        `donates`: `donate` may be called, also where no snapshots are taken. `begins_again`: after a recovery in
+        place."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
@@ -86,7 +88,10 @@ class Memory:
         modules = list(replicas)
         if modules:
             self._log = BoundaryLog(self._arena, collector, modules, next_step)
-            self._log.begin(events.run_id, events.attempt)
+            if begins_again and resumed is not None:
+                self._log.begin_again(events.run_id, events.attempt, resumed.moment)
+            else:
+                self._log.begin(events.run_id, events.attempt)
         if self._every != 0 or donates:
             schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.

@@ -55,16 +55,21 @@ def own_rings(directories: Sequence[Path], arenas: Path | None, rank: int) -> li
     return [*in_memory, *(directory / f"rank_{rank}" / RING_COPY for directory in directories)]
 
 
-def own_states(ring: Path, owners: Owners | None = None) -> dict[Moment, OwnState]:
-    """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same."""
+def own_states(ring: Path, owners: Owners | None = None, *, confirmed: Moment | None = None) -> dict[Moment, OwnState]:
+    """What `ring` holds and may be used, by moment; a boundary goes before a forecast of the same. `confirmed`: see
+    `small_records`."""
     found: dict[Moment, OwnState] = {}
-    for record in small_records(ring, owners):
+    for record in small_records(ring, owners, confirmed=confirmed):
         found.setdefault(record.moment, OwnState(record.content, record.forecast))
     return found
 
 
-def small_records(ring: Path, owners: Owners | None = None) -> list[SmallRecord]:
-    """All that `ring` holds and may be used, the newest first; of one moment first the boundary, then its forecast."""
+def small_records(ring: Path, owners: Owners | None = None, *, confirmed: Moment | None = None) -> list[SmallRecord]:
+    """All that `ring` holds and may be used, the newest first; of one moment first the boundary, then its forecast.
+
+    confirmed: a boundary that has come out on another rank as forecast there; a forecast of it counts, also one in a
+    process's first step, before any other has come true.
+    """
     try:
         records = read_ring(ring, find_owners(ring.parent) if owners is None else owners)
     except UntrustedFileError as error:
@@ -74,5 +79,5 @@ def small_records(ring: Path, owners: Owners | None = None) -> list[SmallRecord]
         if not isinstance(error, FileNotFoundError):
             logger.warning("%s cannot be read: %s", ring, error)
         return []
-    usable = (record for record in records if record.trusted)
-    return [SmallRecord(r.content, r.forecast, (r.run_id, r.attempt, r.step)) for r in usable]
+    found = [(SmallRecord(r.content, r.forecast, (r.run_id, r.attempt, r.step)), r.trusted) for r in records]
+    return [record for record, is_trusted in found if is_trusted or record.moment == confirmed]

@@ -23,11 +23,30 @@ _LEAST_BYTES = 4 << 20
 _BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors
 
 
+_kept: list[Reserve] = []
+
+
+def take_reserve(num_parameters: int) -> Reserve:
+    """The reserve that was kept for this moment, or a new one. Main thread; raises what `Reserve` raises."""
+    while _kept:
+        found = _kept.pop()
+        if found.num_parameters >= num_parameters and found.is_whole:
+            return found
+        found.close()
+    return Reserve(num_parameters)
+
+
+def keep_reserve(reserve: Reserve) -> None:
+    """Keep it for `take_reserve`: getting its memory anew takes as long as entering a guard. Main thread."""
+    _kept.append(reserve)
+
+
 class Reserve:
     """One per guard, for one save at a time. Any thread."""
 
     def __init__(self, num_parameters: int) -> None:
         """Raises OSError or RuntimeError when there is no room already at the start."""
+        self.num_parameters = num_parameters
         self._ring = mmap.mmap(-1, NUM_BLOCKS * BLOCK_BYTES)
         self._room: mmap.mmap | None = mmap.mmap(-1, _LEAST_BYTES + _BYTES_PER_PARAMETER * num_parameters)
         for memory in (self._ring, self._room):
@@ -40,6 +59,11 @@ class Reserve:
         self._in_use = threading.Lock()
         self.writer = ReadyThread("mindx-persist-write")
         self.writer.start()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no save has used its room."""
+        return self._room is not None
 
     @property
     def nbytes(self) -> int:

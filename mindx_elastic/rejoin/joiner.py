@@ -8,12 +8,13 @@ the job is restarted; a barrier is passed.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from mindx_elastic.config import RejoinSettings
 from mindx_elastic.core.events import logger
+from mindx_elastic.core.script import run
 
 __all__ = ["end_setup", "main", "prepare"]
 
@@ -91,12 +92,10 @@ def end_setup() -> None:
 
 def main() -> None:
     """``python -m mindx_elastic.rejoin.joiner SCRIPT ARGUMENTS``: run the program as a new process of a running job."""
-    from mindx_elastic.prove.script import run
-
-    prepare()
-    if not os.environ.get("MINDX_REJOIN"):
+    if not RejoinSettings.from_env().generation:
         sys.exit("this module is started by mindx-elastic run")
-    run(sys.argv[1:], notes=None)
+    prepare()
+    run(sys.argv[1:])
 
 
 if __name__ == "__main__":

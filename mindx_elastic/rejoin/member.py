@@ -67,6 +67,8 @@ class Host:
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
     is_stopping: Callable[[], bool]
+    peers_gone_soon: Callable[[], bool]
+    """After a failed collective: whether another rank is gone, or will be in a moment."""
     call_soon: Callable[[float, Callable[[], None]], None]
     """Run a function in the watcher thread after so many seconds."""
     open_gate: Callable[[], None]
@@ -89,6 +91,9 @@ class Member:
         self.sockets: SocketsPart | None = None
         self._attempt = agent.attempt
         self._host: Host | None = None
+        """While the guard is open."""
+        self._early: int | None = None
+        """A rank whose death was heard while the guard was being entered."""
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
@@ -105,8 +110,17 @@ class Member:
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
         self._is_out.clear()
-        self._wants_out.clear()
-        self._host = host
+        with self._lock:
+            self._wants_out.clear()
+            self._host = host
+            early, self._early = self._early, None
+        if early is not None:
+            host.call_soon(0.0, lambda: self.hear_death(early))
+
+    def closed(self) -> None:
+        """Training thread: the guard is closed, and will not be entered again."""
+        with self._lock:
+            self._host = None
 
     @property
     def wants_out(self) -> bool:
@@ -120,12 +134,14 @@ class Member:
     def hear_death(self, rank: int) -> None:
         """Watcher thread: the process of another rank is gone, or the agent has said so (-1: it does not say which)."""
         with self._lock:
+            host = self._host
+            if host is None:  # the guard is being entered
+                self._early = rank
+                return
             if self._wants_out.is_set():
                 return
             self._times = {"heard": time.time()}
             self._wants_out.set()
-        host = self._host
-        assert host is not None
         host.open_gate()
         self._cut()
 
@@ -139,6 +155,20 @@ class Member:
 
     # --- the training thread ------------------------------------------------------------------------------------------
 
+    def at_boundary(self) -> None:
+        """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught the error of
+        a backward that another rank's death has cut off. What it did with such gradients is part of no boundary."""
+        host = self._host
+        if host is None or not groups.is_cut_off(host.ddp):
+            return
+        if self.wants_out or (host.peers_gone_soon() and self.comes_out_soon()):
+            raise LeavesToRejoin
+
+    def at_batch(self) -> None:
+        """Training thread, where a batch is asked for: a program that has caught what took it out does not go on."""
+        if self.wants_out and self._host is not None:
+            raise LeavesToRejoin
+
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
         entry needs. Raises RejoinFailed where there is none: the rank stops as without recovery in place."""
@@ -147,15 +177,26 @@ class Member:
         assert host is not None
         self._times["out"] = time.time()
         generation = self.generation + 1
-        board = self._board(generation)
         try:
-            return self._agree(board, host, generation)
+            entry = self._agree(self._board(generation), host, generation)
         except (RejoinFailed, NotOursError) as error:
+            self.refuse(generation, str(error))
             raise RejoinFailed(str(error)) from None
         except Exception as error:  # the store is gone, a connection cannot be made
             text = printable(f"{type(error).__name__}: {error}", _LONGEST).partition("\n")[0]
             logger.debug("the recovery has failed", exc_info=True)
+            self.refuse(generation, text)
             raise RejoinFailed(text) from error
+        with self._lock:
+            self._host = None
+        return entry
+
+    def refuse(self, generation: int, reason: str) -> None:
+        """Tell the coordinator why this rank does not go on; it ends the recovery, and need not wait for its time."""
+        try:
+            self._board(generation).write(f"{generation}/refusal", {"rank": self.ranks.rank, "refusal": reason})
+        except Exception as error:
+            logger.debug("the store does not take the reason: %s", error)
 
     def _agree(self, board: Board, host: Host, generation: int) -> Entry:
         plan = self._wait(board, [f"{generation}/plan"], host)[f"{generation}/plan"]
@@ -172,8 +213,8 @@ class Member:
             board.write(f"{generation}/state", {"path": str(path)})
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
-            if said := groups.reset_ddp(host.ddp):
-                raise RejoinFailed(said)
+        if said := groups.reset_ddp(host.ddp):
+            raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, host, generation)

@@ -17,6 +17,7 @@ import json
 import os
 import time
 import uuid
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -63,6 +64,7 @@ from mindx_elastic.resume.shares import digest_of, share_in, tell_shares
 
 __all__ = [
     "Disks",
+    "FollowedPart",
     "Places",
     "PlanPart",
     "Reader",
@@ -113,6 +115,8 @@ class Resumed:
     """The same of the donor, where this process can read it."""
     only_in_memory: bool = False
     """All files of the step are snapshots."""
+    is_live: bool = False
+    """The state is that of this process's own objects, after a recovery in place."""
     next_attempt: int = 0
     """The same on every rank: above every attempt of the run that any rank has seen, not only above the file's."""
 
@@ -285,7 +289,19 @@ class Reader(Protocol):
     def read(self, share: RankShare, blueprint: Blueprint | None) -> tuple[Checkpoint | None, list[Problem]]: ...
 
 
-class PlanPart(Part):
+class FollowedPart(Part):
+    """A part whose answer every rank then follows, perhaps in several rounds."""
+
+    goes_on = False
+    """Whether the ranks have to meet again, to tell what they have read."""
+    resumed: Resumed | None = None
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Do what the answer asks for. Changes no state of the program."""
+
+
+class PlanPart(FollowedPart):
     """The rank's findings, and later what it could not read of its share; the answer is rank 0's plan."""
 
     name = "plan"
@@ -309,11 +325,8 @@ class PlanPart(Part):
         self._look, self._reader = look, reader
         self._target, self._faults = target, faults
         self._find(everything=False)
-        self.goes_on = False
-        """Whether the ranks have to meet again, to tell what they have read."""
         self._answer: Answer | None = None
         self._heard = ""
-        self.resumed: Resumed | None = None
         self.run_id, self.attempt = "", 0
         # Of rank 0:
         self._inventory = Inventory()
@@ -530,7 +543,7 @@ def plan_of(
     return PlanPart(exchange, ranks, places, look, reader, target=target, faults=faults)
 
 
-def read_together(exchange: Exchange, plan: PlanPart) -> Resumed | None:
+def read_together(exchange: Exchange, plan: FollowedPart) -> Resumed | None:
     """Meet until every rank has read its share of one plan; None for a fresh start. Main thread, all ranks together,
     after the meeting in which `plan` was made."""
     plan.follow()

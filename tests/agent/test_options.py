@@ -223,7 +223,7 @@ def test_the_set_of_our_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     ours = capsys.readouterr().out.partition("exit codes:")[0]
     assert re.findall(r"^  (--[a-z-]+)", ours, re.MULTILINE) == [
         *("--grace", "--snapshot-every", "--hang-timeout", "--exit-timeout", "--run-dir"),
-        *("--max-restarts-window", "--job-key-file", "--crash-loop"),
+        *("--max-restarts-window", "--job-key-file", "--crash-loop", "--recover", "--spares", "--rejoin-timeout"),
     ]
 
 

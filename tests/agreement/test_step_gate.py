@@ -65,3 +65,81 @@ def test_a_block_inside_another_one_does_not_end_it() -> None:
     gate.open_until(None)
     assert not gate.enter_step()
     assert gate.close() == 5
+
+
+# --- pauses ---
+
+
+def waiting(gate: StepGate) -> tuple[threading.Thread, list[bool]]:
+    """A training thread that waits in a pause; what the wait has told it in the end."""
+    told, here = [], threading.Event()
+    thread = threading.Thread(target=lambda: told.append(gate.wait_out_pause(here.set)), daemon=True)
+    thread.start()
+    assert here.wait(30)
+    return thread, told
+
+
+def test_a_pause_holds_the_rank_at_the_agreed_boundary_until_it_is_over() -> None:
+    gate = StepGate(4)
+    assert gate.pause() == 5
+    assert gate.arrive(5)
+    gate.pause_at(6)  # another rank is ahead
+    assert gate.wait_out_pause(lambda: None) is False
+    assert gate.arrive(6)
+    thread, told = waiting(gate)
+    assert gate.waits_at(6) and not gate.waits_at(7)
+    gate.resume()
+    thread.join(30)
+    assert told == [False] and not gate.waits_at(6) and not gate.arrive(100)
+
+
+def test_a_stop_takes_a_pause_over_at_the_boundary_where_the_rank_waits() -> None:
+    gate = StepGate(4)
+    gate.pause()
+    assert gate.arrive(5)
+    thread, told = waiting(gate)
+    assert gate.close() == 5
+    thread.join(30)
+    assert told == [True], "to the stop's own wait"
+    assert gate.pause() is None, "a stop is not paused"
+    gate.pause_at(9)
+    gate.resume()
+    assert gate.at_limit(), "nor ended by a resume that comes late"
+    gate.open_until(5)
+    assert gate.wait(30) is True
+
+
+def test_a_stop_may_send_a_waiting_rank_on_to_a_later_boundary() -> None:
+    gate = StepGate(5)
+    gate.pause()
+    assert gate.arrive(6)
+    thread, told = waiting(gate)
+    gate.open_until(7)
+    thread.join(30)
+    assert told == [False] and gate.arrive(7)
+
+
+def test_a_second_pause_at_once_keeps_the_rank_where_it_is() -> None:
+    gate = StepGate(5)
+    gate.pause()
+    gate.arrive(6)
+    thread, told = waiting(gate)
+    with gate._lock:  # before the thread wakes
+        gate._limit, gate._paused = 1 << 62, False
+    assert gate.pause() in (6, 7)
+    gate.resume()
+    thread.join(30)
+    assert told == [False]
+
+
+def test_a_stop_that_comes_as_a_pause_ends_finds_the_rank_or_the_coming_boundary() -> None:
+    """Whatever the order of the threads, the rank does not pass the boundary that was offered for it."""
+    for _ in range(200):
+        gate = StepGate(5)
+        gate.pause()
+        gate.arrive(6)
+        thread, told = waiting(gate)
+        gate.resume()
+        offer = gate.close()
+        thread.join(30)
+        assert (offer, told) in ((6, [True]), (7, [False]))

@@ -34,6 +34,8 @@ def test_the_option_set() -> None:
         "inspect": ["--json", "--verify", "path"],
         "verify": ["--json", "path"],
         "status": ["--json", "path"],
+        "pause": ["--timeout", "path"],
+        "resume": ["--timeout", "path"],
         "clean": ["--all", "--base", "--dry-run", "--json"],
         "plan": [
             *("--emit-env", "--explain", "--fault-node", "--fault-ranks", "--faults", "--json", "--mesh"),

@@ -77,7 +77,7 @@ def test_json(run: Callable[..., Any], run_dir: Path) -> None:
     result = run("status", run_dir, "--json")
     assert result.exit_code == 0
     document = json.loads(result.stdout)
-    assert set(document) == {"schema", "run_dir", "older_runs", "agent", "attempts", "totals", "workers"}
+    assert set(document) == {"schema", "run_dir", "older_runs", "agent", "attempts", "totals", "workers", "pause"}
     assert (document["schema"], document["run_dir"], document["older_runs"]) == (1, str(run_dir), 0)
     assert document["agent"].pop("age_s") >= 0 and document["agent"].pop("started") < document["agent"].pop("ended")
     assert document["agent"] == {

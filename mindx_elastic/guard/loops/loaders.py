@@ -409,6 +409,12 @@ class Loaders:
         if followed is not None and followed.track is not None:
             followed.track.at_next_batch = look
 
+    def at_every_ask(self, look: Callable[[], None]) -> None:
+        """Have `look` called in the training thread whenever a batch is asked for."""
+        for followed in self._followed:
+            if followed.track is not None:
+                followed.track.at_every_ask = look
+
     def at_rest(self) -> list[str]:
         """The names of those whose next iteration is another epoch."""
         return [f.name for f in self._followed if f.is_at_rest()]

@@ -1,0 +1,91 @@
+"""Starts the new process of a dead rank: a warm spare, a fork of the zygote, or a fresh interpreter.
+
+It gets what torch has given the dead one: environment, log files, error file. Main thread only.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.agent.forked_start import ForkedStart
+from mindx_elastic.agent.recovery import joining_command
+from mindx_elastic.agent.spares import Spares
+from mindx_elastic.agent.zygote import ForkedWorker
+from mindx_elastic.core.status_page import Status
+
+__all__ = ["Replacements"]
+
+_JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
+_OF_A_RANK = (
+    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE"),
+    *("CUDA_VISIBLE_DEVICES",),
+)
+"""What a spare lacks until it is a rank."""
+
+
+class Replacements:
+    """Of one attempt."""
+
+    def __init__(
+        self,
+        forks: ForkedStart,
+        context: Any,
+        shim: Sequence[str],
+        local_ranks: Mapping[int, int],
+        *,
+        folder: Path,
+        num_spares: int,
+    ) -> None:
+        """`context`: torch's, with what it has started. `shim`: what stands before the workers' own command line.
+        `local_ranks`: by rank. `folder`: private."""
+        self._forks, self._context, self._shim, self._local = forks, context, tuple(shim), dict(local_ranks)
+        self._spares: Spares | None = None
+        if num_spares:
+            env = {**os.environ, **context.envs[0]}
+            env = {name: value for name, value in env.items() if name not in _OF_A_RANK}
+            self._spares = Spares(num_spares, folder, self._fork_spare, env)
+
+    def start(self, rank: int, generation: int) -> subprocess.Popen[bytes] | ForkedWorker:
+        """The new process of `rank` in the recovery `generation`. Raises OSError, RuntimeError."""
+        context, local = self._context, self._local[rank]
+        arguments = [str(each) for each in context.args[local]]
+        whole = [str(context.entrypoint), *arguments]
+        own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
+        outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
+        found: Any = self._spares.take(own) if self._spares is not None and not any(outputs) else None
+        found = found or self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
+        found = found or self._start_fresh(whole, {**os.environ, **own}, outputs)
+        context.subprocess_handlers[local].proc = found
+        return found  # type: ignore[no-any-return]
+
+    def look(self, statuses: Mapping[int, Status]) -> None:
+        """Twice a second: fork the spares that are missing, once all ranks train."""
+        if self._spares is not None and statuses and all(status.boundaries for status in statuses.values()):
+            self._spares.fill()
+
+    def close(self) -> None:
+        """End the spares."""
+        if self._spares is not None:
+            self._spares.close()
+
+    def _fork_spare(self, env: Mapping[str, str]) -> ForkedWorker | None:
+        arguments = [str(each) for each in self._context.args[0]]
+        return self._forks.fork([str(self._context.entrypoint), *arguments], env, "", "", hook=_SPARE)
+
+    def _start_fresh(
+        self, whole: Sequence[str], env: Mapping[str, str], outputs: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
+        command = joining_command(whole[len(self._shim) :], sys.executable)
+        if command is None:
+            raise RuntimeError("the program is not run by this Python interpreter")
+        with ExitStack() as stack:
+            files = [stack.enter_context(open(path, "a")) if path else None for path in outputs]
+            return subprocess.Popen(
+                [*self._shim, *command], env=env, stdout=files[0], stderr=files[1], start_new_session=True
+            )

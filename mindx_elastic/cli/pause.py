@@ -1,0 +1,209 @@
+"""``mindx-elastic pause`` and ``resume``: all ranks of a job wait at one boundary, and go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from mindx_elastic.cli.common import EXIT_BAD, EXIT_NOTHING, fail, is_folder, printable
+
+if TYPE_CHECKING:
+    from mindx_elastic.agent.ledger import AgentRun
+    from mindx_elastic.agent.pause_requests import Answer, PauseRequest
+
+__all__ = ["pause_command", "resume_command"]
+
+_POLL_S = 0.02
+_AGENT_S = 10.0  # beyond the time-out: the agent may just be starting new workers
+
+_RunDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="The --run-dir of mindx-elastic run, or its events.jsonl.",
+        show_default=False,
+        readable=False,
+    ),
+]
+
+
+def pause_command(
+    path: _RunDir,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for every rank to come."),
+    ] = 300.0,
+) -> None:
+    """Let all ranks of a running job wait at one step, until resume.
+
+    Every rank of every node waits behind the same step, which is printed. The processes live on and keep their memory,
+    on GPUs too; nothing is written to disk. A stop (SIGTERM, a fault) and a failure work as always: the step is saved.
+    A rank that is in a long step or an evaluation is waited for. If one does not come in time, the pause is taken back.
+
+    Give it on one node of the job, where its agent runs. It needs a job under mindx-elastic run whose script has a
+    guard. After a restart the new attempt is not paused.
+
+    \b
+    [bold]Exit code[/bold]
+    0  every rank waits (also when the job was paused already)
+    1  not paused, and the line says why: training goes on, stops, or has finished
+    2  wrong usage, for example no such RUN_DIR
+    3  no agent runs there
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic pause mindx-run
+    mindx-elastic pause mindx-run --timeout 60 && nvidia-smi && mindx-elastic resume mindx-run
+    """
+    _command("pause", path, timeout)
+
+
+def resume_command(
+    path: _RunDir,
+    timeout: Annotated[
+        float,
+        typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait this long for the ranks to go on."),
+    ] = 60.0,
+) -> None:
+    """Let a paused job go on.
+
+    A pause that is still being agreed on is taken back.
+
+    \b
+    [bold]Exit code[/bold]
+    0  no rank of this node waits (also when the job was not paused)
+    1  a rank has not gone on in time
+    2  wrong usage, for example no such RUN_DIR
+    3  no agent runs there
+
+    \b
+    [bold]Examples[/bold]
+    mindx-elastic resume mindx-run
+    """
+    _command("resume", path, timeout)
+
+
+def _command(kind: str, path: Path, timeout_s: float) -> None:
+    from mindx_elastic.agent.pause_requests import ask, withdraw
+
+    run = _find_run(path)
+    folder = Path(run.agent_dir)
+    _check_folder(folder, run)
+    try:
+        request = ask(folder, kind, timeout_s)
+    except OSError as error:
+        fail(f"{folder}: the agent cannot be asked: {error.strerror or error}")
+    try:
+        answer = _wait(path, folder, request, run, timeout_s)
+    except KeyboardInterrupt:
+        taken = not withdraw(folder, request)
+        if kind == "pause" and taken:
+            _take_back(folder)
+        typer.echo("interrupted; training goes on" if kind == "pause" else "interrupted", err=True)
+        raise typer.Exit(130) from None
+    if answer is None:
+        late = "the agent has not answered; it may be starting new workers, or waiting for other nodes"
+        if withdraw(folder, request):
+            _end(EXIT_BAD, f"{late}. Nothing has changed")
+        if kind == "pause":
+            _take_back(folder)
+        _end(EXIT_BAD, f"{late}. See mindx-elastic status {path}")
+    if not answer.good:
+        _end(EXIT_BAD, answer.text)
+    typer.echo(printable(answer.text))
+    if kind == "pause":
+        typer.echo(printable(f"to go on: mindx-elastic resume {path}"))
+
+
+def _find_run(path: Path) -> AgentRun:
+    """The newest agent of this machine that runs there; ends the command where none does."""
+    from mindx_elastic.agent.ledger import load_runs
+    from mindx_elastic.cli.status import is_running
+    from mindx_elastic.core.events import EVENTS_FILE
+
+    file = path / EVENTS_FILE if is_folder(path) else path
+    try:
+        runs = load_runs(file)
+    except FileNotFoundError:
+        runs = []
+    except OSError as error:
+        fail(f"{file} cannot be read: {error.strerror or error}")
+    if not runs:
+        _end(EXIT_NOTHING, f"no agent has run in {path}: a job can be paused under mindx-elastic run only")
+    for run in reversed(runs):
+        if is_running(run) and run.agent_dir:
+            return run
+    _end(EXIT_NOTHING, f"no agent runs in {path} on this machine: {_how_it_is(runs[-1])}")
+
+
+def _how_it_ended(path: Path, run: AgentRun) -> str:
+    """What the log says of an agent that ran a moment ago."""
+    from mindx_elastic.agent.ledger import load_runs
+    from mindx_elastic.core.events import EVENTS_FILE
+
+    with suppress(OSError):
+        found = [each for each in load_runs(path / EVENTS_FILE if path.is_dir() else path) if each.pid == run.pid]
+        run = found[-1] if found else run
+    return _how_it_is(run)
+
+
+def _how_it_is(run: AgentRun) -> str:
+    name = f"agent {run.pid}" + (f" on {run.host}" if run.host else "")
+    if run.ended is not None:
+        return f"{name} has ended" + (f": {run.outcome}" if run.outcome else "")
+    from mindx_elastic.cli.status import is_running
+
+    if is_running(run) is None:
+        return f"{name} has not recorded its end; give the command there"
+    return f"{name} is gone without recording its end: it was killed, or runs in another container"
+
+
+def _check_folder(folder: Path, run: AgentRun) -> None:
+    """The folder is the agent's own, and this user's: its path comes out of a file that others may write."""
+    from mindx_elastic.core.posix import is_private_folder, read_json_object, start_ticks
+
+    if folder.exists() and not is_private_folder(folder):
+        fail(f"{folder} is not this user's: give the command as the user who has started the job")
+    try:
+        identity = read_json_object(folder / "agent.json")
+    except (OSError, ValueError) as error:
+        fail(f"{folder}: the agent's folder cannot be used: {error}")
+    if identity.get("pid") != run.pid or identity.get("started") != start_ticks(run.pid or 0):
+        fail(f"{folder} is not the folder of agent {run.pid}")
+
+
+def _wait(path: Path, folder: Path, request: PauseRequest, run: AgentRun, timeout_s: float) -> Answer | None:
+    from mindx_elastic.agent.pause_requests import read_answer
+    from mindx_elastic.cli.status import is_running
+
+    end = time.monotonic() + timeout_s + _AGENT_S
+    while (answer := read_answer(folder, request)) is None:
+        if not os.path.isdir(folder) or not is_running(run):
+            answer = read_answer(folder, request)  # it may have answered with its last breath
+            if answer is None:
+                _end(EXIT_BAD, f"{'not paused: ' if request.kind == 'pause' else ''}{_how_it_ended(path, run)}")
+            break
+        if time.monotonic() > end:
+            return None
+        time.sleep(_POLL_S)
+    return answer
+
+
+def _take_back(folder: Path) -> None:
+    """No command waits for the pause any more: it must not come about later."""
+    from mindx_elastic.agent.pause_requests import RESUME, ask
+
+    try:
+        ask(folder, RESUME, 0.0)
+    except OSError as error:
+        typer.echo(printable(f"mindx-elastic: {folder}: the pause cannot be taken back: {error}"), err=True)
+
+
+def _end(code: int, text: str) -> NoReturn:
+    typer.echo(f"mindx-elastic: {printable(text)}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,158 @@
+"""Several ranks in one process that are paused and resumed at random, with real threads and a real store."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.agreement.exchange import Exchange, LocalExchange
+from mindx_elastic.agreement.step_gate import StepGate
+from mindx_elastic.agreement.store_exchange import StoreExchange
+from mindx_elastic.alarm.watcher import Watcher
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path, read_page
+from mindx_elastic.guard.pausing import PAUSE, RESUME, Pauses
+from tests.agreement.test_store_exchange import connections
+from tests.harness import wait_until
+
+
+class Rank:
+    """Watcher, gate and training thread of one rank; each step ends with a barrier of all, as an all-reduce does."""
+
+    def __init__(self, number: int, exchange: Exchange, barrier: threading.Barrier, folder: Path) -> None:
+        self.path = page_path(folder, number)
+        self.page = StatusPage(self.path)
+        self.page.set(phase=WorkerPhase.TRAINING)
+        self.gate, self.barrier = StepGate(), barrier
+        self.watcher = Watcher(lambda signum: None)
+        self.finished = False
+        self.pauses = Pauses(
+            self.gate,
+            exchange.pauses,
+            self.watcher,
+            EventLog(folder / "events.jsonl"),
+            self.page,
+            rank=number,
+            why_not=lambda: "finished" if self.finished else None,
+        )
+        exchange.listen(lambda content: None)
+        self.watcher.start()
+        self.stops = threading.Event()
+        self.last = 1 << 60
+        self.thread = threading.Thread(target=self._train, daemon=True)
+        self.orders = itertools.count(1)
+
+    def _train(self) -> None:
+        for step in itertools.count(1):
+            self.barrier.wait(60)
+            self.page.pass_boundary(step)
+            if self.gate.arrive(step):
+                self.pauses.wait()
+            if step >= self.last:
+                self.finished = True
+                self.watcher.post(self.pauses.hear_end)
+                return
+
+    def hear(self, kind: str) -> None:
+        number = next(self.orders)
+        self.watcher.post(lambda: self.pauses.hear(kind, "test", number))
+
+    def all_paused(self) -> int:
+        found = read_page(self.path)
+        assert found is not None
+        return found.paused_step if found.all_paused else -1
+
+
+@contextmanager
+def job(num_ranks: int, folder: Path) -> Iterator[list[Rank]]:
+    with connections() as connect:
+        exchanges: list[Exchange] = [LocalExchange()]
+        if num_ranks > 1:
+            exchanges = [StoreExchange(connect, rank=r, world_size=num_ranks) for r in range(num_ranks)]
+        barrier = threading.Barrier(num_ranks)
+        ranks = [Rank(number, exchange, barrier, folder) for number, exchange in enumerate(exchanges)]
+        for rank in ranks:
+            rank.thread.start()
+        try:
+            yield ranks
+        finally:
+            barrier.abort()
+            for rank, exchange in zip(ranks, exchanges, strict=True):
+                rank.gate.resume()
+                rank.thread.join(60)
+                rank.watcher.stop()
+                exchange.close()
+                rank.page.close()
+
+
+def finish(ranks: list[Rank]) -> None:
+    last = max(rank.gate.step for rank in ranks) + 1000
+    for rank in ranks:
+        rank.last = last
+    for rank in ranks:
+        rank.thread.join(120)
+        assert not rank.thread.is_alive(), "a rank still waits"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_every_pause_finds_all_ranks_at_one_step(num_ranks: int, tmp_path: Path) -> None:
+    chance = random.Random(num_ranks)
+    with job(num_ranks, tmp_path) as ranks:
+        before = 0
+        for _ in range(20):
+            # Any of them hears it, or several at once, as on a node with several ranks.
+            for rank in chance.sample(ranks, chance.randint(1, num_ranks)):
+                rank.hear(PAUSE)
+            wait_until(lambda: all(rank.all_paused() >= 0 for rank in ranks), "the pause", 60)
+            (step,) = {rank.all_paused() for rank in ranks}
+            assert step >= before and {rank.gate.step for rank in ranks} == {step}
+            for rank in chance.sample(ranks, chance.randint(1, num_ranks)):
+                rank.hear(RESUME)
+            wait_until(lambda step=step: all(rank.gate.step > step for rank in ranks), "the training going on", 60)
+            before = step
+        finish(ranks)
+
+
+def test_orders_in_any_order_leave_no_rank_behind(tmp_path: Path) -> None:
+    """Pause and resume at random, to random ranks, without waiting; whatever comes of it, the last order holds."""
+    chance = random.Random(7)
+    with job(3, tmp_path) as ranks:
+        for _ in range(15):
+            for _ in range(chance.randint(1, 12)):
+                chance.choice(ranks).hear(chance.choice([PAUSE, RESUME]))
+            for rank in ranks:
+                rank.hear(PAUSE)
+            wait_until(lambda: all(rank.all_paused() >= 0 for rank in ranks), "the pause", 60)
+            assert len({rank.all_paused() for rank in ranks}) == 1
+            for rank in ranks:
+                rank.hear(RESUME)
+            wait_until(lambda: not any(rank.gate.waits_at(0) for rank in ranks), "the training going on", 60)
+        finish(ranks)
+
+
+def test_a_pause_that_meets_the_end_of_the_training_leaves_no_rank_waiting(tmp_path: Path) -> None:
+    for number in range(5):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        with job(2, folder) as ranks:
+            last = max(rank.gate.step for rank in ranks) + 20 + number
+            for rank in ranks:
+                rank.last = last
+            ranks[0].hear(PAUSE)
+            wait_until(
+                lambda: (
+                    all(rank.all_paused() >= 0 for rank in ranks) or not any(rank.thread.is_alive() for rank in ranks)
+                ),
+                "a pause or the end",
+                60,
+            )
+            ranks[1].hear(RESUME)
+            for rank in ranks:
+                rank.thread.join(60)
+                assert not rank.thread.is_alive()

@@ -1,0 +1,311 @@
+"""A training under ``mindx-elastic run --recover in-place``, with faults at given places.
+
+``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT (``kill``, ``stop``, ``sleep``,
+``spin``, ``raise``, ``term``) when it has come to WHERE in the step: start, forward, mid, backward, between, update,
+after, eval, save. Each fires once in a job, however often the step is done; ``FAULT rank step where`` says so.
+
+Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
+again), and ``DONE rank sha256 step``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+import mindx_elastic as mx
+from mindx_elastic.core.position import Position
+from mindx_elastic.guard import saver as saving_module
+
+PLACES = ("start", "forward", "mid", "backward", "between", "update", "after", "eval", "save")
+
+
+class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
+    """Random vectors with noise that is drawn anew each time."""
+
+    def __init__(self, size: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(size, 24, generator=generator)
+        self.y = torch.randint(0, 5, (size,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
+        noise = torch.rand(24) + random.random() + float(np.random.rand())
+        return self.x[index] + 0.1 * noise, int(self.y[index]), index
+
+
+class Sharing(torch.optim.AdamW):
+    """Sends a tensor from rank 0 to the others in the middle of its update."""
+
+    before: Callable[[], None] = staticmethod(lambda: None)
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.no_grad():
+            self.param_groups[0]["params"][0].mul_(0.999)
+        self.before()
+        dist.broadcast(torch.zeros(1), 0)
+        return super().step(closure)
+
+
+class Every:
+    """A periodic policy: every so many steps."""
+
+    asynchronous, keep_max, keep_per_n_minutes = False, 2, None
+    append_info: Sequence[object] = ()
+
+    def __init__(self, directory: Path, steps: int) -> None:
+        self.directory, self.steps = directory, steps
+
+    def due(self, position: Position) -> bool:
+        return position.step % self.steps == 0
+
+    def name(self, position: Position) -> str:
+        return f"every-{position.epoch}_{position.step_in_epoch}.safetensors"
+
+
+def say(line: str) -> None:
+    """One write a line: the ranks share the pipe."""
+    os.write(1, f"{line}\n".encode())
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--size", type=int, default=96)
+    parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--amp", action="store_true")
+    parser.add_argument("--evaluate", choices=("no", "no_grad", "inference"), default="no")
+    parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--share", choices=("no", "between", "update"), default="no", help="a broadcast of rank 0's")
+    parser.add_argument("--late", default="", help="RANK:STEP: waits before that broadcast until a rank has died")
+    parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
+    parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
+    parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
+    parser.add_argument("--megabytes", type=int, default=0)
+    parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--resources", action="store_true", help="RESOURCES rank generation threads fds kB")
+    return parser.parse_args()
+
+
+class Faults:
+    """What happens, where and when. A file each in the job's folder says that it has happened."""
+
+    def __init__(self, orders: Sequence[str], rank: int, directory: Path) -> None:
+        self._folder, self._rank = directory / "faults", rank
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._orders: dict[tuple[int, str], str] = {}
+        for order in orders:
+            victim, step, where, *what = order.split(":")
+            assert where in PLACES
+            if int(victim) == rank:
+                self._orders[int(step), where] = what[0] if what else "kill"
+
+    def at(self, step: int, where: str) -> None:
+        what = self._orders.get((step, where))
+        if what is None or not self._claim(f"{self._rank}-{step}-{where}"):
+            return
+        say(f"FAULT {self._rank} {step} {where}")
+        self.do(what)
+
+    def once(self, name: str) -> bool:
+        return self._claim(f"{self._rank}-{name}")
+
+    def _claim(self, name: str) -> bool:
+        try:
+            (self._folder / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    @staticmethod
+    def do(what: str) -> None:
+        if what in ("kill", "stop", "term"):
+            os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}[what])
+        elif what == "raise":
+            raise ValueError("injected")
+        elif what == "spin":
+            while True:
+                pass
+        elif what == "sleep":
+            time.sleep(3600)
+
+
+class Trainer:
+    """One rank's training."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        dist.init_process_group("gloo")
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if args.setup == "gather":
+            sizes = [torch.zeros(1) for _ in range(self.world_size)]
+            dist.all_gather(sizes, torch.ones(1))
+        elif args.setup == "barrier":
+            dist.barrier()
+        self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
+        self.faults = Faults(args.fault, self.rank, args.directory)
+        torch.manual_seed(0)
+        layers: list[nn.Module] = []
+        for _ in range(4):  # enough for several buckets
+            layers += [nn.Linear(24, 24), nn.BatchNorm1d(24), nn.ReLU()]
+        self.network = nn.Sequential(*layers, nn.Dropout(0.2), nn.Linear(24, 5))
+        if args.megabytes:
+            self.network.register_parameter("bulk", nn.Parameter(torch.zeros(args.megabytes << 18)))
+        self.ddp = nn.parallel.DistributedDataParallel(
+            self.network, bucket_cap_mb=0.002, find_unused_parameters=bool(args.megabytes)
+        )
+        self.network[0].register_full_backward_hook(lambda *_: self.faults.at(self.step, "mid"))  # type: ignore[index]
+        kind = Sharing if args.share == "update" else torch.optim.AdamW
+        self.optimizer = kind(self.network.parameters(), lr=1e-2)
+        if isinstance(self.optimizer, Sharing):
+            self.optimizer.before = self.wait_if_late  # type: ignore[method-assign]
+        self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
+        self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
+        self.loader = mx.data.ResumableLoader(
+            Pictures(args.size), batch_size=4, shuffle=True, seed=3, num_workers=args.num_workers
+        )
+        torch.manual_seed(77 + self.rank)
+        random.seed(78 + self.rank)
+        np.random.seed(79 + self.rank)
+        self.guard = mx.Guard(
+            model=self.ddp,
+            optimizer=self.optimizer,
+            lr_scheduler=self.scheduler,
+            scaler=self.scaler if args.amp else None,
+            loader=self.loader,
+            directory=args.directory / "ckpt",
+            prefix="job",
+            periodic=[Every(args.directory / "ckpt", args.save_every)] if args.save_every else [],
+        )
+        self.generations: set[int] = set()
+        write = saving_module.write_checkpoint
+
+        def write_or_die(*arguments: Any, **named: Any) -> Any:
+            self.faults.at(self.guard.step, "save")
+            return write(*arguments, **named)
+
+        setattr(saving_module, "write_checkpoint", write_or_die)  # noqa: B010
+
+    @property
+    def step(self) -> int:
+        """The number of the step under way."""
+        return self.guard.step + 1
+
+    def run(self) -> None:
+        if self.args.with_guard:
+            with self.guard:
+                self.train()
+        else:
+            self.guard.run(self.train)
+        say(f"DONE {self.rank} {self.digest()} {self.guard.step}")
+
+    def train(self) -> None:
+        say(f"READY {self.rank} {os.getpid()} {self.guard.resumed_from_step}")
+        if self.args.resources:
+            self.tell_resources()
+        for epoch in self.guard.epochs(self.args.epochs):
+            for number, batch in enumerate(self.loader, start=1):
+                if self.args.catch == "step":
+                    try:
+                        self.train_step(epoch, number, *batch)
+                    except Exception as error:
+                        say(f"CAUGHT {self.rank} {type(error).__name__}")
+                else:
+                    self.train_step(epoch, number, *batch)
+            if self.args.evaluate != "no":
+                self.evaluate()
+
+    def train_step(self, epoch: int, number: int, x: torch.Tensor, y: torch.Tensor, index: torch.Tensor) -> None:
+        args, faults, step = self.args, self.faults, self.step
+        say(f"SEEN {epoch} {','.join(map(str, index.tolist()))} {self.rank} {step}")
+        faults.at(step, "start")
+        if args.step_s:
+            time.sleep(args.step_s)
+        updates = number % args.accumulate == 0
+        with nullcontext() if updates else self.ddp.no_sync():
+            with torch.autocast("cpu", torch.bfloat16, enabled=args.amp):
+                loss = nn.functional.cross_entropy(self.ddp(x).float(), y) / args.accumulate
+            faults.at(step, "forward")
+            try:
+                self.scaler.scale(loss).backward()
+            except RuntimeError:
+                if args.catch != "backward":
+                    raise
+                say(f"CAUGHT {self.rank} backward")
+        faults.at(step, "backward")
+        if args.share == "between":
+            self.wait_if_late()
+            dist.broadcast(torch.zeros(1), 0)
+        faults.at(step, "between")
+        if updates:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            faults.at(step, "update")
+            self.scheduler.step()
+            self.optimizer.zero_grad()
+        self.guard.step_end(loss=loss)
+        faults.at(step, "after")
+
+    def wait_if_late(self) -> None:
+        """Until the death of another rank has been heard, and the connections are cut."""
+        member = self.guard._member
+        if self.args.late != f"{self.rank}:{self.step}" or member is None or not self.faults.once("late"):
+            return
+        say(f"LATE {self.rank} {self.step}")
+        while not member.wants_out:
+            time.sleep(0.001)
+        time.sleep(0.2)
+
+    def evaluate(self) -> None:
+        with self.guard.outside_step():
+            self.network.eval()
+            with torch.inference_mode() if self.args.evaluate == "inference" else torch.no_grad():
+                for start in range(0, 24, 8):
+                    self.guard.poll()
+                    self.network(self.loader.dataset.x[start : start + 8])  # type: ignore[attr-defined]
+                    self.faults.at(self.guard.step, "eval")
+            self.network.train()
+
+    def tell_resources(self) -> None:
+        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        fds = len(os.listdir("/proc/self/fd"))
+        words = status["Threads"].strip(), fds, status["VmRSS"].split()[0]
+        say(f"RESOURCES {self.rank} {self.guard.step} {' '.join(map(str, words))}")
+
+    def digest(self) -> str:
+        """Of the weights, the optimizer, the schedule and the random streams."""
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.network.state_dict().items()):
+            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+        for number, state in sorted(self.optimizer.state_dict()["state"].items()):
+            for name, value in sorted(state.items()):
+                digest.update(f"{number}{name}".encode() + torch.as_tensor(value).contiguous().numpy().tobytes())
+        others = {**self.scheduler.state_dict(), "scaler": self.scaler.state_dict(), "python": random.getstate()}
+        digest.update(repr(sorted((name, repr(value)) for name, value in others.items())).encode())
+        digest.update(torch.get_rng_state().numpy().tobytes() + repr(np.random.get_state()).encode())
+        return digest.hexdigest()[:24]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    Trainer(parse()).run()
+    dist.destroy_process_group()

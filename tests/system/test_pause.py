@@ -1,0 +1,357 @@
+"""``mindx-elastic pause`` and ``resume``: real jobs under the agent, paused at steps where they hold."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mindx_elastic.core.status_page import Status, read_page
+from tests.harness import Job, _environment, events, start_agent, wait_until
+from tests.system.test_agent import free_port, nothing_left
+
+pytestmark = pytest.mark.slow
+
+JOB = "paused.py"
+RUN = Path("mindx-run")
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shm").mkdir()
+
+
+def agent(*args: object, script: str = JOB, **more: Any) -> Any:
+    env = {"MINDX_ARENA_DIR": str(Path("shm").absolute()), **more.pop("env", {})}
+    return start_agent(script, "ckpt", *args, env=env, **more)
+
+
+@contextmanager
+def command(*args: object) -> Iterator[Job]:
+    job = Job([sys.executable, "-m", "mindx_elastic.cli.main", *map(str, args)], _environment(None), fresh=False)
+    try:
+        yield job
+    finally:
+        job.end()
+
+
+def give(*args: object, code: int = 0) -> str:
+    """Run a command to its end; what it printed."""
+    with command(*args) as job:
+        job.expect(code)
+        return "\n".join(job.lines)
+
+
+def paused_at(text: str) -> int:
+    match = re.search(r"paused at step (\d+)", text)
+    assert match is not None, text
+    return int(match[1])
+
+
+def status() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(give("status", RUN, "--json"))
+    return document
+
+
+_known: dict[tuple[object, ...], dict[int, str]] = {}
+
+
+def undisturbed(ranks: int, *args: object) -> dict[int, str]:
+    """The final weights of a run without a pause."""
+    key = (ranks, *args)
+    if key not in _known:
+        with start_agent(JOB, "whole", *args, ranks=ranks, run_dir=Path("whole-run")) as job:
+            _known[key] = job.expect(0).hashes()
+    return _known[key]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drill)])
+def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
+    options = ["--num-workers", 2] if ranks == 2 else []
+    whole = undisturbed(ranks, *options)
+    with agent("--hold-at", "3,4,11", *options, ranks=ranks, options=["--hang-timeout", "5"]) as job:
+        for count, step in enumerate((3, 4, 11), start=1):
+            job.wait_for("^HOLD", count * ranks)
+            assert paused_at(give("pause", RUN)) == step
+            now = status()["pause"]
+            assert (now["step"], now["ranks"]) == (step, list(range(ranks)))
+            assert len(job.matches(rf"^PASSED \d {step}$")) == 0, "no rank has gone on"
+            assert f"step {step}" in give("resume", RUN)
+        job.expect(0)
+    assert job.hashes() == whole, job.report()
+    assert [event["step"] for event in events(RUN, "pause")] == [3, 4, 11]
+    assert [event["step"] for event in events(RUN, "pause_end")] == [3, 4, 11]
+    (attempt,) = events(RUN, "attempt")
+    waited = sum(event["duration_s"] for event in events(RUN, "pause_end"))
+    assert attempt["paused_s"] == pytest.approx(waited, abs=0.01) and waited > 0
+    assert not events(RUN, "hang") and nothing_left()
+
+
+# --- what the commands say --------------------------------------------------------------------------------------------
+
+
+def test_given_twice_and_without_a_pause() -> None:
+    with agent("--hold-at", "4", ranks=1) as job:
+        job.wait_for("^HOLD")
+        assert "not paused; nothing to do" in give("resume", RUN)
+        assert paused_at(give("pause", RUN)) == 4
+        assert re.search(r"paused at step 4 already, for \d+ s", give("pause", RUN))
+        shown = give("status", RUN)
+        assert re.search(r"^paused at step 4 since .*: every rank of this machine$", shown, re.MULTILINE), shown
+        assert re.search(r"^ *0 +\d+ +paused +4 ", shown, re.MULTILINE), shown
+        assert "training goes on from step 4" in give("resume", RUN)
+        assert "not paused; nothing to do" in give("resume", RUN)
+        job.expect(0)
+    assert "s paused by command" in give("status", RUN)
+    assert "has ended: finished, exit code 0" in give("pause", RUN, code=3)
+
+
+def test_a_resume_while_the_ranks_are_still_on_their_way() -> None:
+    whole = undisturbed(2)
+    with agent("--wait-for", "4:1:go", ranks=2) as job:
+        job.wait_for("^WAITS 1 4$")
+        with command("pause", RUN) as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
+            assert "training goes on" in give("resume", RUN)
+            pause.expect(1)
+        assert "not paused: mindx-elastic resume was given before every rank waited" in pause.report()
+        Path("go").touch()
+        job.expect(0)
+    assert job.hashes() == whole and not events(RUN, "pause")
+
+
+def test_a_rank_that_does_not_come_is_named_and_training_goes_on() -> None:
+    whole = undisturbed(2)
+    with agent("--wait-for", "4:1:go", ranks=2, options=["--hang-timeout", "600"]) as job:
+        job.wait_for("^WAITS 1 4$")
+        said = give("pause", RUN, "--timeout", "1", code=1)
+        assert re.search(r"not paused: rank [01] \((in a step|.*), after step [34]\).* did not come .* in 1 s", said), (
+            said
+        )
+        wait_until(lambda: all(page.pause_order == 2 for page in pages()), "both ranks have gone on")
+        Path("go").touch()
+        job.expect(0)
+    assert job.hashes() == whole and not events(RUN, "pause")
+
+
+def test_no_guard_no_run_no_agent() -> None:
+    Path("empty").mkdir()
+    assert "does not exist" in give("pause", "missing", code=2)
+    assert "under mindx-elastic run only" in give("pause", "empty", code=3)
+    with agent("--no-guard") as job:
+        job.wait_for("^READY")
+        said = give("pause", RUN, "--timeout", "1", code=1)
+        assert "1 of 1 ranks of this node did not enter a mindx_elastic guard" in said, said
+        Path("go").touch()
+        job.expect(0)
+    with agent("--no-guard", run_dir=Path("killed")) as job:
+        job.wait_for("^READY")
+        job.process.kill()
+        job.wait()
+    assert "was killed" in give("pause", "killed", code=3)
+
+
+def test_an_interrupted_command_takes_its_pause_back() -> None:
+    with agent("--wait-for", "4:1:go", ranks=2) as job:
+        job.wait_for("^WAITS 1 4$")
+        with command("pause", RUN) as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
+            pause.process.send_signal(signal.SIGINT)
+            pause.expect(130)
+        wait_until(lambda: all(page.pause_order == 2 for page in pages()), "both ranks have gone on")
+        Path("go").touch()
+        job.expect(0)
+
+
+# --- where a pause comes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["poll", "plain"])
+def test_in_an_evaluation(how: str) -> None:
+    """A rank that polls waits in it, another one at its end."""
+    whole = undisturbed(2)
+    with agent("--eval", how, ranks=2) as job:
+        job.wait_for("^EVAL . 1$", 2)
+        with command("pause", RUN) as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
+            if how == "plain":
+                assert not any(page.paused_ns for page in pages())
+                Path("go").touch()
+            pause.expect(0)
+        assert paused_at(pause.report()) == 6 and not job.matches("^PASSED . 7$")
+        Path("go").touch()
+        give("resume", RUN)
+        job.expect(0)
+    assert job.hashes() == whole
+
+
+def test_in_an_accumulation_window() -> None:
+    options = ["--accumulate", 3]
+    whole = undisturbed(2, *options)
+    with agent("--hold-at", "5", *options, ranks=2) as job:
+        job.wait_for("^HOLD . 5$", 2)
+        assert paused_at(give("pause", RUN)) == 6, "where the window ends"
+        assert len(job.matches("^PASSED . 5$")) == 2 and not job.matches("^PASSED . 6$")
+        give("resume", RUN)
+        job.expect(0)
+    assert job.hashes() == whole
+
+
+def test_before_the_guard_is_entered() -> None:
+    """The order waits for the ranks; the first boundary is the first at which they can wait."""
+    with agent("--start-after", "go", "--hold-at", "1", ranks=2) as job:
+        job.wait_for("^STARTING", 2)
+        with command("pause", RUN) as pause:
+            wait_until(lambda: not list(agent_dir().glob("pause-*.request")), "the agent has the request")
+            assert not pages()
+            Path("go").touch()
+            pause.expect(0)
+        assert paused_at(pause.report()) == 1
+        give("resume", RUN)
+        job.expect(0)
+
+
+def test_behind_the_last_step() -> None:
+    """No rank comes to another boundary: the command says so, and no rank waits."""
+    with agent("--tail", ranks=2) as job:
+        job.wait_for("^TAIL", 2)
+        with command("pause", RUN) as pause:
+            wait_until(lambda: all(page.pause_order == 1 for page in pages()), "both ranks have heard of the pause")
+            Path("go").touch()
+            pause.expect(1)
+        job.expect(0)
+    assert re.search("not paused: .*(has finished|has ended)", pause.report()), pause.report()
+    assert job.hashes()[0] and not events(RUN, "pause")
+
+
+def test_at_the_last_step() -> None:
+    with agent("--hold-at", "12", ranks=2) as job:
+        job.wait_for("^HOLD . 12$", 2)
+        assert paused_at(give("pause", RUN)) == 12
+        give("resume", RUN)
+        job.expect(0)
+
+
+# --- what happens in a pause ------------------------------------------------------------------------------------------
+
+
+def pause_at_4(job: Job, ranks: int) -> None:
+    job.wait_for("^HOLD . 4$", ranks)
+    assert paused_at(give("pause", RUN)) == 4
+
+
+def resumed(job: Job) -> list[str]:
+    return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
+
+
+@pytest.mark.parametrize("what", ["agent", "rank", "flag"])
+def test_a_stop_saves_the_step_of_the_pause(what: str) -> None:
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", ranks=2) as job:
+        pause_at_4(job, 2)
+        if what == "agent":
+            job.process.send_signal(signal.SIGTERM)
+        elif what == "rank":
+            job.signal_rank(1)
+        else:
+            (RUN / "graceful_exit.json").write_text('{"GracefulExit": 1}')
+        job.expect(75 if what == "flag" else 143)
+    assert {match[1] for match in job.matches(r"step (\d+) saved in")} == {"4"}, job.report()
+    assert not job.matches("^PASSED . 4$")
+    (RUN / "graceful_exit.json").unlink(missing_ok=True)
+    with agent(ranks=2) as again:
+        again.expect(0)
+    assert resumed(again) == ["4", "4"] and again.hashes() == whole, again.report()
+
+
+def test_a_killed_rank_ends_the_pause() -> None:
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", ranks=2) as job:
+        pause_at_4(job, 2)
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(0)
+    assert resumed(job) == ["None", "None", "4", "4"] and job.hashes() == whole, job.report()
+    assert job.matches("attempt 1 trains: the pause at step 4 has ended with attempt 0"), job.report()
+    first, second = events(RUN, "attempt")
+    assert first["paused_s"] > 0 and second["paused_s"] is None and first["steps_lost"] == 0
+
+
+def test_a_rank_that_is_replaced_in_place_ends_the_pause() -> None:
+    """The survivor keeps its process and comes out of its wait; both train on from the step of the pause."""
+    whole = undisturbed(2)
+    with agent("--hold-at", "4", "--run", ranks=2, options=["--recover", "in-place"]) as job:
+        pause_at_4(job, 2)
+        survivor = job.pids()[0]
+        job.signal_rank(1, signal.SIGKILL)
+        job.expect(0)
+    assert job.hashes() == whole and job.pids()[0] == survivor, job.report()
+    assert resumed(job)[2:] == ["4", "4"], job.report()
+    assert job.matches(r"the pause at step 4 has ended after .*: ranks stop, or were replaced"), job.report()
+
+
+def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
+    with agent("--hold-at", "4", ranks=2) as job:
+        pause_at_4(job, 2)
+        job.process.kill()
+        job.wait_for("step 4 saved in", 2)
+        job.wait()
+
+
+def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
+    with agent("--hold-at", "4", ranks=2, options=["--hang-timeout", "4"]) as job:
+        pause_at_4(job, 2)
+        wait_until(lambda: status()["pause"]["seconds"] > 6.0, "a pause longer than the time-out")
+        give("resume", RUN)
+        job.expect(0)
+    assert not events(RUN, "hang"), job.report()
+
+
+def test_a_second_pause_in_the_next_attempt() -> None:
+    """Given while no worker runs: the agent carries it out in the attempt that follows."""
+    with agent("--hold-at", "4", ranks=2) as job:
+        pause_at_4(job, 2)
+        job.signal_rank(0, signal.SIGKILL)
+        job.wait_for("has ended with attempt 0")
+        assert paused_at(give("pause", RUN)) > 4
+        give("resume", RUN)
+        job.expect(0)
+    assert [event["attempt"] for event in events(RUN, "pause")] == [0, 1]
+
+
+def test_the_ranks_of_two_nodes_wait_at_one_step() -> None:
+    whole = undisturbed(2)
+    endpoint = f"127.0.0.1:{free_port()}"
+    options = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "7"]
+    with (
+        agent("--hold-at", "4", ranks=1, options=options, run_dir=Path("node0")) as first,
+        agent("--hold-at", "4", ranks=1, options=options, run_dir=Path("node1")) as second,
+    ):
+        for job in (first, second):
+            job.wait_for("^HOLD . 4$")
+        assert paused_at(give("pause", "node0")) == 4
+        for node in ("node0", "node1"):
+            wait_until(lambda node=node: len(events(Path(node), "pause")) == 1, "both agents know of it")
+        assert "training goes on" in give("resume", "node1")
+        for job in (first, second):
+            job.expect(0)
+    assert first.hashes() | second.hashes() == whole
+    for node in ("node0", "node1"):
+        assert len(events(Path(node), "pause_end")) == 1
+
+
+def agent_dir(run_dir: Path = RUN) -> Path:
+    return Path(events(run_dir, "agent_start")[-1]["agent_dir"])
+
+
+def pages(run_dir: Path = RUN) -> list[Status]:
+    """What the workers' pages say."""
+    found = [read_page(path) for path in sorted(agent_dir(run_dir).glob("rank_*.page"))]
+    return [page for page in found if page is not None]
