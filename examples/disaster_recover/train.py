@@ -3,8 +3,8 @@
 Start all of it:        bash run.sh
 Start what has died:    bash recover.sh
 
-Each worker saves to ``./ckpt_of_rank/<rank>``. Its last line is JSON with a hash of the weights; it is the same as that
-of a run in which nothing was killed.
+Each worker saves to ``./ckpt_of_rank/<rank>``. Its last line is JSON with a hash of the weights: the same on all ranks,
+and the same as that of a run in which nothing was killed.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def weights_sha256(network: nn.Module) -> str:
+    """Of the parameters, which are the same on all ranks; the statistics of batch norm are each rank's own."""
     digest = hashlib.sha256()
-    for name, tensor in sorted(network.state_dict().items()):
+    for name, tensor in sorted(network.named_parameters()):
         digest.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()
 

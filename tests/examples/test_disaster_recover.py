@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -77,13 +77,21 @@ class Example:
 
 
 @pytest.fixture
-def example(tmp_path: Path, environment: dict[str, str]) -> Iterator[Example]:
-    run = Example(tmp_path, environment)
-    yield run
-    run.end()
+def start(tmp_path: Path, environment: dict[str, str]) -> Iterator[Callable[[str], Example]]:
+    runs: list[Example] = []
+
+    def make(name: str) -> Example:
+        (tmp_path / name).mkdir()
+        runs.append(Example(tmp_path / name, environment))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end()
 
 
-def test_a_worker_is_killed_and_recover_starts_it_again(example: Example) -> None:
+def test_a_worker_is_killed_and_recover_starts_it_again(start: Callable[[str], Example]) -> None:
+    example, undisturbed = start("killed"), start("undisturbed")
     assert "1 scheduler and 2 workers" in example.script("run.sh", "--epochs", "1", "--step-s", "0.05")
     example.wait_for("worker_0", "step: 10")
     survivor, killed = example.pid("worker_0"), example.pid("worker_1")
@@ -96,5 +104,8 @@ def test_a_worker_is_killed_and_recover_starts_it_again(example: Example) -> Non
     assert example.pid("worker_0") == survivor
     assert first["resumed_from_step"] == second["resumed_from_step"] >= 10
     assert first["step"] == 29
+    undisturbed.script("run.sh", "--epochs", "1", "--step-s", "0")
+    hashes = {run["weights_sha256"] for run in (first, second, undisturbed.report("worker_0"))}
+    assert len(hashes) == 1
     for rank in range(2):  # each worker has its own directory
         assert list((example.folder / "ckpt_of_rank" / str(rank) / f"rank_{rank}").glob("train-1_29*.safetensors"))
