@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 
-__all__ = ["DdpModules", "connect", "digest", "is_cut_off", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
+__all__ = ["DdpModules", "connect", "digest", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
 """DDP modules and their places."""
@@ -54,7 +54,6 @@ def problem() -> str:
         (world, "pg_backend_config"),
         (getattr(dist, "Reducer", None), "_reset_state"),
         (getattr(dist, "Reducer", None), "_rebuild_buckets"),
-        (getattr(dist, "Reducer", None), "_check_reducer_finalized"),
         (DistributedDataParallel, "_update_process_group"),
     ]
     missing = [name for owner, name in needed if owner is None or not hasattr(owner, name)]
@@ -131,16 +130,6 @@ def reset_ddp(modules: DdpModules) -> str:
     for _, module in modules:
         module.reducer._reset_state()
     return ""
-
-
-def is_cut_off(modules: DdpModules) -> bool:
-    """Whether the last backward of a DDP module did not come to its end, so that its gradients are not the sum."""
-    try:
-        for _, module in modules:
-            module.reducer._check_reducer_finalized()
-    except RuntimeError:
-        return True
-    return False
 
 
 def rebuilds(module: DistributedDataParallel) -> bool:

@@ -21,6 +21,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.protocol import Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart, cut
@@ -92,6 +93,7 @@ class Member:
         self._attempt = agent.attempt
         self._host: Host | None = None
         """While the guard is open."""
+        self._failures: Failures | None = None
         self._early: int | None = None
         """A rank whose death was heard while the guard was being entered."""
         self._lock = threading.Lock()
@@ -110,6 +112,7 @@ class Member:
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
         self._is_out.clear()
+        self._failures = Failures(host.ddp)
         with self._lock:
             self._wants_out.clear()
             self._host = host
@@ -118,9 +121,12 @@ class Member:
             host.call_soon(0.0, lambda: self.hear_death(early))
 
     def closed(self) -> None:
-        """Training thread: the guard is closed, and will not be entered again."""
+        """Training thread: the guard is closed, or will be in a moment."""
         with self._lock:
             self._host = None
+        if self._failures is not None:
+            self._failures.close()
+            self._failures = None
 
     @property
     def wants_out(self) -> bool:
@@ -156,18 +162,26 @@ class Member:
     # --- the training thread ------------------------------------------------------------------------------------------
 
     def at_boundary(self) -> None:
-        """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught the error of
-        a backward that another rank's death has cut off. What it did with such gradients is part of no boundary."""
-        host = self._host
-        if host is None or not groups.is_cut_off(host.ddp):
-            return
-        if self.wants_out or (host.peers_gone_soon() and self.comes_out_soon()):
+        """Training thread, before a boundary is passed: raises LeavesToRejoin where the program has caught an error of
+        the step that comes from another rank's death. What it did without the others is part of no boundary."""
+        if self._has_failed() and (self.wants_out or self._hears_soon()):
             raise LeavesToRejoin
 
     def at_batch(self) -> None:
         """Training thread, where a batch is asked for: a program that has caught what took it out does not go on."""
-        if self.wants_out and self._host is not None:
+        if self._host is not None and (self.wants_out or (self._has_failed() and self._hears_soon())):
             raise LeavesToRejoin
+
+    def _has_failed(self) -> bool:
+        """Whether something has failed since this was asked last."""
+        failures = self._failures
+        if self._host is None or failures is None or not failures.seen:
+            return False
+        failures.seen = False
+        return True
+
+    def _hears_soon(self) -> bool:
+        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
@@ -187,8 +201,7 @@ class Member:
             logger.debug("the recovery has failed", exc_info=True)
             self.refuse(generation, text)
             raise RejoinFailed(text) from error
-        with self._lock:
-            self._host = None
+        self.closed()
         return entry
 
     def refuse(self, generation: int, reason: str) -> None:

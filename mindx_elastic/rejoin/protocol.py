@@ -177,6 +177,7 @@ class Coordinator:
         self.generation += 1
         self.phase, self.dead = Phase.CUT, set(dead)
         self.reports, self.verdict, self.has_state, self.ready = dict.fromkeys(sorted(dead)), None, False, set()
+        self._decide()
 
     def note_death(self, rank: int) -> None:
         """One more process has died since `begin`: a survivor, or the new process of a dead rank."""
@@ -222,6 +223,9 @@ class Coordinator:
 
     def _note(self, rank: int, report: Report | None) -> None:
         self.reports[rank] = report
+        self._decide()
+
+    def _decide(self) -> None:
         if len(self.reports) < self.world_size:
             return
         self.verdict = decide(self.reports, world_size=self.world_size)

@@ -1,7 +1,7 @@
 """A training under ``mindx-elastic run --recover in-place``, with faults at given places.
 
 ``--fault RANK:STEP:WHERE[:WHAT]``, as often as wanted: the process of RANK does WHAT (``kill``, ``stop``, ``sleep``,
-``spin``, ``raise``, ``term``) when it has come to WHERE in the step: start, forward, mid, backward, between, update,
+``spin``, ``raise``, ``term``) when it has come to WHERE in the step: start, forward, mid, backward, share, update,
 after, eval, save. Each fires once in a job, however often the step is done; ``FAULT rank step where`` says so.
 
 Prints ``READY rank pid``, ``SEEN epoch index,... rank step`` where a step begins (again where it is done
@@ -31,7 +31,7 @@ import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 
-PLACES = ("start", "forward", "mid", "backward", "between", "update", "after", "eval", "save")
+PLACES = ("start", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
 
 
 class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
@@ -51,15 +51,14 @@ class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
 
 
 class Sharing(torch.optim.AdamW):
-    """Sends a tensor from rank 0 to the others in the middle of its update."""
+    """Does something in the middle of its update."""
 
-    before: Callable[[], None] = staticmethod(lambda: None)
+    share: Callable[[], None] = staticmethod(lambda: None)
 
     def step(self, closure: Any = None) -> Any:
         with torch.no_grad():
             self.param_groups[0]["params"][0].mul_(0.999)
-        self.before()
-        dist.broadcast(torch.zeros(1), 0)
+        self.share()
         return super().step(closure)
 
 
@@ -94,8 +93,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--amp", action="store_true")
     parser.add_argument("--evaluate", choices=("no", "no_grad", "inference"), default="no")
     parser.add_argument("--save-every", type=int, default=0)
-    parser.add_argument("--share", choices=("no", "between", "update"), default="no", help="a broadcast of rank 0's")
-    parser.add_argument("--late", default="", help="RANK:STEP: waits before that broadcast until a rank has died")
+    parser.add_argument(
+        "--share", choices=("no", "between", "update"), default="no", help="ranks 1 and 2, by themselves"
+    )
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--catch", choices=("no", "backward", "step"), default="no", help="what the program swallows")
     parser.add_argument("--setup", choices=("no", "gather", "barrier", "group"), default="no")
@@ -125,9 +125,6 @@ class Faults:
             return
         say(f"FAULT {self._rank} {step} {where}")
         self.do(what)
-
-    def once(self, name: str) -> bool:
-        return self._claim(f"{self._rank}-{name}")
 
     def _claim(self, name: str) -> bool:
         try:
@@ -162,6 +159,7 @@ class Trainer:
         elif args.setup == "barrier":
             dist.barrier()
         self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
+        self.pair = None if args.share == "no" else dist.new_group([1, 2])
         self.faults = Faults(args.fault, self.rank, args.directory)
         torch.manual_seed(0)
         layers: list[nn.Module] = []
@@ -177,7 +175,7 @@ class Trainer:
         kind = Sharing if args.share == "update" else torch.optim.AdamW
         self.optimizer = kind(self.network.parameters(), lr=1e-2)
         if isinstance(self.optimizer, Sharing):
-            self.optimizer.before = self.wait_if_late  # type: ignore[method-assign]
+            self.optimizer.share = self.share  # type: ignore[method-assign]
         self.scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 1000)
         self.scaler = torch.amp.GradScaler("cpu", enabled=args.amp, init_scale=1024.0, growth_interval=5)
         self.loader = mx.data.ResumableLoader(
@@ -253,9 +251,7 @@ class Trainer:
                 say(f"CAUGHT {self.rank} backward")
         faults.at(step, "backward")
         if args.share == "between":
-            self.wait_if_late()
-            dist.broadcast(torch.zeros(1), 0)
-        faults.at(step, "between")
+            self.share()
         if updates:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -265,15 +261,11 @@ class Trainer:
         self.guard.step_end(loss=loss)
         faults.at(step, "after")
 
-    def wait_if_late(self) -> None:
-        """Until the death of another rank has been heard, and the connections are cut."""
-        member = self.guard._member
-        if self.args.late != f"{self.rank}:{self.step}" or member is None or not self.faults.once("late"):
-            return
-        say(f"LATE {self.rank} {self.step}")
-        while not member.wants_out:
-            time.sleep(0.001)
-        time.sleep(0.2)
+    def share(self) -> None:
+        """Ranks 1 and 2 exchange something; the others go on."""
+        self.faults.at(self.step, "share")
+        if self.rank in (1, 2):
+            dist.broadcast(torch.zeros(1), 2, group=self.pair)
 
     def evaluate(self) -> None:
         with self.guard.outside_step():
