@@ -40,6 +40,10 @@ _PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: se
 _DONE_S = 5.0
 _UNGUARDED_S = 10.0  # for a program without a guard to end by itself, when the job is over
 _FIRST_FD = 3
+_ANEW = "MINDX_CLUSTER_ANEW"
+"""How often in a row this process has begun anew because of a broken connection, of which no death was the cause."""
+_MOST_ANEW = 5
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
 
 
 class Ending:
@@ -49,6 +53,8 @@ class Ending:
         """`env`: the environment with which the program was started. Main thread, before the program has changed
         anything that ``exec`` should not carry over."""
         self._member, self._voice, self._env = member, voice, dict(env)
+        number = env.get(_ANEW, "")
+        self._num_anew = int(number) if number.isdecimal() else 0
         self._recovery = member.settings.recovery
         self._folder = os.getcwd()
         self._inherited = {fd for fd in _open_fds() if not _closes_on_exec(fd)}
@@ -124,6 +130,10 @@ class Ending:
             text = f"{type(error).__name__}: {error}"
             if isinstance(error, RuntimeError) and member.wait_until_broken(_PATIENCE_S):
                 self._follow(text, EXIT_TEMPORARY)
+            elif self._recovery and not member.is_over and _is_of_a_peer(error) and self._num_anew < _MOST_ANEW:
+                # The scheduler may be gone as well, or has not seen it yet.
+                self._env[_ANEW] = str(self._num_anew + 1)
+                self._follow(text, EXIT_TEMPORARY)
             else:
                 member.leave("failed", EXIT_ERROR, text)
         elif code := _code_of(self._code):
@@ -138,6 +148,8 @@ class Ending:
         if not self._recovery or member.is_over:
             member.leave("failed", code, told or why)
             return
+        if told:
+            self._env.pop(_ANEW, None)
         self._voice.warning("%s; this process begins anew in place (pid %d) and waits", told or why, self._pid)
         member.leave("away", code, told or why)
         self._begin_anew()
@@ -198,6 +210,11 @@ def _closes_on_exec(fd: int) -> bool:
         return bool(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
     except OSError:
         return True
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective or the store has failed because the other end is gone."""
+    return type(error).__name__ == "DistNetworkError" or any(text in str(error) for text in _OF_A_PEER)
 
 
 def _code_of(status: object) -> int:

@@ -23,7 +23,7 @@ from mindx_elastic.config import KeySettings, RankInfo
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import adopt_rank_id, refusal
 
-__all__ = ["current_member", "get_group_size", "get_rank", "init"]
+__all__ = ["current_member", "export_group", "get_group_size", "get_rank", "init"]
 
 _members: list[Member] = []
 
@@ -113,17 +113,23 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
     voice.where = f"rank {group.rank}"
     _members[:] = [member]
     ending.watch()
-    _export(settings, member, group)
+    export_group(member, group)
     import torch.distributed as dist
+
+    if 0 < len(group.new) < group.size:  # the others have kept their processes: see `rejoin`
+        from mindx_elastic.rejoin.joiner import prepare
+
+        prepare()
 
     store = dist.PrefixStore(f"mindx-cluster/{group.generation}", member.store_of(group))
     local_rank = group.local_rank if settings.device is None else settings.device
     _start(backend, local_rank, {"store": store, "rank": group.rank, "world_size": group.size})
 
 
-def _export(settings: ClusterSettings, member: Member, group: Group) -> None:
+def export_group(member: Member, group: Group) -> None:
     """Set the variables that programs and this package read under torchrun."""
-    local_rank = group.local_rank if settings.device is None else settings.device
+    device = member.settings.device
+    local_rank = group.local_rank if device is None else device
     os.environ.update(
         RANK=str(group.rank),
         WORLD_SIZE=str(group.size),

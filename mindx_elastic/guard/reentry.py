@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mindx_elastic.agreement.gather import Answer, Merged
+from mindx_elastic.cluster.group import current_member
+from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
@@ -51,7 +53,8 @@ def find_member(ranks: RankInfo, *, is_first: bool) -> Member | None:
     is_first: no guard of this process has been entered before. A new process could not pass earlier ones.
     """
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    if not settings.in_place or agent is None or ranks.world_size == 1:
+    link = current_member() if agent is None else None
+    if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
         return None
     if _members:
         return _members[0]
@@ -62,7 +65,14 @@ def find_member(ranks: RankInfo, *, is_first: bool) -> Member | None:
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
         tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
-    _members.append(Member(settings, ranks, agent))
+    if link is not None:
+        if why_not := cluster_problem(link):
+            tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
+            return None
+        _members.append(ClusterMember(settings, ranks, link))
+    else:
+        assert agent is not None
+        _members.append(Member(settings, ranks, agent))
     return _members[0]
 
 

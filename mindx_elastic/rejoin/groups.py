@@ -21,7 +21,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 
-__all__ = ["DdpModules", "connect", "digest", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
+__all__ = [
+    "DdpModules",
+    "connect",
+    "digest",
+    "my_groups",
+    "problem",
+    "rebuild_buckets",
+    "reset_ddp",
+    "set_default_store",
+]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
 """DDP modules and their places."""
@@ -110,6 +119,15 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
         for device, _ in group.backends:
             group.handle._register_backend(torch.device(device), kind, backend)
     return number
+
+
+def set_default_store(store: Any) -> None:
+    """Let the default group use `store`, as if it had been made with it: the host of its own may be gone."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = c10d._world
+    handle = c10d._get_default_group()
+    world.pg_map[handle] = (world.pg_map[handle][0], dist.PrefixStore("default_pg", store))
 
 
 def _timeout_of(group: Group) -> timedelta | None:
