@@ -19,7 +19,7 @@ from mindx_elastic.cluster.comeback import Ending
 from mindx_elastic.cluster.member import Group, Member
 from mindx_elastic.cluster.settings import SCHEDULER, ClusterSettings
 from mindx_elastic.cluster.voice import Voice
-from mindx_elastic.config import KeySettings, RankInfo
+from mindx_elastic.config import KeySettings, RankInfo, RejoinSettings
 from mindx_elastic.errors import UsageError
 from mindx_elastic.platforms.launchers import adopt_rank_id, refusal
 
@@ -124,6 +124,11 @@ def _join_cluster(settings: ClusterSettings, backend: str | None) -> None:
     store = dist.PrefixStore(f"mindx-cluster/{group.generation}", member.store_of(group))
     local_rank = group.local_rank if settings.device is None else settings.device
     _start(backend, local_rank, {"store": store, "rank": group.rank, "world_size": group.size})
+    if RejoinSettings.from_env().in_place:
+        from mindx_elastic.rejoin.groups import problem, set_default_store
+
+        if not problem():
+            set_default_store(store)
 
 
 def export_group(member: Member, group: Group) -> None:

@@ -122,12 +122,13 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
 
 
 def set_default_store(store: Any) -> None:
-    """Let the default group use `store`, as if it had been made with it: the host of its own may be gone."""
+    """Let torch and this package use `store` for what they write from now on. All ranks of a group, old and new ones,
+    must give the same: the store that a group was made with has a prefix of torch's own, and its host may be gone."""
     from torch.distributed import distributed_c10d as c10d
 
     world: Any = c10d._world
     handle = c10d._get_default_group()
-    world.pg_map[handle] = (world.pg_map[handle][0], dist.PrefixStore("default_pg", store))
+    world.pg_map[handle] = (world.pg_map[handle][0], store)
 
 
 def _timeout_of(group: Group) -> timedelta | None:
