@@ -65,6 +65,22 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
         assert hashes_of([*living, again]) == uninterrupted(size, tmp_path)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
+    """Rank 0 hosts the store of the group that dies with it."""
+    with cluster(2, MINDX_RECOVER="in-place") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers(f"--kill=forward:7:{victim}", "--run", fresh=False)
+        assert jobs[victim].wait() == -signal.SIGKILL
+        again = run.worker(victim, f"--kill=forward:7:{victim}", "--run", fresh=False)
+        survivor = jobs[1 - victim]
+        finish(run, scheduler, [survivor, again])
+        assert not survivor.matches("begins anew")
+        assert [match[3] for match in survivor.matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "6"]
+        assert scheduler.matches("generation 1, attempt 0")
+        assert hashes_of([survivor, again]) == uninterrupted(2, tmp_path)
+
+
 def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()

@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--exit-code", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=-1)
     parser.add_argument("--shared", action="store_true")
+    parser.add_argument("--run", action="store_true", help="guard.run(train) in place of `with guard:`")
     parser.add_argument("--snapshot-every", default="0")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -50,7 +51,8 @@ def main() -> None:
     loader = mx.data.ResumableLoader(data, 4, shuffle=True, seed=1)
     directory = "./ckpt" if args.shared else "./ckpt_of_rank/" + str(rank)
     guard = mx.Guard(model=model, optimizer=opt, loader=loader, directory=directory, snapshot_every=args.snapshot_every)
-    with guard:
+
+    def train() -> None:
         say(f"READY {rank} {os.getpid()} {guard.resumed_from_step}")
         fresh = guard.resumed_from_step is None
 
@@ -79,6 +81,12 @@ def main() -> None:
                     while not os.path.exists("go"):
                         time.sleep(0.02)
                         guard.poll()
+
+    if args.run:
+        guard.run(train)
+    else:
+        with guard:
+            train()
     weights = torch.cat([p.detach().flatten() for p in model.parameters()] + [torch.rand(2)])
     say(f"DONE {rank} {hashlib.sha256(weights.numpy().tobytes()).hexdigest()} {guard.step}")
     if args.exit_code and rank == 1:
