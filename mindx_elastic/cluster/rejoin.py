@@ -98,8 +98,10 @@ class ClusterMember(Member):
         board.write(f"{generation}/plan", {"generation": generation})
 
     def _board(self, generation: int) -> Board:
+        """The board of a generation whose group is not formed yet is only a word: the store before may be gone."""
         scope = f"{self._link.job}/{generation}"
-        return Board(self._connection(), key=board_key(), scope=scope, writer=self.ranks.rank)
+        store = self._connection() if generation == self._group.generation else None
+        return Board(store, key=board_key(), scope=scope, writer=self.ranks.rank)  # type: ignore[arg-type]
 
     def _connection(self) -> Any:
         import torch.distributed as dist
