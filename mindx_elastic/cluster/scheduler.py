@@ -373,8 +373,8 @@ class Scheduler:
         member = self.table.find(incarnation)
         if member is None:
             return
-        # What it has said before it ended may still be unread: how it has left.
-        for connection in [c for c in self._connections if c.incarnation == incarnation]:
+        # What it has said before it ended may still be unread, even who it is: how it has left.
+        for connection in [c for c in self._connections if c.incarnation in ("", incarnation)]:
             while connection in self._connections and not connection.closing and self._has_data(connection):
                 self._serve(connection, now)
         if has_ended(member.pid, member.started):
