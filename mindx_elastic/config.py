@@ -198,6 +198,8 @@ class RejoinSettings:
     """``MINDX_RECOVER``: ``in-place`` keeps the processes of the ranks that live when another one dies; ``restart``."""
     generation: int = 0
     """``MINDX_REJOIN``: the recovery that this process has been started for; 0: none."""
+    pipe: str | None = None
+    """``MINDX_SPARE``: the named pipe on which a spare is told its rank; None: this process is none."""
     timeout_s: float = 30.0
     """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
 
@@ -210,6 +212,7 @@ class RejoinSettings:
         return cls(
             in_place=recover == "in-place",
             generation=_integer(env, "MINDX_REJOIN", 0),
+            pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
         )
 

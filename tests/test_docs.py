@@ -28,6 +28,7 @@ from mindx_elastic.config import (
     ProveSettings,
     RankInfo,
     RedundancySettings,
+    RejoinSettings,
     Settings,
     SharingSettings,
     TftSettings,
@@ -79,6 +80,7 @@ SETTINGS = (
     *(RankInfo, Settings, AgentInfo, KeySettings, MemorySettings, RedundancySettings, FaultPaths, TftSettings),
     SharingSettings,
     ProveSettings,
+    RejoinSettings,
 )
 
 
@@ -130,12 +132,17 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
     assert (MemorySettings.from_env(recorder), FaultPaths.from_env(recorder)) == (memory, faults)
     assert (AgentInfo.from_env(recorder), TftSettings.from_env(recorder)) == (None, TftSettings())
     agent, keys = AgentInfo(folder=Path()), KeySettings.from_env(recorder)
+    rejoin = RejoinSettings.from_env(recorder)
     defaults: dict[str, object] = {
         "MINDX_GRACE_S": settings.grace_s,
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
         "MINDX_ZYGOTE": int(settings.zygote),
+        "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
+        "MINDX_REJOIN": rejoin.generation,
+        "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
+        "MINDX_SPARE": rejoin.pipe,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,
         "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,

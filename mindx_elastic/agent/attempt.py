@@ -307,11 +307,14 @@ class Attempt:
         first, ranks = stuck[0], [each.rank for each in stuck]
         cause = f"hang: no step for {first.idle_s:.1f} s" + (_STOPPED if states[first.rank] == "T" else "")
         self._context.events.emit("hang", step=first.step, reason=cause, ranks=ranks, stacks=[str(f) for f in files])
-        if self._recovery is not None and culprits and not self._recovery.why_not(culprits):
-            for rank in culprits:
-                self._stuck[rank] = cause
-                self.workers.kill(rank)  # its connections end with it, and so does the others' wait
-            return
+        if self._recovery is not None:
+            reason = "it cannot be told which rank the others wait for"
+            if culprits and not (reason := self._recovery.why_not(culprits)):
+                for rank in culprits:
+                    self._stuck[rank] = cause
+                    self.workers.kill(rank)  # its connections end with it, and so does the others' wait
+                return
+            logger.warning("no recovery in place: %s", reason)
         subject = f"rank {first.rank} is" if len(culprits) < 2 else f"ranks {', '.join(map(str, culprits))} are"
         self._fail(cause, first.rank, f"{subject} stuck: {cause}")
         self.failed_at = time.monotonic() - first.idle_s

@@ -63,6 +63,7 @@ class Recovery:
         self._row: list[str] = []
         self._row_step = -1
         self._board: Board | None = None
+        self._has_given_up = False
         self._now: _Generation | None = None
 
     @property
@@ -131,6 +132,8 @@ class Recovery:
     def look(self) -> Phase:
         """Take in what has been written to the board. Returns the phase: `FALLBACK` when it has come to nothing."""
         if not self.is_active:
+            if self._machine.phase is Phase.FALLBACK and not self._has_given_up:  # a process has died meanwhile
+                self._give_up()
             return self._machine.phase
         assert self._board is not None and self._now is not None
         machine, generation = self._machine, self._machine.generation
@@ -242,13 +245,14 @@ class Recovery:
     def _give_up(self) -> None:
         """Release the survivors that wait for something which does not come."""
         assert self._board is not None
+        self._has_given_up = True
         generation, refusal = self._machine.generation, {"refusal": self._machine.reason}
         try:
             note = self._board.write(f"{generation}/state", refusal)
             if "path" in note and not self._machine.has_state:  # the donor was faster
                 self._machine.has_state, self._machine.fallback = True, Fallback.KILL
             for rank in range(len(self._workers.processes)):
-                self._board.write(f"{generation}/out/{rank}", {"dead": True})
+                self._board.write(f"{generation}/out/{rank}", refusal)
         except _ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)

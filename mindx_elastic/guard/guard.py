@@ -7,7 +7,6 @@ The callbacks and integrations are thin layers on it. This file has the public m
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.layout import Layout
 from mindx_elastic.core.position import Position
 from mindx_elastic.errors import GracefulExit, UnmanagedStateError, UsageError
+from mindx_elastic.guard.active import active, check_that_it_is_not_active, check_that_one_may_enter, require_entered
 from mindx_elastic.guard.boundaries import Boundaries
 from mindx_elastic.guard.checks.checks import Checks
 from mindx_elastic.guard.ending import Ending
@@ -36,20 +36,17 @@ from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.reentry import host_of, run_in_place
 from mindx_elastic.guard.replicas import outermost_replicas
+from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import HEARD_S, Witness
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin.member import Entry, Member
 
 __all__ = ["DEFAULT_SIGNALS", "Guard"]
 
 _T = TypeVar("_T")
 _HEARD_S = 5.0  # the watcher is told by this process itself
-_entered: list[Guard] = []
-_has_entered = False  # some guard of this process
 
 
 class Guard:
@@ -165,9 +162,7 @@ class Guard:
         self._cut = True  # the last step has ended with a boundary; not inside an accumulation window
         self._known = True  # and the loaders' positions at it are known
         self._finished_step = True  # `finish_step` has been called for it
-        self._member: Member | None = None  # of recoveries in place
-        self._entry: Entry | None = None
-        self._is_reentering = False
+        self._place: Place | None = None  # in recoveries in place
         self._witness: Witness | None = None
         """Notes what each step has seen and made; None outside of `mindx-elastic prove`."""
 
@@ -194,42 +189,42 @@ class Guard:
         self._more, self._kept, self._loops.tail.layer_reads = dict(variables), tuple(kept), tail
 
     def __enter__(self) -> Guard:
-        global _has_entered
-        self._is_reentering = False
-        if self in _entered:  # on every rank alike; the block that is open goes on
-            raise UsageError("this guard is active already: write `with guard:` once around the loop")
+        check_that_it_is_not_active(self)
         self._loops.open(sys._getframe(1), self, self._targets)
         with ExitStack() as stack:
             self.ranks = current_ranks(RankInfo.from_env())
-            name = "" if self._entry is None else f"entry{self._entry.generation}"
-            self._exchange = self._shared_exchange or open_exchange(self.ranks, name)
+            place = self._place
+            self._exchange = self._shared_exchange or open_exchange(self.ranks, "" if place is None else place.name)
             if self._shared_exchange is None:
                 stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack)
-                more = [] if self._member is None else self._member.parts()
+                more = [] if place is None else place.parts()
                 meet(self._exchange, "entered", [*self._last_parts, *more])
-            _entered.append(self)
-            _has_entered = True
-            stack.callback(_entered.remove, self)
+            stack.enter_context(active(self))
+            if place is None and not self._around.is_guest:
+                tell_of_block(self.ranks)
+            elif place is not None:
+                place.opened(self.stopper, self._around, self._loaders, self.ranks, self._ddp)
             self._stack = stack.pop_all()
-        if self._member is not None:
-            self._loaders.at_every_ask(self._member.at_batch)
-            self._member.opened(host_of(self.stopper, self._around, self.ranks, self._ddp))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if not self._is_reentering:
-                self._conclude(error)
+            if self._place is not None and self._place.comes_out(error, self.stopper):
+                way_out = self._place.leave(self.stopper, self._around, self._loaders)
+                if not isinstance(way_out, EnterAgain):
+                    self._conclude(way_out)
+                raise way_out from error
+            self._conclude(error)
         finally:
             self._stack.close()
 
     def _open(self, stack: ExitStack) -> None:
         """All ranks together. `stack` closes everything, in the other order."""
-        _check_that_one_may_enter()
+        check_that_one_may_enter()
         settings = self._options.settings()
         self._unmanaged = Unmanaged(settings.unmanaged)
         opening = Opening(
@@ -241,8 +236,7 @@ class Guard:
             self._exchange,
             self._targets,
             self._loaders,
-            self._member,
-            self._entry,
+            self._place,
         )
         self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
@@ -280,7 +274,7 @@ class Guard:
             self._update_gate,
             replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
             next_step=lambda: self._step + 1,
-            begins_again=self._entry is not None,
+            begins_again=self._place is not None and self._place.entry is not None,
         )
         if opening.witness is not None and not opening.evaluates:
             self._enter_witness(stack, opening.witness)
@@ -311,7 +305,7 @@ class Guard:
             peers=opening.start.peers,
             relay=opening.relay,
             already_durable=self._already_durable,
-            member=self._member,
+            member=None if self._place is None else self._place.member,
         )
         self.stopper, self._step_gate, self._listeners = stages.stopper, stages.step_gate, stages.listeners
         stages.open_saver(stack, asynchronous=any(policy.asynchronous for policy in self._periodic))
@@ -359,21 +353,17 @@ class Guard:
         rank has died and was replaced: the loops in it go on at the boundary that all ranks have agreed on. What must
         not be built twice (the model, the loader, process groups) is made outside of it.
         """
-        return run_in_place(self, train, self._targets, is_first=not _has_entered)
 
-    def take_part(self, member: Member, entry: Entry | None) -> None:
-        """For `run`, before entering: the process's part in recoveries in place, and what they have agreed on last."""
-        self._member, self._entry = member, entry
+        def block(place: Place | None) -> _T:
+            self._place = place
+            with self:
+                return train()
 
-    def leave_to_reenter(self) -> None:
-        """For `run`: the block is left to be entered again in a moment; nothing is saved, and memory is kept."""
-        self._is_reentering = True
-        self._loaders.shutdown()
-        self._saver.reenters = True
-        if self._around.link is not None:
-            self._around.link.stays = True
-        for parameter in self._collector.parameters:
-            parameter.grad = None
+        return run_in_place(block, lambda: self._targets)
+
+    def take_place(self, place: Place | None) -> None:
+        """For layers above, before entering: see `guard.running`."""
+        self._place = place
 
     # --- steps ---
 
@@ -464,11 +454,11 @@ class Guard:
 
     def boundary(self) -> None:
         """First half of `step_end`: everything has stepped; copy the volatile state."""
-        self._require_entered("step_end()")
+        require_entered(self, "step_end()")
         if self._evaluations.is_inside:
             raise UsageError("guard.step_end() was called inside guard.outside_step(): a step belongs outside of it")
-        if self._member is not None:
-            self._member.at_boundary()
+        if self._place is not None:
+            self._place.member.at_boundary()
         loops = self._loops
         self._known = self._loaders.at_boundary(self._collector.rng.get("torch"))
         loops.count()
@@ -560,7 +550,7 @@ class Guard:
         resume is said in docs/guarantees.md, section 1. Between `boundary` and `finish_step` the stop waits for the
         latter, as long as the deadline allows.
         """
-        self._require_entered("outside_step()")
+        require_entered(self, "outside_step()")
         evaluations = self._evaluations
         with evaluations.block(self._step), self._checks.paused(), self._stoppable(), evaluations.watched_weights():
             yield
@@ -599,7 +589,7 @@ class Guard:
 
     def save(self, reason: str = "manual", path: str | Path | None = None) -> Path:
         """Save the last boundary now. Training thread. Raises SaveError; UsageError inside an update."""
-        self._require_entered("save()")
+        require_entered(self, "save()")
         if self._around.keeps_nothing:
             check_guests_path(path, self._resolved.values())
         with self._update_gate.hold(0.0) as problem:
@@ -626,7 +616,7 @@ class Guard:
 
     def request_stop(self, reason: str, exit_code: int = 0) -> None:
         """Stop the whole job gracefully. Any thread; the training thread leaves at one of the next boundaries."""
-        self._require_entered("request_stop()")
+        require_entered(self, "request_stop()")
         self.stopper.request(reason, exit_code)
 
     def dismiss_stop(self) -> None:
@@ -677,17 +667,3 @@ class Guard:
     def _already_durable(self) -> Path | None:
         """The file that this run was resumed from, while no boundary has been passed since."""
         return None if self._boundaries.has_passed else self.resumed_path
-
-    def _require_entered(self, what: str) -> None:
-        if self not in _entered:
-            raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")
-
-
-def _check_that_one_may_enter() -> None:
-    if threading.current_thread() is not threading.main_thread():
-        raise UsageError(
-            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
-            "signal handlers can only be installed there. Start the training from the main thread"
-        )
-    if _entered:
-        raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")

@@ -29,11 +29,11 @@ from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated
+from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import open_witness
-from mindx_elastic.rejoin.member import Entry, Member
 
 __all__ = ["Opening"]
 
@@ -51,12 +51,10 @@ class Opening:
         exchange: Exchange,
         targets: Mapping[str, Any],
         loaders: Loaders,
-        member: Member | None = None,
-        entry: Entry | None = None,
+        place: Place | None = None,
     ) -> None:
-        """All ranks together. Raises what `Guard` raises on entering. `member`: this process's part in recoveries in
-        place; `entry`: after one, what the ranks go on from."""
-        self._member, self._entry = member, entry
+        """All ranks together. Raises what `Guard` raises on entering. `place`: in recoveries in place."""
+        self._entry = None if place is None else place.entry
         self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
         self._targets = targets
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
@@ -82,7 +80,7 @@ class Opening:
             exchange,
             home=self._folders.home,
             evaluates=self.evaluates,
-            member=member,
+            member=None if place is None else place.member,
         )
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""

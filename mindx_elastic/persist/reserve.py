@@ -17,7 +17,7 @@ import torch
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.persist.direct_io import BLOCK_BYTES, NUM_BLOCKS
 
-__all__ = ["Reserve"]
+__all__ = ["Reserve", "keep_reserve", "take_reserve"]
 
 _LEAST_BYTES = 4 << 20
 _BYTES_PER_PARAMETER = 12 << 10  # measured with AdamW: a peak of 7 to 10 KiB, whatever the size of the tensors

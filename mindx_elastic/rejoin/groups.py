@@ -25,6 +25,7 @@ __all__ = [
     "DdpModules",
     "connect",
     "digest",
+    "keep_timeout",
     "my_groups",
     "problem",
     "rebuild_buckets",
@@ -35,10 +36,11 @@ __all__ = [
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
 """DDP modules and their places."""
 _types = count(100)  # torch's own are below
+_timeouts: dict[str, timedelta] = {}
 
 
 @dataclass(frozen=True)
-class Group:
+class _Group:
     """A process group that this rank is in."""
 
     handle: Any
@@ -78,7 +80,7 @@ def problem() -> str:
     return ""
 
 
-def my_groups() -> Iterator[Group]:
+def my_groups() -> Iterator[_Group]:
     """The groups that this rank is in, in the order in which they were made."""
     from torch.distributed import distributed_c10d as c10d
 
@@ -88,7 +90,7 @@ def my_groups() -> Iterator[Group]:
         devices = c10d.BackendConfig(c10d.Backend(config)).get_device_backend_map()
         ranks = world.pg_group_ranks[handle]
         order = tuple(sorted(ranks, key=ranks.__getitem__))
-        yield Group(handle, str(world.pg_names[handle]), order, tuple(sorted(devices.items())))
+        yield _Group(handle, str(world.pg_names[handle]), order, tuple(sorted(devices.items())))
 
 
 def digest() -> str:
@@ -131,7 +133,16 @@ def set_default_store(store: Any) -> None:
     world.pg_map[handle] = (world.pg_map[handle][0], store)
 
 
-def _timeout_of(group: Group) -> timedelta | None:
+def keep_timeout(name: str, timeout: timedelta | None) -> None:
+    """In a new process: of the group `name`, which has no connections yet."""
+    from torch.distributed.distributed_c10d import default_pg_timeout
+
+    _timeouts[name] = default_pg_timeout if timeout is None else timeout
+
+
+def _timeout_of(group: _Group) -> timedelta | None:
+    if group.name in _timeouts:
+        return _timeouts.pop(group.name)
     try:
         options = group.handle._get_backend(torch.device(group.backends[0][0])).options
         found = options._timeout
@@ -144,14 +155,14 @@ def reset_ddp(modules: DdpModules) -> str:
     """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one. Returns why they
     cannot."""
     for name, module in modules:
-        if rebuilds(module) and not module._has_rebuilt_buckets:
+        if _rebuilds(module) and not module._has_rebuilt_buckets:
             return f"{name} has not laid out its buckets yet: it was in its first two steps"
     for _, module in modules:
         module.reducer._reset_state()
     return ""
 
 
-def rebuilds(module: DistributedDataParallel) -> bool:
+def _rebuilds(module: DistributedDataParallel) -> bool:
     """Whether it lays out its buckets anew after its first backward."""
     return not module.find_unused_parameters or module.static_graph
 
@@ -159,7 +170,7 @@ def rebuilds(module: DistributedDataParallel) -> bool:
 def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]) -> str:
     """In a new process whose groups have no connections yet: lay out the buckets as the other ranks have. Returns why
     it is not possible."""
-    if not rebuilds(module):
+    if not _rebuilds(module):
         return ""
     group = module.process_group
     module._update_process_group(_alone())  # DDP's backward wants results, which a group without peers does not give

@@ -28,7 +28,7 @@ _PASSED = ("barrier", "monitored_barrier")
 _undo: list[Callable[[], None]] = []
 
 
-class SetupCollective(BaseException):
+class _SetupCollective(BaseException):
     """The program has called a collective before its guard; the process ends, and the job is restarted."""
 
 
@@ -37,6 +37,8 @@ def prepare() -> None:
     import torch.distributed as dist
     import torch.testing._internal.distributed.fake_pg  # noqa: F401 - registers the backend
     from torch.distributed import distributed_c10d as c10d
+
+    from mindx_elastic.rejoin.groups import keep_timeout
 
     helper = c10d._new_process_group_helper
 
@@ -49,6 +51,7 @@ def prepare() -> None:
         if handle in c10d._world.pg_map:  # else this rank is not in the group
             c10d._world.pg_map[handle] = (kind, c10d._world.pg_map[handle][1])
             c10d._world.pg_backend_config[handle] = str(c10d.BackendConfig(c10d.Backend(kind)))
+            keep_timeout(str(c10d._world.pg_names[handle]), named.get("timeout"))
         return made
 
     _patch(c10d, "_new_process_group_helper", new_group_without_peers)
@@ -69,7 +72,7 @@ def _refusing(name: str) -> Callable[..., None]:
             f"the program calls torch.distributed.{name}() before its guard, and the other ranks take no part in that"
         )
         _tell(text)
-        raise SetupCollective(text)
+        raise _SetupCollective(text)
 
     return refuse
 

@@ -223,10 +223,12 @@ class Member:
         if self.ranks.rank == verdict.donor:
             path = host.donate()
             self._times["donated"] = time.time()
-            board.write(f"{generation}/state", {"path": str(path)})
+            note = board.write(f"{generation}/state", {"path": str(path)})
+            if "path" not in note:
+                raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
-        if said := groups.reset_ddp(host.ddp):
+        if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
@@ -237,6 +239,9 @@ class Member:
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
         notes = self._wait(board, list(keys.values()), host)
+        for note in notes.values():
+            if note.get("refusal"):  # the coordinator has given up before this rank has written its report
+                raise RejoinFailed(str(note["refusal"])[:_LONGEST])
         try:
             reports = {
                 rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])

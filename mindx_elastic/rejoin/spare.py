@@ -62,7 +62,8 @@ def know_rank() -> None:
     if not _waiting or _is_building:
         return
     _waiting = False
-    variables = json.loads(_read_pipe(os.environ[PIPE_VARIABLE]))
+    pipe = os.environ.pop(PIPE_VARIABLE)
+    variables = json.loads(_read_pipe(pipe))
     while _undo:
         _undo.pop()()
     os.environ.update(variables)

@@ -123,12 +123,13 @@ class SaveClock:
         logger.warning("rank %d no longer saves by the clock: %s", self._rank, error)
 
 
-def open_clock(seconds: float, rank: int, world_size: int) -> SaveClock | None:
-    """A clock for this job; None when `seconds` is 0. With several ranks all of them open the same clocks in order."""
+def open_clock(seconds: float, rank: int, world_size: int, name: str = "") -> SaveClock | None:
+    """A clock for this job; None when `seconds` is 0. With several ranks all of them open the same clocks in order.
+    `name`: instead of its number in that order, where processes of different ages meet."""
     if not seconds:
         return None
     if world_size == 1:
         return SaveClock(seconds)
-    name = f"clock/{next(_clocks)}"
+    name = f"clock/{name or next(_clocks)}"
     store = connect_store(RankInfo.from_env(), name)
     return SaveClock(seconds, rank=rank, store=store, seal=current_seal(), name=name)

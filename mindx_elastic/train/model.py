@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from mindx_elastic.data import from_loader
 from mindx_elastic.data.position import whole_number
 from mindx_elastic.errors import UsageError
 from mindx_elastic.guard.guard import Guard
+from mindx_elastic.guard.running import Place, run_in_place
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.train.callbacks import (
     Callback,
@@ -38,6 +40,17 @@ from mindx_elastic.train.policies import Policies, adopt, gather_policies
 from mindx_elastic.train.step import ModelParts, TrainOneStep
 
 __all__ = ["Model"]
+
+
+@dataclass(frozen=True)
+class _Arguments:
+    """Of one call of `Model.train`."""
+
+    epochs: int
+    callbacks: Sequence[Callback]
+    resume: str | os.PathLike[str]
+    grace_s: float | None
+    allow_shared_directory: bool
 
 
 class Model(ModelParts):
@@ -109,25 +122,42 @@ class Model(ModelParts):
             raise UsageError("train() was called inside a training; call it after the running one has ended")
         if not self.optimizers and isinstance(self.step, TrainOneStep):
             raise UsageError("Model was made without an optimizer; give one, or a train_step that updates by itself")
-        given = as_callback_list(callbacks)
+        arguments = _Arguments(
+            epochs=epochs,
+            callbacks=tuple(as_callback_list(callbacks)),
+            resume=resume,
+            grace_s=grace_s,
+            allow_shared_directory=allow_shared_directory,
+        )
         extra = self._stateful_objects(stateful)
         loader = from_loader(loader)
         world_size = self._prepare(train=True)
+
+        def block(place: Place | None) -> None:
+            self._train(arguments, loader, dict(extra), place, world_size=world_size, progress=progress)
+
+        run_in_place(block, lambda: {"model": self.network})
+
+    def _train(
+        self,
+        arguments: _Arguments,
+        loader: Any,
+        extra: dict[str, Any],
+        place: Place | None,
+        *,
+        world_size: int,
+        progress: bool | None,
+    ) -> None:
+        """Once; or again in the same process, after a recovery in place."""
+        given = list(arguments.callbacks)
         with ExitStack() as stack:
-            exchange = self._open_exchange(stack, world_size)
+            exchange = self._open_exchange(stack, world_size, "" if place is None else f"model/{place.name}")
             with nullcontext() if exchange is None else all_or_none(exchange):
                 given += [] if exchange is None else adopt(given, exchange, current_ranks(self.ranks).rank)
                 policies = gather_policies(given)
                 states, losses = CallbackList(given), EpochLoss(self)
                 extra |= {PROGRESS: losses, CALLBACKS: states}
-                guard = self._open_guard(
-                    policies,
-                    loader,
-                    extra,
-                    resume=resume,
-                    grace_s=grace_s,
-                    allow_shared_directory=allow_shared_directory,
-                )
+                guard = self._open_guard(policies, loader, extra, arguments)
                 hooks = CutHooks(losses)
                 if isinstance(guard, Guard):
                     guard.look_into(
@@ -135,26 +165,24 @@ class Model(ModelParts):
                         kept=[c for c in given if keeps_state(c)],
                         tail=next(filter(None, map(read_at_epoch_end, given)), None),
                     )
+                    guard.take_place(place)
                     guard.start_with(exchange, [hooks])  # from here its errors are the others', too
                 elif exchange is not None:
                     meet(exchange, "prepared", [])
             display = self._add_display(states, losses, progress)
             stack.callback(display.close)
-            self._run(
-                guard,
-                loader,
-                TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks),
-                epochs,
-            )
+            loop = TrainLoop(self, guard, states, loader, losses, policies.periodic, exchange, hooks)
+            self._run(guard, loader, loop, arguments.epochs, "" if place is None else place.name)
 
-    def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int) -> None:
+    def _run(self, guard: GuardPort, loader: Any, loop: TrainLoop, epochs: int, entry: str) -> None:
         self._guard, self._training_loader = guard, loader
         try:
             with guard:
                 self.resumed_from_step = guard.resumed_from_step
-                for policy in loop.periodic:
+                for number, policy in enumerate(loop.periodic):
                     if isinstance(policy, PeriodicSave):
-                        policy.begin(open_clock(policy.config.seconds, guard.rank, guard.world_size))
+                        name = f"{entry}/{number}" if entry else ""
+                        policy.begin(open_clock(policy.config.seconds, guard.rank, guard.world_size, name))
                 loop.run(epochs)
         except BaseException:
             loader.shutdown()
@@ -173,12 +201,9 @@ class Model(ModelParts):
         policies: Policies,
         loader: Any,
         stateful: Mapping[str, Any],
-        *,
-        resume: str | os.PathLike[str],
-        grace_s: float | None,
-        allow_shared_directory: bool,
+        arguments: _Arguments,
     ) -> GuardPort:
-        directory = policies.directory
+        directory, resume = policies.directory, arguments.resume
         if directory is None:
             if resume not in ("auto", "never"):
                 raise UsageError(
@@ -195,10 +220,10 @@ class Model(ModelParts):
             loader=loader,
             stateful=stateful,
             resume=resume if isinstance(resume, str) else Path(resume),
-            grace_s=grace_s,
+            grace_s=arguments.grace_s,
             policies=policies.exits,
             periodic=policies.periodic,
-            allow_shared_directory=allow_shared_directory,
+            allow_shared_directory=arguments.allow_shared_directory,
         )
         guard.expect_no_look_ahead()
         return guard
@@ -239,10 +264,10 @@ class Model(ModelParts):
             self.network = wrap_network(self.network, self.device, world_size)
         return world_size
 
-    def _open_exchange(self, stack: ExitStack, world_size: int) -> Exchange | None:
+    def _open_exchange(self, stack: ExitStack, world_size: int, name: str) -> Exchange | None:
         if world_size == 1:
             return None
-        exchange = open_exchange(current_ranks(self.ranks))
+        exchange = open_exchange(current_ranks(self.ranks), name)
         stack.callback(exchange.close)
         return exchange
 

@@ -25,9 +25,9 @@ from torch import nn
 from torch.utils.data import Dataset
 
 import mindx_elastic as mx
-from mindx_elastic.guard import guard as guard_module
 from mindx_elastic.guard import saver as saving_module
 from mindx_elastic.guard import start as start_module
+from mindx_elastic.guard.active import _active as active_guards
 from mindx_elastic.guard.stop_state import StopPhase
 from mindx_elastic.memory import snapshots as snapshotting_module
 
@@ -292,7 +292,7 @@ def inject(environment: Mapping[str, str]) -> None:
         def slow(*args: Any, **kwargs: Any) -> Any:
             say("SAVING")
             end = time.monotonic() + 60
-            while guard_module._entered[0].stopper.events.counters.get("alarm", 0) < 2:
+            while active_guards[0].stopper.events.counters.get("alarm", 0) < 2:
                 if time.monotonic() > end:
                     sys.exit("no second alarm came in 60 s")
                 time.sleep(0.005)

@@ -205,9 +205,9 @@ def slow_down_periodic_saves() -> None:
     write = getattr(saving_module, "write_checkpoint")  # noqa: B009
 
     def slow(path: Any, state: Any, info: Any, **kwargs: Any) -> Any:
-        from mindx_elastic.guard import guard as guard_module
+        from mindx_elastic.guard.active import _active as active_guards
 
-        stopper = guard_module._entered[0].stopper
+        stopper = active_guards[0].stopper
         if info.kind == "periodic" and stopper.phase is StopPhase.TRAINING:
             say(f"PERIODIC {info.rank} {info.step}")
             end = time.monotonic() + 60

@@ -49,8 +49,8 @@ def forked(job: Job) -> list[str]:
 
 @pytest.mark.parametrize("options", [[], ["--redirects", "3", "--log-dir", "logs"], ["--tee", "3"]])
 def test_restarted_workers_are_forked(options: list[str]) -> None:
-    unbuffered = {"PYTHONUNBUFFERED": "1"}  # else the agent keeps what its workers print
-    with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered) as job:
+    unbuffered = {"PYTHONUNBUFFERED": "1"}  # else the agent keeps for a while what its workers print
+    with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered, under=["env"]) as job:
         redirected = "--redirects" in options
         if redirected:
             wait_until(lambda: said("HOLD") == 2, "both ranks at their step")
@@ -67,9 +67,8 @@ def test_restarted_workers_are_forked(options: list[str]) -> None:
     if redirected:
         assert said("READY", attempt=1) == 2 and not resumed(job)
     else:
-        assert resumed(job)[2:] == ["7", "7"]
-        prefixes = job.matches(r"^\[default[01]\]:.*READY")
-        assert len(prefixes) == (4 if options else 0)
+        prefix = r"^\[default[01]\]:" if options else "^"
+        assert [match[1] for match in job.matches(prefix + r"READY \d+ \d+ (\w+)")][2:] == ["7", "7"]
     assert nothing_left() and not Path(f"/proc/{zygote}").exists()
 
 
@@ -126,4 +125,4 @@ def test_a_killed_agent_takes_forked_workers_and_zygote_with_it() -> None:
         job.expect(-signal.SIGKILL)
         wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in [zygote, *workers]), "end of all processes")
     assert forked(job) == ["2"]
-    assert "10" in {match[1] for match in job.matches(r"step (\d+) saved in")}, "at the agent's death"
+    assert max(int(match[1]) for match in job.matches(r"step (\d+) saved in")) >= 10, "at the agent's death"

@@ -1,0 +1,55 @@
+"""Which guard of this process is entered: one at a time, and in the main thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mindx_elastic.errors import UsageError
+
+__all__ = ["active", "check_that_it_is_not_active", "check_that_one_may_enter", "has_been_one", "require_entered"]
+
+_active: list[Any] = []
+_count = 0  # of all guards that have been entered
+
+
+@contextmanager
+def active(guard: object) -> Iterator[None]:
+    """`guard` is entered."""
+    global _count
+    _count += 1
+    _active.append(guard)
+    try:
+        yield
+    finally:
+        _active.remove(guard)
+
+
+def has_been_one() -> bool:
+    """Whether a guard of this process is or was entered."""
+    return _count > 0
+
+
+def check_that_it_is_not_active(guard: object) -> None:
+    """Raises UsageError: on every rank alike; the block that is open goes on."""
+    if guard in _active:
+        raise UsageError("this guard is active already: write `with guard:` once around the loop")
+
+
+def check_that_one_may_enter() -> None:
+    """Raises UsageError in another thread, and while a guard is active."""
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            f"the guard must be entered in the main thread, not in {threading.current_thread().name!r}: "
+            "signal handlers can only be installed there. Start the training from the main thread"
+        )
+    if _active:
+        raise UsageError("another guard is active in this process; leave it first (Model.train enters one by itself)")
+
+
+def require_entered(guard: object, what: str) -> None:
+    """Raises UsageError for a call of `what` outside of the guard's block."""
+    if guard not in _active:
+        raise UsageError(f"guard.{what} was called outside of the block; write: with guard: ...")

@@ -1,0 +1,225 @@
+"""Runs a block that may be entered again in the same process: after a recovery in place, see `rejoin`.
+
+`run_in_place` calls the block with its `Place`, which the guard is given before it is entered. When another rank has
+died, the guard is left with `EnterAgain`, and the block is called anew: in this process, and from the beginning in the
+new process of the dead rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mindx_elastic.cluster.group import current_member
+from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.core.events import logger
+from mindx_elastic.core.status_page import WorkerPhase
+from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
+from mindx_elastic.guard.active import has_been_one
+from mindx_elastic.guard.connections import Connections
+from mindx_elastic.guard.loops.loaders import Loaders
+from mindx_elastic.guard.replicas import ddp_modules
+from mindx_elastic.guard.saver import Saver
+from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.platforms.launchers import current_ranks
+from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
+from mindx_elastic.rejoin.protocol import Report
+from mindx_elastic.rejoin.sockets import SocketsPart
+
+__all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
+
+_T = TypeVar("_T")
+_members: list[Member] = []
+_told: set[str] = set()
+_is_running = False  # `run_in_place` has been called
+
+
+class EnterAgain(BaseException):
+    """Leaves the block of a guard that is to be entered again."""
+
+    def __init__(self, entry: Entry) -> None:
+        super().__init__("the guard is entered again")
+        self.entry = entry
+
+
+class Place:
+    """A guard's part in recoveries in place, for one entry. Training thread."""
+
+    def __init__(self, member: Member, entry: Entry | None) -> None:
+        """`entry`: what the last recovery has agreed on; None: there was none."""
+        self.member, self.entry = member, entry
+
+    @property
+    def name(self) -> str:
+        """Of this entry: the same for processes of all ages."""
+        return f"entry{0 if self.entry is None else self.entry.generation}"
+
+    def parts(self) -> list[SocketsPart]:
+        """For the last meeting of the entry."""
+        return self.member.parts()
+
+    def opened(
+        self, stopper: Stopper, around: Connections, loaders: Loaders, ranks: RankInfo, ddp: groups.DdpModules
+    ) -> None:
+        """The guard is open."""
+        member = self.member
+        loaders.at_every_ask(member.at_batch)
+        member.opened(_host_of(stopper, around, ranks, ddp))
+        member.page.set(in_place=1, generation=member.generation)
+        if self.entry is not None:
+            member.entered()
+
+    def comes_out(self, error: BaseException | None, stopper: Stopper) -> bool:
+        """Whether the block has been left, with `error`, because another rank has died."""
+        member = self.member
+        if isinstance(error, (LeavesToRejoin, GracefulExit, UnmanagedStateError)):
+            return isinstance(error, LeavesToRejoin)
+        if member.wants_out:  # None: the program has caught what took it out
+            return error is None or isinstance(error, Exception)
+        if not isinstance(error, RuntimeError):
+            return False
+        return bool(stopper.peers_gone_soon(error)) and member.comes_out_soon()
+
+    def leave(self, stopper: Stopper, around: Connections, loaders: Loaders) -> EnterAgain | GracefulExit:
+        """Agree with the others on what to enter again with: nothing is saved, memory is kept. Where that is not
+        possible the rank has saved, and a GracefulExit is the way out."""
+        self.member.page.set(phase=WorkerPhase.BETWEEN)
+        try:
+            entry = self.member.leave()
+        except RejoinFailed as problem:
+            logger.warning("no recovery in place: %s; the job is restarted", problem)
+            stopper.stop_for_death()
+            return stopper.exit()
+        loaders.shutdown()
+        stopper.saver.reenters = True
+        if around.link is not None:
+            around.link.stays = True
+        for parameter in stopper.saver.collector.parameters:
+            parameter.grad = None
+        return EnterAgain(entry)
+
+
+def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
+    """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
+    member = _find_member(current_ranks(RankInfo.from_env()))
+    global _is_running
+    _is_running = True
+    if member is None:
+        return block(None)
+    entry = _join(targets(), member) if member.is_joiner and not member.has_entered else None
+    member.has_entered = True
+    try:
+        while True:
+            try:
+                return block(Place(member, entry))
+            except EnterAgain as again:
+                entry = again.entry
+                # With it go the frames of the program's loop, its iterators, their workers.
+                again.__context__ = again.__cause__ = again.__traceback__ = None
+    finally:
+        member.closed()
+
+
+def _find_member(ranks: RankInfo) -> Member | None:
+    """The process's member; None: a death restarts the job."""
+    settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
+    link = current_member() if agent is None else None
+    if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
+        return None
+    # A new process could not pass the guards before it.
+    reason = "this is not the process's first guard" if has_been_one() else groups.problem()
+    if reason:
+        if settings.generation and not has_been_one():
+            raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
+        _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
+        return None
+    if link is not None and (why_not := cluster_problem(link)):
+        _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
+        return None
+    if not _members and link is not None:
+        _members.append(ClusterMember(settings, ranks, link))
+    elif not _members:
+        assert agent is not None
+        _members.append(Member(settings, ranks, agent))
+    return _members[0]
+
+
+def tell_of_block(ranks: RankInfo) -> None:
+    """The program has entered its guard itself."""
+    settings = RejoinSettings.from_env()
+    if settings.in_place and not _is_running and AgentInfo.from_env() is not None and ranks.world_size > 1:
+        if settings.generation:
+            raise MismatchError("this process cannot take a dead rank's place: it does not enter guard.run(...)")
+        _tell_once(
+            ranks,
+            "the guard is entered with `with guard:`, so when a rank dies the whole job is restarted; make the loop a "
+            "function and write guard.run(train)",
+        )
+
+
+def _tell_once(ranks: RankInfo, text: str) -> None:
+    """One line a job: why there is no recovery in place."""
+    if ranks.rank == 0 and text not in _told:
+        _told.add(text)
+        logger.warning("--recover in-place: %s", text)
+
+
+def _join(targets: Mapping[str, Any], member: Member) -> Entry:
+    try:
+        return member.join(ddp_modules(targets))
+    except RejoinFailed as error:
+        member.refuse(member.generation, str(error))
+        raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
+
+
+def _problem(saver: Saver) -> str:
+    """Why the ranks cannot go on in place from one boundary; empty: they can."""
+    if not saver.replicated:
+        return "the ranks hold different parts of the state"
+    if saver.collector.compiled.kept:
+        return "torch.compile has compiled part of the training, and only a restart compiles it the same again"
+    return ""
+
+
+def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules) -> Host:
+    """What the member needs of an open guard."""
+    saver, collector = stopper.saver, stopper.saver.collector
+
+    def report() -> Report:
+        stopper.update_gate.give_up()
+        with stopper.update_gate.hold(0.0) as problem:
+            return Report(
+                rank=ranks.rank,
+                run_id=saver.events.run_id,
+                attempt=saver.events.attempt,
+                step=collector.position.step,
+                clean=problem is None,
+                groups=groups.digest(),
+                orders=collector.gradient_order,
+                problem=_problem(saver),
+            )
+
+    def donate() -> Path:
+        path = None if around.memory is None else around.memory.donate()
+        if path is None:
+            raise RejoinFailed("the donor's state does not fit into shared memory")
+        return path
+
+    def open_gate() -> None:
+        stopper.step_gate.close()
+        stopper.step_gate.open_until(0)
+
+    return Host(
+        report=report,
+        live=lambda: (collector.state(), saver.describe("snapshot")),
+        donate=donate,
+        is_stopping=lambda: stopper.alarm is not None,
+        peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
+        call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),
+        open_gate=open_gate,
+        ddp=ddp,
+    )

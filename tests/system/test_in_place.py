@@ -1,0 +1,275 @@
+"""Recoveries in place: whatever dies, wherever, the survivors keep their processes, and the end is bit for bit that of
+the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from tests.harness import Job, events, start_agent
+
+pytestmark = pytest.mark.slow
+drill = pytest.mark.drill
+
+JOB = "in_place.py"
+IN_PLACE = r"recovery \d+ in place: ranks? ([\d, ]+) replaced, all ranks train on from step (\d+)"
+WHY = r"no recovery in place: (.*)"
+PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0}
+"""Options that do not change what is trained, and how many words follow."""
+
+
+class Runs:
+    """Disturbed runs, each beside the undisturbed one of the same training, which runs once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._count = folder, 0
+        self._known: dict[tuple[object, ...], tuple[dict[int, str], dict[str, list[int]]]] = {}
+
+    def run(
+        self,
+        ranks: int,
+        *args: object,
+        options: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+        meanwhile: Callable[[Job], None] = lambda job: None,
+        code: int = 0,
+    ) -> tuple[Job, Path]:
+        """Run it, and insist on the same end as without faults: weights, optimizer, random numbers, samples."""
+        words = [str(each) for each in args]
+        expected = self.undisturbed(ranks, words)
+        self._count += 1
+        folder = self._folder / f"run{self._count}"
+        job = self.start(folder, ranks, words, options, env or {}, meanwhile, code)
+        wanted = sum(word == "--fault" for word in words)
+        assert len(job.matches(r"^FAULT ")) == wanted, job.report()
+        if code == 0:
+            assert (job.hashes(), _seen(job)) == expected, job.report()
+            assert not job.matches("not bit for bit"), job.report()
+        return job, folder
+
+    def undisturbed(self, ranks: int, words: Sequence[str]) -> tuple[dict[int, str], dict[str, list[int]]]:
+        """Hashes and samples of the same training without faults."""
+        plain = _without_faults(words)
+        key = (ranks, *plain)
+        if key not in self._known:
+            job = self.start(self._folder / f"plain{len(self._known)}", ranks, plain)
+            self._known[key] = job.hashes(), _seen(job)
+        return self._known[key]
+
+    def start(
+        self,
+        folder: Path,
+        ranks: int,
+        args: Sequence[str],
+        options: Sequence[str] = (),
+        env: Mapping[str, str] = MappingProxyType({}),
+        meanwhile: Callable[[Job], None] = lambda job: None,
+        code: int = 0,
+    ) -> Job:
+        (folder / "shm").mkdir(parents=True, exist_ok=True)
+        env = {"MINDX_ARENA_DIR": str(folder / "shm"), **env}
+        options = ["--recover", "in-place", *options]
+        with start_agent(JOB, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
+            meanwhile(job)
+            job.expect(code)
+            assert not list((folder / "shm").glob("*/agent-*")), job.report()
+        return job
+
+
+def _without_faults(words: Sequence[str]) -> list[str]:
+    found, rest = [], iter(words)
+    for word in rest:
+        if word in PLAIN:
+            for _ in range(PLAIN[word]):
+                next(rest)
+        else:
+            found.append(word)
+    return found
+
+
+def _seen(job: Job) -> dict[str, list[int]]:
+    """The samples of each epoch. A step that is done again has the same ones."""
+    steps: dict[tuple[str, str], tuple[str, str]] = {}
+    for match in job.matches(r"SEEN (\d+) ([\d,]+) (\d+) (\d+)"):
+        what = match[1], match[2]
+        assert steps.setdefault((match[3], match[4]), what) == what, job.report()
+    found: dict[str, list[int]] = {}
+    for epoch, samples in steps.values():
+        found.setdefault(epoch, []).extend(map(int, samples.split(",")))
+    return {epoch: sorted(samples) for epoch, samples in found.items()}
+
+
+def processes(job: Job) -> dict[int, list[int]]:
+    """The processes of each rank, in the order in which they came."""
+    found: dict[int, list[int]] = {}
+    for match in job.matches(r"READY (\d+) (\d+)"):
+        pids = found.setdefault(int(match[1]), [])
+        if int(match[2]) not in pids:
+            pids.append(int(match[2]))
+    return found
+
+
+def check_in_place(job: Job, deaths: Sequence[int]) -> None:
+    """Each death cost its own rank a process, and no other rank."""
+    replaced = [int(rank) for match in job.matches(IN_PLACE) for rank in match[1].split(",")]
+    assert sorted(replaced) == sorted(deaths), job.report()
+    for rank, pids in processes(job).items():
+        assert len(pids) == 1 + deaths.count(rank), job.report()
+    assert not job.matches(WHY), job.report()
+    assert not job.matches(r"restart \d+ of"), job.report()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("in_place"))
+
+
+def faults(*orders: str) -> list[str]:
+    return [word for order in orders for word in ("--fault", order)]
+
+
+def victims(orders: Sequence[str]) -> list[int]:
+    return [int(order.partition(":")[0]) for order in orders]
+
+
+TWO = ("1:3:start", "0:4:forward", "1:6:mid", "0:8:backward", "1:10:update", "0:12:eval", "1:13:after", "0:15:save")
+THREE = ("2:3:start", "0:4:forward", "1:6:mid", "2:8:eval", "0:9:backward", "1:11:update", "2:13:after", "0:15:save")
+
+
+def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
+    orders = faults(*TWO)
+    job, folder = runs.run(2, "--epochs", 2, "--evaluate", "no_grad", "--save-every", 5, *orders)
+    check_in_place(job, victims(TWO))
+    told = [event for event in events(folder / "run", "rejoin") if event["outcome"] == "in place"]
+    assert len(told) == len(TWO)
+    assert set(told[0]["stages"]) == {"heard", "out", "agreed", "donated", "connected", "state", "ready"}
+    assert not any((folder / "shm").rglob("*.safetensors")), "shared memory is given back"
+
+
+@drill
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("--evaluate", "inference", "--save-every", 5, "--num-workers", 2),
+        ("--evaluate", "no_grad", "--save-every", 5, "--setup", "group"),
+        ("--evaluate", "no_grad", "--save-every", 5, "--setup", "barrier"),
+    ],
+    ids=["workers", "group", "barrier"],
+)
+def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: Sequence[object]) -> None:
+    job, _ = runs.run(3, "--epochs", 3, *more, *faults(*THREE))
+    check_in_place(job, victims(THREE))
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=drill)])
+def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
+    orders = (
+        "0:3:forward",
+        "1:4:mid",
+        "2:5:backward",
+        "0:6:update",
+        "1:7:after",
+        "2:8:backward",
+        "0:9:mid",
+        "1:10:update",
+    )
+    job, _ = runs.run(
+        ranks, "--epochs", 2, "--size", 144, "--accumulate", 2, "--amp", "--num-workers", 1, *faults(*orders)
+    )
+    check_in_place(job, victims(orders))
+
+
+@pytest.mark.parametrize("share", ["between", "update"])
+def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: str) -> None:
+    """Rank 1 waits for rank 2, which is killed, while rank 0 passes the boundary: in front of its update, and in it."""
+    orders = ("2:6:share", "2:9:share", "1:11:mid", "0:13:backward")
+    job, folder = runs.run(3, "--epochs", 2, "--share", share, *faults(*orders))
+    check_in_place(job, victims(orders))
+    told = events(folder / "run", "rejoin")
+    assert [event["behind"] for event in told] == [[1], [1], [], []]
+
+
+def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
+    orders = ("1:4:mid:stop", "0:7:backward:spin")
+    job, _ = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
+    check_in_place(job, victims(orders))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dead"), [(3, (0, 1)), pytest.param(4, (0, 2), marks=drill), pytest.param(4, (1, 2, 3), marks=drill)]
+)
+def test_several_ranks_killed_at_once(runs: Runs, ranks: int, dead: Sequence[int]) -> None:
+    orders = [f"{rank}:6:start" for rank in dead]
+    job, _ = runs.run(ranks, "--epochs", 2, *faults(*orders))
+    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
+
+
+@pytest.mark.parametrize("who", ["survivor", pytest.param("new", marks=drill), pytest.param("donor", marks=drill)])
+def test_a_second_death_while_a_recovery_is_under_way(runs: Runs, who: str) -> None:
+    def kill(job: Job) -> None:
+        (match,) = job.wait_for(r"a new process \(pid (\d+)\) takes the place of rank 2")
+        pid = int(match[1]) if who == "new" else job.pids()[{"survivor": 1, "donor": 0}[who]]
+        os.kill(pid, signal.SIGKILL)
+
+    job, _ = runs.run(3, "--epochs", 2, "--step-s", 0.02, *faults("2:6:forward"), meanwhile=kill)
+    assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
+
+
+def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
+    job, _ = runs.run(3, "--epochs", 2, "--catch", "backward", *faults("1:5:forward", "0:9:mid"))
+    assert job.matches("CAUGHT"), job.report()
+    assert not job.matches("Traceback"), job.report()
+
+
+@drill
+def test_a_program_that_catches_every_exception_of_a_step(runs: Runs) -> None:
+    job, _ = runs.run(2, "--epochs", 2, "--catch", "step", *faults("1:5:forward", "0:9:mid"))
+    assert job.matches("CAUGHT"), job.report()
+
+
+@drill
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (("--setup", "gather"), "all_gather"),
+        (("--with-guard",), "not inside of guard.run"),
+    ],
+)
+def test_a_program_that_cannot_be_joined_is_restarted_and_told_why(
+    runs: Runs, args: Sequence[object], reason: str
+) -> None:
+    job, _ = runs.run(2, "--epochs", 2, *args, *faults("1:6:start"))
+    assert job.matches(r"restart 1 of"), job.report()
+    assert any(reason in match[1] for match in job.matches(WHY)), job.report()
+
+
+@drill
+def test_an_error_of_the_program_restarts_the_job(runs: Runs) -> None:
+    job, _ = runs.run(2, "--epochs", 2, *faults("1:6:start:raise"))
+    assert job.matches(r"ValueError: injected"), job.report()
+
+
+@drill
+def test_a_stop_in_the_middle_of_a_recovery_saves_what_there_is(runs: Runs) -> None:
+    def stop(job: Job) -> None:
+        job.wait_for("takes the place of rank 1")
+        job.signal_launcher(signal.SIGTERM)
+
+    words = ["--epochs", "2"]
+    _, folder = runs.run(2, *words, *faults("1:6:start"), meanwhile=stop, code=143)
+    job = runs.start(folder, 2, words)
+    assert job.hashes() == runs.undisturbed(2, words)[0], job.report()
+
+
+@drill
+def test_thirty_recoveries_in_one_job(runs: Runs) -> None:
+    orders = [
+        f"{step % 2}:{step}:{('start', 'forward', 'mid', 'backward', 'update')[step % 5]}" for step in range(3, 33)
+    ]
+    job, _ = runs.run(2, "--epochs", 3, "--resources", *faults(*orders))
+    assert len(job.matches(IN_PLACE)) == len(orders), job.report()
