@@ -424,7 +424,7 @@ class Cluster(RuleBasedStateMachine):
         again = Process(replace(process.who, node_id=process.node_id, incarnation=f"{self.count:032d}"))
         self.processes.append(again)
         if not at_once:
-            self.now += 3.0
+            self.let_pass(3.0)
         self.connect(again)
         if not again.admitted:
             again.alive = False
@@ -447,6 +447,10 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.6, 1.2, 3.0, 6.0]))
     def wait(self, seconds: float) -> None:
+        self.let_pass(seconds)
+
+    def let_pass(self, seconds: float) -> None:
+        """All that are not stopped send their heartbeats meanwhile."""
         for _ in range(max(1, round(seconds / 0.5))):
             self.now += min(seconds, 0.5)
             for process in self.processes:
