@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mindx_elastic import cluster as cluster
     from mindx_elastic import data as data
     from mindx_elastic import errors as errors
     from mindx_elastic.errors import GracefulExit as GracefulExit
@@ -49,6 +50,7 @@ _HOME = {
     "RunContext": "mindx_elastic.train",
     "TFTRegister": "mindx_elastic.train",
     "TimeMonitor": "mindx_elastic.train",
+    "cluster": "",
     "data": "",
     "errors": "",
     "get_ckpt_path_with_strategy": "mindx_elastic.plan",
@@ -73,6 +75,7 @@ __all__ = [
     "RunContext",
     "TFTRegister",
     "TimeMonitor",
+    "cluster",
     "data",
     "errors",
     "get_ckpt_path_with_strategy",

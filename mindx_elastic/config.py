@@ -61,7 +61,8 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
-    """This process's rank and the size of its job, from torchrun's environment."""
+    """This process's rank and the size of its job, from torchrun's environment; without WORLD_SIZE from RANK_ID,
+    RANK_SIZE and DEVICE_ID, where both of the former are set."""
 
     rank: int = 0
     """Global rank, from 0."""
@@ -79,10 +80,17 @@ class RankInfo:
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RankInfo:
         env = os.environ if env is None else env
+        rank, size, local = "RANK", "WORLD_SIZE", "LOCAL_RANK"
+        by_id = [env.get(name, "").strip() for name in ("RANK_ID", "RANK_SIZE", "DEVICE_ID")]
+        if by_id[0] and by_id[1] and not env.get(size, "").strip():
+            rank, size, local = "RANK_ID", "RANK_SIZE", "DEVICE_ID"
+        number, count = _integer(env, rank, 0), _integer(env, size, 1)
+        if count < 1 or not 0 <= number < count:
+            raise UsageError(f"{rank}={number} is outside 0..{size}-1 with {size}={count}")
         return cls(
-            rank=_integer(env, "RANK", 0),
-            world_size=_integer(env, "WORLD_SIZE", 1),
-            local_rank=_integer(env, "LOCAL_RANK", 0),
+            rank=number,
+            world_size=count,
+            local_rank=_integer(env, local, 0),
             attempt=max(_integer(env, "TORCHELASTIC_RESTART_COUNT", 0), _integer(env, "MINDX_ATTEMPT", 0)),
         )
 

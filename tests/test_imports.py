@@ -35,6 +35,7 @@ PURE = [
         "agent/hang.py",
         "agent/restarts.py",
         "agreement/stop_step.py",
+        "cluster/table.py",
         "rejoin/protocol.py",
         "mirror/partners.py",
         "persist/retention.py",

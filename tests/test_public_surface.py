@@ -30,6 +30,7 @@ SURFACE = Path(__file__).parent / "data" / "surface"
 RENEW = "MINDX_RENEW_SURFACE"
 MODULES = [
     "mindx_elastic",
+    "mindx_elastic.cluster",
     "mindx_elastic.data",
     "mindx_elastic.errors",
     "mindx_elastic.plan",

@@ -20,7 +20,7 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.posix import boot_id, open_pidfd, start_ticks
 
-__all__ = ["PeerWatch", "own_identity", "space_of"]
+__all__ = ["PeerWatch", "own_identity", "own_space", "report_death", "space_of"]
 
 _LONGEST_IDENTITY = 1000
 _MOST_PID = 1 << 22  # the kernel's own limit
@@ -28,10 +28,10 @@ _MOST_PID = 1 << 22  # the kernel's own limit
 
 def own_identity() -> str:
     """What a rank publishes at the start: JSON of its pid, start time and process-id namespace."""
-    return json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid()), "space": _pid_space()})
+    return json.dumps({"pid": os.getpid(), "started": start_ticks(os.getpid()), "space": own_space()})
 
 
-def _pid_space() -> str:
+def own_space() -> str:
     """A name of the process-id namespace that no other machine has; empty where /proc does not say."""
     try:
         return f"{boot_id()}/{os.readlink('/proc/self/ns/pid')}"
@@ -55,6 +55,18 @@ def space_of(identity: str) -> str:
     return _parse(identity)[2]
 
 
+_started: list[PeerWatch] = []
+
+
+def report_death(rank: int) -> bool:
+    """Tell every watch of this process that `rank` is dead, as somebody else has seen: the scheduler of a cluster sees
+    those of other machines, too. False: no watch is there to hear it. Any thread."""
+    watches = list(_started)
+    for watch in watches:
+        watch.report(rank)
+    return bool(watches)
+
+
 class PeerWatch:
     """Watches the peers of this machine."""
 
@@ -64,6 +76,7 @@ class PeerWatch:
         self.gone: list[int] = []
         """Ranks found dead so far, in the order in which they were found."""
         self._fds: dict[int, int] = {}
+        self._report: Callable[[int], None] = lambda peer: None
         _, _, space = _parse(identities[rank])
         found = {peer: _parse(text) for peer, text in identities.items()}
         for peer, (pid, started, other) in found.items():
@@ -80,10 +93,17 @@ class PeerWatch:
 
     def start(self, watcher: Watcher, on_death: Callable[[int], None]) -> None:
         """Call ``on_death(rank)`` in the watcher thread for each peer that is or will be gone."""
+        self._report = lambda peer: watcher.post(lambda: self._hear(peer, on_death))
+        _started.append(self)
         for peer in list(self.gone):
             watcher.post(lambda peer=peer: on_death(peer))  # type: ignore[misc]
         for peer, fd in self._fds.items():
             watcher.watch(fd, lambda peer=peer: self._hear(peer, on_death))  # type: ignore[misc]
+
+    def report(self, peer: int) -> None:
+        """Another source says that `peer` is dead. Any thread."""
+        if peer not in self.gone:
+            self._report(peer)
 
     def _hear(self, peer: int, on_death: Callable[[int], None]) -> None:
         if peer not in self.gone:
@@ -101,6 +121,8 @@ class PeerWatch:
 
     def close(self) -> None:
         """After the watcher has stopped."""
+        with suppress(ValueError):
+            _started.remove(self)
         for fd in self._fds.values():
             with suppress(OSError):
                 os.close(fd)

@@ -16,6 +16,7 @@ from mindx_elastic.cli.clean import clean_command
 from mindx_elastic.cli.common import EXIT_CODES_HELP, EXIT_USAGE, printable, unwrapped
 from mindx_elastic.cli.convert import convert_command
 from mindx_elastic.cli.inspect import inspect_command
+from mindx_elastic.cli.msrun import msrun_command
 from mindx_elastic.cli.pause import pause_command, resume_command
 from mindx_elastic.cli.plan import plan_command
 from mindx_elastic.cli.prove import PROVE_SETTINGS, ProveCommand, prove_command
@@ -37,6 +38,9 @@ app = typer.Typer(
     epilog=f"Exit codes: {EXIT_CODES_HELP}.",
 )
 app.command("run", help=unwrapped(run_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(run_command)
+app.command("msrun", help=unwrapped(msrun_command.__doc__), context_settings=RUN_SETTINGS, cls=RunCommand)(
+    msrun_command
+)
 app.command("prove", help=unwrapped(prove_command.__doc__), context_settings=PROVE_SETTINGS, cls=ProveCommand)(
     prove_command
 )

@@ -69,10 +69,12 @@ class Connections:
         redundancy: int | None,
         exchange: Exchange,
         *,
+        home: Path | None = None,
         evaluates: bool = False,
         member: Member | None = None,
     ) -> None:
-        """`evaluates`: the guard does not train and takes no snapshots. Raises UsageError for impossible settings."""
+        """`home`: the directory that names the folder in shared memory; default the first one. `evaluates`: the guard
+        does not train and takes no snapshots. Raises UsageError for impossible settings."""
         ranks = self._ranks = saver.ranks
         self.evaluates = self.is_guest = evaluates
         """`is_guest`: this guard does not train, and must not remove what a training has left here."""
@@ -88,9 +90,9 @@ class Connections:
             stack.callback(self.link.close)
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
-        base = settings.base
-        self._was_there = base is not None and (job_folder(base, directories[0]) / f"rank_{ranks.rank}").exists()
-        self.memory = None if evaluates else open_memory(settings, directories[0], ranks, replicated=saver.replicated)
+        base, home = settings.base, home or directories[0]
+        self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
+        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated)
         self._has_trained = False
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agreement.exchange import Exchange
+from mindx_elastic.agreement.gather import meet
 from mindx_elastic.capture.collector import Collector
-from mindx_elastic.config import RankInfo, Settings
+from mindx_elastic.config import RankInfo, RedundancySettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.directories import check_state_and_space, hold_directories, prepare_directories
@@ -26,6 +27,7 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import job_names
+from mindx_elastic.guard.rank_directories import RankDirectories
 from mindx_elastic.guard.replicas import ddp_modules, is_replicated
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
@@ -63,6 +65,10 @@ class Opening:
         self.witness = open_witness(ranks)
         self._open_directories(stack)
         loaders.begin(stack)
+        copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
+        self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
+        if ranks.world_size > 1:
+            meet(exchange, "directories", [self._folders])
         self._open_saver()
         stack.callback(self.collector.leave_head)
         self.around = Connections(
@@ -72,6 +78,7 @@ class Opening:
             options.snapshot_every,
             options.redundancy,
             exchange,
+            home=self._folders.home,
             evaluates=self.evaluates,
             member=None if place is None else place.member,
         )
@@ -133,6 +140,7 @@ class Opening:
         """Meet the other ranks and load what they have planned together."""
         start = start_job(
             self._directories,
+            look_in=self._folders.all,
             collector=self.collector,
             targets=self._targets,
             saver=self.saver,

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mindx_elastic.cluster.group import current_member
+from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase
@@ -125,7 +127,8 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
 def _find_member(ranks: RankInfo) -> Member | None:
     """The process's member; None: a death restarts the job."""
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
-    if not settings.in_place or agent is None or ranks.world_size == 1:
+    link = current_member() if agent is None else None
+    if not settings.in_place or (agent is None and link is None) or ranks.world_size == 1:
         return None
     # A new process could not pass the guards before it.
     reason = "this is not the process's first guard" if has_been_one() else groups.problem()
@@ -134,7 +137,13 @@ def _find_member(ranks: RankInfo) -> Member | None:
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
         _tell_once(ranks, f"{reason}: when a rank dies, the whole job is restarted")
         return None
-    if not _members:
+    if link is not None and (why_not := cluster_problem(link)):
+        _tell_once(ranks, f"{why_not}: when a rank dies, every process begins anew in place")
+        return None
+    if not _members and link is not None:
+        _members.append(ClusterMember(settings, ranks, link))
+    elif not _members:
+        assert agent is not None
         _members.append(Member(settings, ranks, agent))
     return _members[0]
 

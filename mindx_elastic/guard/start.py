@@ -120,9 +120,11 @@ def start_job(
     unmanaged: Unmanaged,
     ddp: DdpModules | None = None,
     entry: Entry | None = None,
+    look_in: Sequence[Path] | None = None,
 ) -> Start:
     """Plan, load, and write the plan files. Main thread, all ranks together. `entry`: after a recovery in place, what
-    the ranks have agreed to go on from; no files are looked for then.
+    the ranks have agreed to go on from; no files are looked for then. `look_in`: the directories that may hold files of
+    the job, where the ranks have different ones; default `directories`.
 
     Raises NoUsableCheckpointError when there are checkpoints and none can be used; MismatchError when they do not fit,
     come from another job, or from a world size that cannot be spread over this one; and what `places_of` and
@@ -131,7 +133,8 @@ def start_job(
     began = time.perf_counter()
     ranks, exchange, events = saver.ranks, around.exchange, saver.events
     had_strategy = (directories[0] / STRATEGY_FILE).exists()  # before any rank can have written one now
-    places = places_of(directories, resume if entry is None else "never", arenas=around.arenas, trust=saver.trust)
+    folders, resume_from = look_in or directories, resume if entry is None else "never"
+    places = places_of(folders, resume_from, arenas=around.arenas, trust=saver.trust)
 
     disks, faults, group_info = Disks(places), FaultsPart(), GroupInfoPart(ranks)
     peers = PeersPart(ranks)

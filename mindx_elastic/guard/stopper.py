@@ -32,6 +32,7 @@ from mindx_elastic.alarm.watcher import Watcher
 from mindx_elastic.capture.update_gate import GateState, UpdateGate
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import EventLog, logger
+from mindx_elastic.core.leaving import Leaving, last_acts, note_leaving
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase
 from mindx_elastic.errors import GracefulExit, SaveError, UnsupportedStateError
 from mindx_elastic.guard.last_resort import LastResort
@@ -342,6 +343,7 @@ class Stopper:
         if self.alarm.kind == "peer" and not self.coming_out:  # the other ranks wait for this process before they start
             atexit.register(_shorten_interpreter_exit)
         self.coming_out = True
+        self._note_leaving(self.alarm)
         if self._page is not None:
             self._page.set(exit_code=self.alarm.exit_code)
         return GracefulExit(self.alarm.exit_code, reason=self.alarm.reason, step=self.saved_step, path=self.path)
@@ -538,7 +540,11 @@ class Stopper:
             return
         logger.warning("the training thread does not come back; leaving with exit code %d", alarm.exit_code)
         self.events.emit("exit", reason=alarm.reason, outcome=str(alarm.exit_code))
+        self._note_leaving(alarm)
         end_process(alarm.exit_code, self._relay)
+
+    def _note_leaving(self, alarm: Alarm) -> None:
+        note_leaving(Leaving(alarm.kind, alarm.exit_code, alarm.reason, alarm.origin == self.ranks.rank))
 
     # --- the last resort (its thread) ---------------------------------------------------------------------------------
 
@@ -582,6 +588,7 @@ def end_process(exit_code: int, relay: LogRelay) -> None:
     for child in multiprocessing.active_children():
         child.kill()
     relay.flush(_FLUSH_S)
+    last_acts()
     os._exit(exit_code)
 
 

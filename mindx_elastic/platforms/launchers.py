@@ -13,13 +13,22 @@ MVAPICH2's FAQ, ``srun(1)``, MPICH's PMI.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 
 from mindx_elastic.config import RankInfo
 from mindx_elastic.errors import UsageError
 
-__all__ = ["current_ranks", "refusal"]
+__all__ = ["adopt_rank_id", "current_ranks", "refusal"]
+
+
+def adopt_rank_id(env: MutableMapping[str, str]) -> None:
+    """Set RANK, WORLD_SIZE and LOCAL_RANK from RANK_ID, RANK_SIZE and DEVICE_ID, where a script has started one process
+    per device with these: torch reads the former."""
+    if env.get("WORLD_SIZE", "").strip() or not (env.get("RANK_ID", "").strip() and env.get("RANK_SIZE", "").strip()):
+        return
+    ranks = RankInfo.from_env(env)
+    env.update(RANK=str(ranks.rank), WORLD_SIZE=str(ranks.world_size), LOCAL_RANK=str(ranks.local_rank))
 
 
 def current_ranks(env: RankInfo) -> RankInfo:
@@ -33,6 +42,8 @@ def current_ranks(env: RankInfo) -> RankInfo:
         return RankInfo(
             rank=dist.get_rank(), world_size=dist.get_world_size(), local_rank=env.local_rank, attempt=env.attempt
         )
+    if env.world_size > 1 and (refused := refusal(os.environ)):
+        raise UsageError(refused)
     if env.world_size > 1:
         raise UsageError(
             f"WORLD_SIZE={env.world_size} but torch.distributed is not initialised; call "
@@ -90,12 +101,14 @@ _BY_MPI = f"on one machine: {_AGENT}; on each of several: {_SEVERAL}"
 _LAUNCHERS = (
     _Launcher(
         found=_mindspore_cluster,
-        instead=f"in place of the scheduler and the workers, {_AGENT}; on each of several machines {_SEVERAL}",
+        instead="call mindx_elastic.cluster.init() at the program's start, or in place of the scheduler and the "
+        f"workers, {_AGENT}; on each of several machines {_SEVERAL}",
         variables="RANK (each worker another, from 0), WORLD_SIZE=$MS_WORKER_NUM, LOCAL_RANK, and no scheduler",
     ),
     _Launcher(
         found=_mindspore_rank,
-        instead=f"in place of a start for each rank, {_AGENT}; on each of several machines {_SEVERAL}",
+        instead="call mindx_elastic.cluster.init() at the program's start with RANK_ID, RANK_SIZE, MASTER_ADDR and "
+        f"MASTER_PORT set, or in place of a start for each rank, {_AGENT}; on each of several machines {_SEVERAL}",
         variables="RANK=$RANK_ID, WORLD_SIZE (the number of ranks), LOCAL_RANK",
     ),
     _Launcher(

@@ -21,7 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mindx_elastic.resume.ddp_warmup import replay_gradient_order
 
-__all__ = ["DdpModules", "connect", "digest", "keep_timeout", "my_groups", "problem", "rebuild_buckets", "reset_ddp"]
+__all__ = [
+    "DdpModules",
+    "connect",
+    "digest",
+    "keep_timeout",
+    "my_groups",
+    "problem",
+    "rebuild_buckets",
+    "reset_ddp",
+    "set_default_store",
+]
 
 DdpModules: TypeAlias = "Sequence[tuple[str, DistributedDataParallel]]"
 """DDP modules and their places."""
@@ -111,6 +121,16 @@ def connect(store: Any, rank: int, timeout_s: float) -> int:
         for device, _ in group.backends:
             group.handle._register_backend(torch.device(device), kind, backend)
     return number
+
+
+def set_default_store(store: Any) -> None:
+    """Let torch and this package use `store` for what they write from now on. All ranks of a group, old and new ones,
+    must give the same: the store that a group was made with has a prefix of torch's own, and its host may be gone."""
+    from torch.distributed import distributed_c10d as c10d
+
+    world: Any = c10d._world
+    handle = c10d._get_default_group()
+    world.pg_map[handle] = (world.pg_map[handle][0], store)
 
 
 def keep_timeout(name: str, timeout: timedelta | None) -> None:

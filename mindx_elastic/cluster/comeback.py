@@ -1,0 +1,230 @@
+"""How a worker of a dynamic cluster ends: it tells the scheduler, or begins anew in place.
+
+When another rank has died and MS_ENABLE_RECOVERY is 1, this process has saved its last boundary (its guard does that)
+and its training cannot go on. It does not end: it begins its program anew with ``exec``, as the same process with the
+same pid, stdout and variables, and waits in `cluster.init` until the dead rank was started again. So only the dead
+process has to be started by hand.
+
+What cannot be carried over ``exec`` is closed first: descriptors that C code has opened, loader workers, signal
+handlers. Code that was registered with ``atexit`` before `cluster.init` was called does not run.
+
+An exit code cannot be read at the interpreter's end. What a guard's stop has noted counts (`core.leaving`), then the
+exception that has ended the program, then the code given to `sys.exit`, which is noted for that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from mindx_elastic.alarm.exit_codes import EXIT_ERROR, EXIT_TEMPORARY
+from mindx_elastic.alarm.peers import report_death
+from mindx_elastic.cluster.member import Member
+from mindx_elastic.cluster.voice import Voice
+from mindx_elastic.core.leaving import Leaving, add_last_act, noted_leaving
+
+__all__ = ["Ending"]
+
+_STOPS = ("signal", "flag", "request", "fault")
+_PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: see `Limits.reconnect_s`
+_DONE_S = 5.0
+_UNGUARDED_S = 10.0  # for a program without a guard to end by itself, when the job is over
+_FIRST_FD = 3
+_ANEW = "MINDX_CLUSTER_ANEW"
+"""How often in a row this process has begun anew because of a broken connection, of which no death was the cause."""
+_MOST_ANEW = 5
+_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
+
+
+class Ending:
+    """One per worker process."""
+
+    def __init__(self, member: Member, voice: Voice, env: Mapping[str, str]) -> None:
+        """`env`: the environment with which the program was started. Main thread, before the program has changed
+        anything that ``exec`` should not carry over."""
+        self._member, self._voice, self._env = member, voice, dict(env)
+        number = env.get(_ANEW, "")
+        self._num_anew = int(number) if number.isdecimal() else 0
+        self._recovery = member.settings.recovery
+        self._folder = os.getcwd()
+        self._inherited = {fd for fd in _open_fds() if not _closes_on_exec(fd)}
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        self._ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN}
+        self._code: object = None
+        self._once = threading.Lock()
+        self._pid = os.getpid()
+
+    def watch(self) -> None:
+        """From now on the scheduler is told how this process ends. Main thread."""
+        self._before = getattr(sys, "last_value", None)
+        self._exit, sys.exit = sys.exit, self._note_exit
+        atexit.register(self._at_exit)
+        add_last_act(self._last_act)
+        self._member.on_death(lambda rank: self._hear_death())
+        self._member.on_end(self._hear_end)
+        self._member.on_obsolete(self._hear_obsolete)
+
+    # --- what the member's thread hears ---
+
+    def _hear_death(self) -> None:
+        for rank in self._member.deaths:
+            report_death(rank)  # without a guard the program's own collectives fail
+
+    def _hear_end(self, why: str) -> None:
+        """The job is over: the guard saves and leaves; a program without one is ended after a while."""
+        from mindx_elastic.guard.stages import request_stop
+
+        dead = self._member.dead_rank
+        if report_death(dead) if dead is not None else request_stop(why, EXIT_TEMPORARY):
+            return
+        threading.Thread(target=self._end_soon, name="mindx-cluster-end", daemon=True).start()
+
+    def _end_soon(self) -> None:
+        time.sleep(_UNGUARDED_S)
+        self._voice.error("leaving with exit code %d: %s", EXIT_TEMPORARY, self._member.broken)
+        _flush()
+        os._exit(EXIT_TEMPORARY)
+
+    def _hear_obsolete(self, why: str) -> None:
+        """Nothing is saved: the others have gone on from what this process has given them, or from files."""
+        self._voice.warning("%s; this process begins anew in place (pid %d)", why, self._pid)
+        self._begin_anew()
+
+    # --- the end ---
+
+    def _note_exit(self, status: Any = None, /) -> NoReturn:
+        self._code = status
+        raise SystemExit(status)
+
+    def _at_exit(self) -> None:
+        """Main thread, at the interpreter's end."""
+        if os.getpid() != self._pid:
+            return  # a forked child
+        with self._once:
+            self._conclude(noted_leaving())
+
+    def _last_act(self) -> None:
+        """Any thread: the process ends beside a stuck training thread."""
+        if os.getpid() == self._pid and self._once.acquire(blocking=False):
+            self._conclude(noted_leaving())
+
+    def _conclude(self, leaving: Leaving | None) -> None:
+        member = self._member
+        error = getattr(sys, "last_value", None)
+        error = None if error is self._before else error
+        if leaving is not None and leaving.kind in _STOPS:
+            member.leave("left", leaving.code, leaving.reason)
+        elif leaving is not None and not (leaving.kind == "exception" and leaving.is_own):
+            self._follow(leaving.reason, leaving.code)  # another rank was killed or has failed
+        elif error is not None:
+            text = f"{type(error).__name__}: {error}"
+            if isinstance(error, RuntimeError) and member.wait_until_broken(_PATIENCE_S):
+                self._follow(text, EXIT_TEMPORARY)
+            elif self._recovery and not member.is_over and _is_of_a_peer(error) and self._num_anew < _MOST_ANEW:
+                # The scheduler may be gone as well, or has not seen it yet.
+                self._env[_ANEW] = str(self._num_anew + 1)
+                self._follow(text, EXIT_TEMPORARY)
+            else:
+                member.leave("failed", EXIT_ERROR, text)
+        elif code := _code_of(self._code):
+            member.leave("failed", code, f"exit code {code}")
+        else:
+            member.leave("done", 0, "", timeout_s=_DONE_S)
+
+    def _follow(self, why: str, code: int) -> None:
+        """The training of this process could not go on because of another one."""
+        member = self._member
+        told = member.wait_until_broken(_PATIENCE_S)  # which rank it was, and why
+        if not self._recovery or member.is_over:
+            member.leave("failed", code, told or why)
+            return
+        if told:
+            self._env.pop(_ANEW, None)
+        self._voice.warning("%s; this process begins anew in place (pid %d) and waits", told or why, self._pid)
+        member.leave("away", code, told or why)
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """Replace this process's program by itself. Does not return, unless the system refuses it."""
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join(1.0)
+        logging.shutdown()
+        _flush()
+        env = self._env
+        if self._member.node_id:
+            env = {**env, "MS_NODE_ID": self._member.node_id}
+        try:
+            command = _command()
+            for number in signal.valid_signals():
+                if signal.getsignal(number) is signal.SIG_IGN and number not in self._ignored:
+                    with suppress(OSError, ValueError):  # not from another thread
+                        signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+            os.chdir(self._folder)
+            for fd in _open_fds():
+                if fd >= _FIRST_FD and fd not in self._inherited:
+                    with suppress(OSError):
+                        os.set_inheritable(fd, False)
+            os.execve(command[0], command, env)
+        except OSError as error:
+            self._voice.error(
+                "this process cannot begin anew in place (%s); start it again with the same variables", error
+            )
+            _flush()
+            os._exit(EXIT_TEMPORARY)
+
+
+def _command() -> list[str]:
+    """The command line of this program, with the script's absolute path."""
+    command = [sys.executable, *sys.orig_argv[1:]]
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    script = sys.argv[0] if sys.argv else ""
+    if main and script and os.path.basename(main) == os.path.basename(script):
+        for number, word in enumerate(command[1:], start=1):
+            if word == script:
+                command[number] = os.path.abspath(main)
+                break
+    return command
+
+
+def _open_fds() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc/self/fd")]
+    except OSError:
+        return []
+
+
+def _closes_on_exec(fd: int) -> bool:
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC)
+    except OSError:
+        return True
+
+
+def _is_of_a_peer(error: BaseException) -> bool:
+    """Whether a collective or the store has failed because the other end is gone."""
+    return type(error).__name__ == "DistNetworkError" or any(text in str(error) for text in _OF_A_PEER)
+
+
+def _code_of(status: object) -> int:
+    """What `sys.exit` makes of its argument."""
+    if status is None:
+        return 0
+    return status & 0xFF if isinstance(status, int) else EXIT_ERROR
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()

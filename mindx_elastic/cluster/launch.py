@@ -1,0 +1,267 @@
+"""``mindx-elastic msrun``: starts the scheduler and this machine's workers of a dynamic cluster, with msrun's options.
+
+Each process gets the variables of the cluster, and its output goes to a file: ``worker_{i}.log`` and ``scheduler.log``
+in ``--log_dir``. With ``--join=True`` the command waits for the job and returns its outcome; else it returns at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.cluster.table import MAX_WORKERS
+from mindx_elastic.core.printable import printable
+from mindx_elastic.errors import UsageError
+
+__all__ = ["Plan", "Process", "main", "make_parser", "plan_of"]
+
+_IGNORED = ("bind_core", "sim_level", "sim_rank_id", "rank_table_file", "tail_worker_log", "worker_log_name")
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_LOOK_S = 0.1
+_TELL_S = 10.0  # a worker that was started at once may take so long to hear of the scheduler's end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """One that is to be started."""
+
+    name: str
+    log: Path
+    env: Mapping[str, str]
+    """What is added to this command's environment."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one call starts."""
+
+    command: tuple[str, ...]
+    processes: tuple[Process, ...]
+    """The scheduler, if it is among them, comes first."""
+    joins: bool
+    notes: tuple[str, ...] = ()
+    """What is said of options without effect."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (mindx-elastic msrun --help)")
+
+
+def _switch(text: str) -> bool:
+    if text.lower() in ("true", "1"):
+        return True
+    if text.lower() in ("false", "0"):
+        return False
+    raise argparse.ArgumentTypeError(f"{text!r} is neither True nor False")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= MAX_WORKERS:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 to {MAX_WORKERS}")
+    return value
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """msrun's options, each also with dashes."""
+    parser = _Parser(
+        prog="mindx-elastic msrun",
+        description="Start the scheduler and this machine's workers of a dynamic cluster.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+
+    def add(name: str, **more: object) -> None:
+        names = [f"--{name}"] + [f"--{name.replace('_', '-')}"] * ("_" in name)
+        parser.add_argument(*names, **more)  # type: ignore[arg-type]
+
+    add("worker_num", type=_count, default=8, metavar="N", help="workers of the job")
+    add("local_worker_num", type=_count, default=8, metavar="N", help="workers that are started on this machine")
+    add("master_addr", default="127.0.0.1", metavar="HOST", help="where the scheduler listens")
+    add("master_port", type=int, default=8118, metavar="PORT", help="its port")
+    add("node_rank", type=int, default=-1, metavar="N", help="number of this machine, from 0; with several machines")
+    add("log_dir", type=Path, default=Path("."), metavar="DIR", help="for worker_{i}.log and scheduler.log")
+    add("join", type=_switch, default=False, metavar="BOOL", help="wait for the job, and return its outcome")
+    add("cluster_time_out", type=int, default=600, metavar="S", help="how long all workers may take to be there")
+    for name in _IGNORED:
+        add(name, default=None, metavar="X", help="accepted, without effect")
+    parser.add_argument("task_script", metavar="SCRIPT", help="the program: train.py, or python train.py")
+    parser.add_argument("task_script_args", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="for the program")
+    return parser
+
+
+def plan_of(arguments: Sequence[str]) -> Plan:
+    """What the command line asks for. Raises UsageError."""
+    args = make_parser().parse_args(list(arguments))
+    if args.local_worker_num > args.worker_num:
+        raise UsageError(
+            f"--local_worker_num={args.local_worker_num} is more than --worker_num={args.worker_num}; give both"
+        )
+    if not 0 < args.master_port < 1 << 16:
+        raise UsageError(f"--master_port={args.master_port}: give a port from 1 to 65535")
+    if args.cluster_time_out < 1:
+        raise UsageError(f"--cluster_time_out={args.cluster_time_out}: give seconds from 1")
+    is_whole = args.local_worker_num == args.worker_num
+    first = 0 if is_whole else args.node_rank * args.local_worker_num
+    if args.node_rank >= 0 and not is_whole and first + args.local_worker_num > args.worker_num:
+        raise UsageError(
+            f"--node_rank={args.node_rank} with --local_worker_num={args.local_worker_num} begins at rank {first}, "
+            f"which does not fit into --worker_num={args.worker_num}"
+        )
+    common = {
+        "MS_WORKER_NUM": str(args.worker_num),
+        "MS_SCHED_HOST": args.master_addr,
+        "MS_SCHED_PORT": str(args.master_port),
+        "MS_TOPO_TIMEOUT": str(args.cluster_time_out),
+    }
+    processes = []
+    if args.node_rank == 0 or (args.node_rank < 0 and (is_whole or _is_here(args.master_addr))):
+        env = {**common, "MS_ROLE": "MS_SCHED", "MS_NODE_ID": "sched"}
+        processes.append(Process(name="scheduler", log=args.log_dir / "scheduler.log", env=env))
+    is_named = is_whole or args.node_rank >= 0
+    for number in range(args.local_worker_num):
+        rank = first + number if is_named else number
+        env = {**common, "MS_ROLE": "MS_WORKER", "DEVICE_ID": str(number), "MS_NODE_ID": str(rank) if is_named else ""}
+        processes.append(Process(name=f"worker_{rank}", log=args.log_dir / f"worker_{rank}.log", env=env))
+    return Plan(
+        command=_command(args.task_script, args.task_script_args),
+        processes=tuple(processes),
+        joins=args.join,
+        notes=tuple(f"--{name} has no effect here" for name in _IGNORED if getattr(args, name) is not None),
+    )
+
+
+def _command(script: str, arguments: Sequence[str]) -> tuple[str, ...]:
+    if script.endswith(".py"):
+        return (sys.executable, script, *arguments)
+    return (script, *arguments)
+
+
+def _is_here(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    with suppress(OSError, ValueError):
+        for family, _, _, _, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+            if ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+                return True
+            with socket.socket(family, socket.SOCK_STREAM) as sock, suppress(OSError):
+                sock.bind((address[0], 0))
+                return True
+    return False
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Start what the command line asks for; returns the exit code. Main thread."""
+    plan = plan_of(arguments)
+    for note in plan.notes:
+        print(f"mindx-elastic msrun: {note}", file=sys.stderr)
+    job = _Job(plan)
+    try:
+        job.start()
+    except OSError as error:
+        job.end()
+        raise UsageError(f"{plan.command[0]} cannot be started: {error}") from error
+    return job.join() if plan.joins else 0
+
+
+class _Job:
+    """The started processes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._codes: dict[str, int] = {}
+        self._recovers = os.environ.get("MS_ENABLE_RECOVERY", "").strip() == "1"
+        self._signal = 0
+
+    def start(self) -> None:
+        """Raises OSError."""
+        for each in self._plan.processes:
+            each.log.parent.mkdir(parents=True, exist_ok=True)
+            with open(each.log, "ab" if self._recovers else "wb") as log:
+                self._running[each.name] = subprocess.Popen(
+                    self._plan.command,
+                    env={**os.environ, **each.env},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            self._say(f"{each.name}: pid {self._running[each.name].pid}, output in {each.log}")
+
+    def join(self) -> int:
+        """Wait for the job; returns its outcome: the scheduler's, or on another machine that of the workers here."""
+        before = {number: signal.signal(number, self._note_signal) for number in _SIGNALS}
+        try:
+            ended_at = 0.0
+            while self._running:
+                self._collect()
+                if "scheduler" in self._codes and self._running and not self._is_let_go():
+                    ended_at = ended_at or time.monotonic()
+                    if time.monotonic() > ended_at + _TELL_S:  # they would wait for a scheduler that does not come
+                        self._send(signal.SIGTERM)
+                        ended_at = float("inf")
+                if self._signal:
+                    self._send(self._signal)
+                    self._signal = 0
+                time.sleep(_LOOK_S)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        if "scheduler" in self._codes:
+            return self._codes["scheduler"]
+        return next((code for code in self._codes.values() if code), 0)
+
+    def end(self) -> None:
+        """Some of them could not be started: end the others."""
+        for process in self._running.values():
+            process.kill()
+            process.wait()
+
+    def _is_let_go(self) -> bool:
+        """Whether the scheduler has ended for somebody to start it again, while the job goes on."""
+        return self._recovers and self._codes["scheduler"] > 128
+
+    def _collect(self) -> None:
+        for name, process in list(self._running.items()):
+            code = process.poll()
+            if code is None:
+                continue
+            del self._running[name]
+            self._codes[name] = exit_code_of_signal(-code) if code < 0 else code
+            if code:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"has ended with exit code {code}"
+                self._say(f"{name} {how}{self._how_to_go_on(name)}")
+
+    def _how_to_go_on(self, name: str) -> str:
+        env = next(each.env for each in self._plan.processes if each.name == name)
+        if not self._recovers:
+            return ""
+        variables = " ".join(f"{key}={value}" for key, value in env.items() if value)
+        return f"; to start it again: {variables} {' '.join(self._plan.command)}"
+
+    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
+        self._signal = signum
+
+    def _send(self, signum: int) -> None:
+        """To the workers: they save and leave, and the scheduler ends with them."""
+        for name, process in self._running.items():
+            if name != "scheduler":
+                with suppress(ProcessLookupError):
+                    process.send_signal(signum)
+
+    def _say(self, text: str) -> None:
+        print(f"mindx-elastic msrun: {printable(text)}", file=sys.stderr, flush=True)

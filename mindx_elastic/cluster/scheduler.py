@@ -1,0 +1,489 @@
+"""The scheduler's process: admits the workers, hears their heartbeats, tells of deaths. It runs no training.
+
+One thread and one selector. Each event goes to the `Table` (pure); what has changed is written to disk (`Records`), and
+only then told. The group's own traffic does not pass here: the workers' collectives go over their own connections, and
+the store of their process group is hosted by one of them. So a scheduler that is killed costs the training nothing;
+one that is started again reads its table, and the workers connect to it by themselves.
+
+A death is seen
+
+* at once where the process is on this machine: its pidfd becomes readable;
+* on another machine when its connection has ended and it does not connect again within a second;
+* else when its heartbeat runs out. A stopped process is not dead until then.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import secrets
+import selectors
+import signal
+import socket
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from mindx_elastic.alarm.exit_codes import exit_code_of_signal
+from mindx_elastic.alarm.peers import own_space
+from mindx_elastic.cluster.records import Records
+from mindx_elastic.cluster.settings import ClusterSettings
+from mindx_elastic.cluster.table import Member, State, Table, Tell
+from mindx_elastic.cluster.voice import Voice
+from mindx_elastic.cluster.wire import (
+    MAX_REQUEST_BYTES,
+    Line,
+    WireError,
+    count_in,
+    farewell,
+    registration,
+)
+from mindx_elastic.core.posix import has_ended, open_pidfd
+from mindx_elastic.errors import SaveError, UsageError
+
+__all__ = ["Scheduler"]
+
+_HELLO_S = 5.0  # for a new connection to say what it is
+_FAREWELL_S = 45.0  # for the workers to save and leave a job that is over; their own grace period is 30 s
+_MOST_UNSENT = 16 << 20
+_MORE_CONNECTIONS = 64
+_RETRY_WRITE_S = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_PIECE = 1 << 16
+
+
+@dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    line: Line
+    peer: str
+    """Its address, as this machine sees it."""
+    opened_at: float
+    unsent: bytearray = field(default_factory=bytearray)
+    incarnation: str = ""
+    """Of the admitted process; empty: none yet."""
+    closing: bool = False
+    """Close it as soon as all is sent."""
+
+
+class Scheduler:
+    """One per process. Main thread."""
+
+    def __init__(self, settings: ClusterSettings, key: bytes | None) -> None:
+        """Listen, and read the table of a predecessor. Raises UsageError."""
+        self._settings, self._key = settings, key
+        self._voice = Voice("scheduler")
+        self._stack = ExitStack()
+        self._selector = selectors.DefaultSelector()
+        self._connections: set[_Connection] = set()
+        self._watched: dict[str, int] = {}
+        """Incarnation -> pidfd."""
+        self._answers: list[tuple[_Connection, dict[str, Any]]] = []
+        """To registrations, not told yet."""
+        self._signal = 0
+        self._write_again_at = 0.0
+        self._records: Records | None = None
+        with ExitStack() as stack:
+            if settings.recovery:
+                assert settings.recovery_path is not None
+                self._records = Records(settings.recovery_path)
+                stack.callback(self._records.close)
+            self.table = self._open_table()
+            self._listener = self._listen()
+            stack.callback(self._listener.close)
+            self._selector.register(self._listener, selectors.EVENT_READ, None)
+            self._stack = stack.pop_all()
+
+    def _open_table(self) -> Table:
+        settings, now = self._settings, time.monotonic()
+        content = None if self._records is None else self._records.read()
+        if content is not None and self._records is not None:
+            try:
+                table = Table.from_json(content, recovery=settings.recovery, limits=settings.limits, now=now)
+            except ValueError as error:
+                raise self._records.damaged(str(error)) from None
+            if table.outcome is None:
+                if table.size != settings.size:
+                    raise UsageError(
+                        f"MS_WORKER_NUM={settings.size}, but the job in {self._records.path} has {table.size} workers; "
+                        "give that number, or another MS_RECOVERY_PATH for another job"
+                    )
+                self._say_recovered(table)
+                return table
+        return Table(
+            settings.size,
+            job=secrets.token_hex(16),
+            recovery=settings.recovery,
+            limits=settings.limits,
+            now=now,
+        )
+
+    def _say_recovered(self, table: Table) -> None:
+        assert self._records is not None
+        self._voice.info(
+            "the cluster's table is recovered from %s: %d of %d places had a process, generation %d",
+            self._records.path,
+            len(table.living()),
+            table.size,
+            table.generation,
+        )
+
+    def _listen(self) -> socket.socket:
+        host, port = self._settings.host, self._settings.port
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise UsageError(f"MS_SCHED_HOST={host} is not an address: {error}") from None
+        problem: OSError | None = None
+        for family, kind, protocol, _, address in found:
+            sock = socket.socket(family, kind, protocol)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                sock.bind(address)
+                sock.listen(1024)
+                sock.setblocking(False)
+                return sock
+            except OSError as error:
+                problem = error
+                sock.close()
+        raise UsageError(
+            f"the scheduler cannot listen on MS_SCHED_HOST={host}, MS_SCHED_PORT={port}: "
+            f"{problem.strerror if problem else 'no address'}; give an address of this machine and a free port"
+        )
+
+    # --- life ---
+
+    def run(self) -> int:
+        """Serve until the job is over; returns the exit code that tells how it has ended."""
+        with self._stack, self._signals():
+            self._voice.info(
+                "the scheduler waits on %s:%d for %d workers", self._settings.host, self._settings.port, self.table.size
+            )
+            for member in [m for m in self.table.members.values() if m.state in (State.LIVING, State.AWAY)]:
+                self._watch(member)  # of a predecessor's table: one that is gone meanwhile is seen at once
+            self._deliver()
+            last = time.monotonic()
+            while self.table.outcome is None and not self._signal:
+                last = self._turn(last)
+            return self._conclude()
+
+    def _turn(self, last: float) -> float:
+        """Wait for events and handle them. `last`: when the turn before has ended."""
+        now = time.monotonic()
+        due = [self.table.next_deadline(), *(c.opened_at + _HELLO_S for c in self._connections if not c.incarnation)]
+        if self.table.changed:
+            due.append(self._write_again_at)
+        wait = min((at for at in due if at is not None), default=now + 60.0) - now
+        events = self._selector.select(max(0.0, min(wait, 60.0)))
+        now = time.monotonic()
+        if now - last > max(0.0, wait) + self.table.limits.heartbeat_s / 2:
+            self.table.forgive(now)  # this process was held up, and not the workers
+        for key, _ in events:
+            self._handle(key, now)
+        self.table.tick(time.monotonic())
+        for connection in [c for c in self._connections if not c.incarnation and now > c.opened_at + _HELLO_S]:
+            self._close(connection)
+        self._deliver()
+        return time.monotonic()
+
+    def _conclude(self) -> int:
+        """The job is over, or this process was told to end."""
+        outcome = self.table.outcome
+        if outcome is None:
+            name = signal.Signals(self._signal).name
+            if self._settings.recovery:
+                self._voice.warning(
+                    "%s: the scheduler ends, and the workers go on without it; start it again with the same variables "
+                    "and MS_NODE_ID=sched",
+                    name,
+                )
+                self._deliver()
+                return exit_code_of_signal(self._signal)
+            self.table.fail(f"the scheduler was ended by {name}")
+            outcome = self.table.outcome
+            assert outcome is not None
+        if outcome.why:
+            self._voice.error("the job has ended: %s", outcome.why)
+        else:
+            self._voice.info("the job has ended: all %d workers have finished", self.table.size)
+        self._deliver()
+        end = time.monotonic() + _FAREWELL_S
+        while self._connections and time.monotonic() < end:
+            for key, _ in self._selector.select(0.2):
+                self._handle(key, time.monotonic())
+            self._deliver()
+        return exit_code_of_signal(self._signal) if self._signal else outcome.code
+
+    def _signals(self) -> ExitStack:
+        """Notes the first signal and wakes the selector."""
+        stack = ExitStack()
+        reader, writer = socket.socketpair()
+        stack.callback(reader.close)
+        stack.callback(writer.close)
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        stack.callback(signal.set_wakeup_fd, before)
+        self._selector.register(reader, selectors.EVENT_READ, None)
+
+        def note(signum: int, frame: FrameType | None) -> None:
+            self._signal = self._signal or signum
+
+        for number in _SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                stack.callback(signal.signal, number, signal.signal(number, note))
+        return stack
+
+    # --- events ---
+
+    def _handle(self, key: selectors.SelectorKey, now: float) -> None:
+        if isinstance(key.data, _Connection):
+            if key.data in self._connections:
+                self._serve(key.data, now)
+        elif isinstance(key.data, str):
+            self._hear_end(key.data, now)
+        elif key.fileobj is self._listener:
+            self._accept(now)
+        else:
+            with suppress(OSError):
+                key.fileobj.recv(_PIECE)  # type: ignore[union-attr]  # the wake-up socket
+
+    def _accept(self, now: float) -> None:
+        try:
+            sock, address = self._listener.accept()
+        except OSError:
+            return
+        sock.setblocking(False)
+        if len(self._connections) >= 2 * self.table.size + _MORE_CONNECTIONS:
+            sock.close()
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection = _Connection(
+            sock, Line(self._key, is_scheduler=True, limit=MAX_REQUEST_BYTES), str(address[0]), now
+        )
+        self._connections.add(connection)
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        connection.unsent += connection.line.hello()
+        self._flush(connection)
+
+    def _serve(self, connection: _Connection, now: float) -> None:
+        self._flush(connection)
+        try:
+            data = connection.sock.recv(_PIECE)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose(connection, now)
+            return
+        try:
+            for message in connection.line.feed(data):
+                if not connection.closing:
+                    self._obey(connection, message, now)
+        except WireError as error:
+            self._voice.warning("a connection from %s is closed: %s", connection.peer, error)
+            self._lose(connection, now)
+
+    def _obey(self, connection: _Connection, message: dict[str, Any], now: float) -> None:
+        """Raises WireError."""
+        op, name = message["op"], connection.incarnation
+        if op == "register" and not name:
+            self._register(connection, message, now)
+            return
+        if not name or not self.table.hear(name, now):
+            if name:  # it was taken for dead meanwhile
+                self._send(connection, {"op": "dead", "why": "the scheduler holds this process for dead"})
+                connection.closing = True
+            return
+        if op == "join":
+            self.table.join(name, count_in(message, "generation"), now)
+        elif op == "store":
+            port = count_in(message, "port", low=1, high=65535)
+            self.table.set_store(name, count_in(message, "generation"), (self._address(connection), port), now)
+            self._say_formed()
+        elif op == "bye":
+            how, code, why = farewell(message)
+            member = self.table.find(name)
+            self._voice.info("%s leaves: %s%s", member, how, f" ({why})" if why else "")
+            self.table.leave(name, how=how, code=code, why=why, now=now)
+            connection.closing = True
+        elif op != "beat":
+            raise WireError("it asks for what is not known")
+
+    def _register(self, connection: _Connection, message: dict[str, Any], now: float) -> None:
+        who = registration(message)
+        before = self.table.find(who.incarnation)
+        answer = self.table.register(who, now)
+        if answer["op"] != "welcome":
+            why = answer.get("why") or f"node id {answer['node_id']} is taken by {answer['by']}"
+            self._voice.warning("process %d on %s is not admitted: %s", who.pid, who.host, why)
+            self._answers.append((connection, answer))
+            return
+        for other in [c for c in self._connections if c.incarnation == who.incarnation]:
+            self._close(other)
+        connection.incarnation = who.incarnation
+        self._answers.append((connection, answer))
+        member = self.table.find(who.incarnation)
+        assert member is not None
+        if before is None:
+            self._voice.info("%s is there; %d of %d", member, len(self.table.living()), self.table.size)
+        self._watch(member)
+
+    def _say_formed(self) -> None:
+        group = self.table.group
+        if group is not None and self.table.outbox:
+            self._voice.info(
+                "the group is formed: %d ranks, generation %d, attempt %d; its store is at %s:%d",
+                self.table.size,
+                group.generation,
+                group.attempt,
+                *group.store,
+            )
+
+    def _address(self, connection: _Connection) -> str:
+        """Where the other workers reach this one."""
+        with suppress(ValueError):
+            if not ipaddress.ip_address(connection.peer.partition("%")[0]).is_loopback:
+                return connection.peer
+        return self._settings.host
+
+    # --- deaths ---
+
+    def _watch(self, member: Member) -> None:
+        """See the death of a process on this machine at once."""
+        if not member.space or member.space != own_space() or member.incarnation in self._watched:
+            return
+        try:
+            fd = open_pidfd(member.pid, member.started)
+        except ProcessLookupError:
+            self._die(member.incarnation, time.monotonic())
+            return
+        except OSError:
+            return  # an old kernel, or a sandbox that forbids it: the heartbeat tells
+        self._watched[member.incarnation] = fd
+        self._selector.register(fd, selectors.EVENT_READ, member.incarnation)
+
+    def _hear_end(self, incarnation: str, now: float) -> None:
+        fd = self._watched.pop(incarnation)
+        self._selector.unregister(fd)
+        os.close(fd)
+        member = self.table.find(incarnation)
+        if member is None:
+            return
+        # What it has said before it ended may still be unread, even who it is: how it has left.
+        for connection in [c for c in self._connections if c.incarnation in ("", incarnation)]:
+            while connection in self._connections and not connection.closing and self._has_data(connection):
+                self._serve(connection, now)
+        if has_ended(member.pid, member.started):
+            self._die(incarnation, now)
+        else:
+            self._watch(member)  # a thread of it has begun another program in its place
+
+    @staticmethod
+    def _has_data(connection: _Connection) -> bool:
+        try:
+            return bool(connection.sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def _die(self, incarnation: str, now: float) -> None:
+        self.table.die(incarnation, "its process is gone", now)
+
+    def _lose(self, connection: _Connection, now: float) -> None:
+        self._close(connection)
+        name = connection.incarnation
+        member = self.table.find(name) if name else None
+        if member is None or member.state is not State.LIVING:
+            return
+        if member.space and member.space == own_space():
+            if has_ended(member.pid, member.started):
+                self._die(name, now)
+            return  # it lives, or its pidfd tells in a moment
+        self.table.lose(name, now)
+
+    # --- telling ---
+
+    def _deliver(self) -> None:
+        """Write the table, then tell what is to be told: a process must know nothing that a scheduler which is started
+        again does not know."""
+        if self._write():
+            while self._answers:
+                connection, answer = self._answers.pop(0)
+                self._send(connection, answer)
+                connection.closing = answer["op"] != "welcome"
+            while self.table.outbox:
+                self._tell(self.table.outbox.pop(0))
+        for incarnation in [name for name in self._watched if self.table.find(name) is None]:
+            fd = self._watched.pop(incarnation)
+            self._selector.unregister(fd)
+            os.close(fd)
+        for connection in list(self._connections):
+            self._flush(connection)
+
+    def _tell(self, tell: Tell) -> None:
+        message = dict(tell.message)
+        connection = next((c for c in self._connections if c.incarnation == tell.incarnation), None)
+        if message["op"] == "death":
+            self._voice.death(str(message["why"]), self._settings.recovery)
+        if connection is None:
+            return  # it hears when it connects again
+        if message["op"] == "host":
+            message["address"] = self._address(connection)
+        self._send(connection, message)
+
+    def _send(self, connection: _Connection, message: dict[str, Any]) -> None:
+        if connection.line.is_open:
+            connection.unsent += connection.line.pack(message)
+            self._flush(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        if connection not in self._connections:
+            return
+        try:
+            while connection.unsent:
+                del connection.unsent[: connection.sock.send(connection.unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self._lose(connection, time.monotonic())
+            return
+        if connection.closing and not connection.unsent:
+            self._close(connection)
+            return
+        if len(connection.unsent) > _MOST_UNSENT:
+            self._lose(connection, time.monotonic())
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    def _close(self, connection: _Connection) -> None:
+        if connection in self._connections:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.sock)
+            connection.sock.close()
+
+    def _write(self) -> bool:
+        """Whether all that has changed is on disk."""
+        if not self.table.changed or self._records is None:
+            self.table.changed = False
+            return True
+        now = time.monotonic()
+        if now < self._write_again_at:
+            return False
+        try:
+            self._records.write(self.table.to_json())
+        except SaveError as error:
+            self._voice.error(
+                "%s. Nothing that has changed is told to the workers before it can be: none is admitted, no group is "
+                "formed. The training goes on; it is tried again every %g s",
+                error,
+                _RETRY_WRITE_S,
+            )
+            self._write_again_at = now + _RETRY_WRITE_S
+            return False
+        self.table.changed, self._write_again_at = False, 0.0
+        return True

@@ -1,0 +1,51 @@
+"""How this process is about to leave, for those who tell others of it: the member of a cluster.
+
+An exit code cannot be read at the interpreter's end, and a process that ends beside a stuck training thread runs no
+``atexit`` code. So whoever stops a training notes here how it ends, and runs `before_end` itself in the second case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+__all__ = ["Leaving", "add_last_act", "last_acts", "note_leaving", "noted_leaving"]
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """The stop of a training."""
+
+    kind: str
+    """Of the alarm: ``signal``, ``peer``, ``exception``, ..."""
+    code: int
+    reason: str
+    is_own: bool
+    """This rank has heard the alarm itself."""
+
+
+_noted: list[Leaving] = []
+_last_acts: list[Callable[[], None]] = []
+
+
+def note_leaving(leaving: Leaving) -> None:
+    """Any thread; the first one counts."""
+    _noted.append(leaving)
+
+
+def noted_leaving() -> Leaving | None:
+    """How a training of this process was stopped; None: none was."""
+    return _noted[0] if _noted else None
+
+
+def add_last_act(act: Callable[[], None]) -> None:
+    """Call `act` before the process ends without the interpreter. It must not block for more than a moment."""
+    _last_acts.append(act)
+
+
+def last_acts() -> None:
+    """Any thread, right before ``os._exit``."""
+    for act in _last_acts:
+        with suppress(Exception):
+            act()

@@ -1,0 +1,320 @@
+"""A dynamic cluster of real processes: killed, stopped, started again, refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.processes import Processes, cluster
+from tests.harness import Job, run_job, wait_until
+
+pytestmark = pytest.mark.slow
+EXIT_TEMPORARY = 75
+
+
+@pytest.fixture(autouse=True)
+def in_its_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def hashes_of(jobs: list[Job]) -> dict[int, str]:
+    return {rank: digest for job in jobs for rank, digest in job.hashes().items()}
+
+
+def uninterrupted(size: int, tmp_path: Path, *arguments: str) -> dict[int, str]:
+    """The same program under torchrun's variables: `cluster.init` knows them, too."""
+    folder = tmp_path / "uninterrupted"
+    folder.mkdir()
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        return run_job("clustered.py", *arguments, ranks=size).hashes()
+    finally:
+        os.chdir(before)
+
+
+def finish(run: Processes, scheduler: Job, jobs: list[Job]) -> None:
+    for job in jobs:
+        job.expect(0)
+    scheduler.expect(0)
+
+
+# --- a killed worker ---
+
+
+@pytest.mark.parametrize(("size", "victim", "where"), [(2, 0, "boundary"), (3, 1, "forward")])
+def test_a_killed_worker_that_is_started_again_costs_no_step(
+    size: int, victim: int, where: str, tmp_path: Path
+) -> None:
+    with cluster(size) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers(f"--kill={where}:7:{victim}")
+        assert jobs[victim].wait() == -signal.SIGKILL
+        again = run.worker(victim, f"--kill={where}:7:{victim}")
+        living = [job for number, job in enumerate(jobs) if number != victim]
+        finish(run, scheduler, [*living, again])
+        for job in living:
+            begun = job.matches(r"READY (\d+) (\d+) (\w+)")
+            assert [match[2] for match in begun] == [str(job.process.pid)] * 2, "the survivors keep their processes"
+            assert begun[1][3] == "6" if where == "forward" else "7"
+        assert hashes_of([*living, again]) == uninterrupted(size, tmp_path)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
+    """Rank 0 hosts the store of the group that dies with it."""
+    with cluster(2, MINDX_RECOVER="in-place") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers(f"--kill=forward:7:{victim}", "--run", fresh=False)
+        assert jobs[victim].wait() == -signal.SIGKILL
+        again = run.worker(victim, f"--kill=forward:7:{victim}", "--run", fresh=False)
+        survivor = jobs[1 - victim]
+        finish(run, scheduler, [survivor, again])
+        assert not survivor.matches("begins anew")
+        assert [match[3] for match in survivor.matches(r"READY (\d+) (\d+) (\w+)")] == ["None", "6"]
+        assert scheduler.matches("generation 1, attempt 0")
+        assert hashes_of([survivor, again]) == uninterrupted(2, tmp_path)
+
+
+def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--kill=forward:7:1", "--shared")
+        assert jobs[1].wait() == -signal.SIGKILL
+        again = run.worker(1, "--shared")
+        finish(run, scheduler, [jobs[0], again])
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--shared")
+
+
+def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
+    """Each rank has its own directory, and one of them copies the state that all share."""
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--hold-at=7", "--snapshot-every=1")
+        for job in jobs:
+            job.wait_for("HOLD")
+        for job in jobs:
+            job.process.kill()
+        for job in jobs:
+            job.wait()
+        again = run.workers("--snapshot-every=1")
+        finish(run, scheduler, again)
+        assert {match[3] for job in again for match in job.matches(r"READY (\d+) (\d+) (\w+)")} == {"7"}
+        assert hashes_of(again) == uninterrupted(2, tmp_path, "--snapshot-every=1")
+
+
+def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        jobs = [run.worker("", "--kill=forward:7:1") for _ in range(2)]
+        wait_until(lambda: any(job.process.poll() is not None for job in jobs), "the death of rank 1")
+        (dead,) = [job for job in jobs if job.process.poll() is not None]
+        (living,) = [job for job in jobs if job is not dead]
+        again = run.worker("")
+        finish(run, scheduler, [living, again])
+        assert hashes_of([living, again]) == uninterrupted(2, tmp_path)
+
+
+# --- the scheduler ---
+
+
+def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        first = run.scheduler()
+        jobs = run.workers("--hold-at=5", fresh=False)
+        for job in jobs:
+            job.wait_for("HOLD")
+        first.process.kill()
+        first.wait()
+        for job in jobs:
+            job.wait_for("the training goes on")
+        run.go()
+        for job in jobs:
+            job.wait_for(r"PASSED \d 6")
+        second = run.scheduler()
+        second.wait_for("table is recovered")
+        finish(run, second, jobs)
+        assert all(len(job.matches("READY")) == 1 for job in jobs)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)
+
+
+def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
+    with cluster(2) as run:
+        first = run.scheduler()
+        jobs = run.workers("--hold-at=5", fresh=False)
+        for job in jobs:
+            job.wait_for("HOLD")
+        first.process.kill()
+        first.wait()
+        second = run.scheduler()
+        for job in jobs:
+            job.wait_for("the scheduler is there again")
+        os.kill(jobs[1].process.pid, signal.SIGTERM)
+        for job in jobs:
+            job.expect(143)
+            assert job.matches("step 5 saved in")
+        second.expect(143)
+
+
+def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        first = run.scheduler()
+        jobs = run.workers("--hold-at=5")
+        for job in jobs:
+            job.wait_for("HOLD")
+        first.process.kill()
+        jobs[1].process.kill()
+        first.wait()
+        jobs[1].wait()
+        jobs[0].wait_for("begins anew in place")
+        run.go()
+        second = run.scheduler()
+        again = run.worker(1)
+        finish(run, second, [jobs[0], again])
+        assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
+
+
+def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        first = run.scheduler()
+        jobs = run.workers("--hold-at=5", fresh=False)
+        for job in jobs:
+            job.wait_for("HOLD")
+        os.kill(first.process.pid, signal.SIGTERM)
+        first.expect(143)
+        second = run.scheduler()
+        run.go()
+        finish(run, second, jobs)
+
+
+# --- without recovery ---
+
+
+def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
+    with cluster(2, recovery=False) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--kill=forward:7:1", fresh=False)
+        assert jobs[1].wait() == -signal.SIGKILL
+        scheduler.expect(1)
+        jobs[0].expect(EXIT_TEMPORARY)
+        reason = rf"rank 1 \(node id 1, process {jobs[1].process.pid} on .*\) is dead: its process is gone\. MS_ENABLE_"
+        assert scheduler.matches(reason) and jobs[0].matches(reason)
+
+
+def test_an_exception_of_a_worker_is_the_reason() -> None:
+    with cluster(2, recovery=False) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--fail=7:1", fresh=False)
+        jobs[1].expect(1)
+        scheduler.expect(1)
+        assert jobs[0].wait() != 0
+        assert scheduler.matches("rank 1 .* is dead: ValueError: injected")
+        assert jobs[0].matches("rank 1 .* is dead: ValueError: injected")
+
+
+def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
+    with cluster(2, recovery=False) as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--hold-at=5", fresh=False)
+        for job in jobs:
+            job.wait_for("HOLD")
+        os.kill(scheduler.process.pid, signal.SIGTERM)
+        scheduler.expect(143)
+        for job in jobs:
+            job.expect(EXIT_TEMPORARY)
+            assert job.matches("the scheduler was ended by SIGTERM")
+            assert job.matches("step 5 saved in")
+
+
+# --- who is refused ---
+
+
+def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="1") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--hold-at=5", fresh=False)
+        for job in jobs:
+            job.wait_for("HOLD")
+        second = run.worker(1, fresh=False)
+        second.expect(1)
+        (refused,) = second.matches(r"UsageError: MS_NODE_ID=1 belongs to process (\d+) on .*, which is alive")
+        assert int(refused[1]) == jobs[1].process.pid
+        run.go()
+        finish(run, scheduler, jobs)
+        assert all(len(job.matches("READY")) == 1 for job in jobs)
+
+
+def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
+    with cluster(2, MINDX_HEARTBEAT_S="2") as run:
+        scheduler = run.scheduler()
+        jobs = run.workers("--stop=7:1")
+        again = None
+        try:
+            scheduler.wait_for("rank 1 .* is dead: it has sent nothing for 2 s")
+            jobs[0].wait_for("begins anew in place")
+            again = run.worker(1, "--stop=20:1", MS_NODE_ID="1")
+            again.wait_for("registered as node id 1")
+        finally:
+            os.kill(jobs[1].process.pid, signal.SIGCONT)
+        jobs[1].wait_for("holds this process for dead")
+        assert jobs[1].wait() != 0
+        assert jobs[1].matches("MS_NODE_ID=1 belongs to process")
+        assert again is not None
+        finish(run, scheduler, [jobs[0], again])
+
+
+def test_every_wrong_variable_is_named_at_once() -> None:
+    with cluster(2, MS_SCHED_PORT="none", MS_WORKER_NUM="") as run:
+        job = run.worker("a b", fresh=False)
+        job.expect(1)
+        (line,) = job.matches("UsageError: the dynamic cluster cannot be formed: ")
+        for name in ("MS_SCHED_PORT='none'", "MS_WORKER_NUM is not set", "MS_NODE_ID='a b'"):
+            assert name in line.string
+
+
+def test_strangers_on_the_port_do_no_harm() -> None:
+    with cluster(2) as run:
+        scheduler = run.scheduler()
+        scheduler.wait_for("the scheduler waits")
+        strangers = []
+        for data in (b"GET / HTTP/1.1\r\n\r\n", struct.pack(">4sI", b"MXS1", 1 << 31), b"\0" * 70_000, b""):
+            sock = socket.create_connection(("127.0.0.1", run.port))
+            sock.sendall(data)
+            strangers.append(sock)
+        finish(run, scheduler, run.workers(fresh=False))
+        for sock in strangers:
+            sock.close()
+
+
+def test_a_worker_without_the_jobs_key_is_not_admitted() -> None:
+    with cluster(2, MINDX_JOB_KEY="0123456789abcdef-secret", MS_TOPO_TIMEOUT="300") as run:
+        scheduler = run.scheduler()
+        stranger = run.worker(1, fresh=False, MINDX_JOB_KEY="another key of that length", MS_TOPO_TIMEOUT="2")
+        stranger.expect(1)
+        assert scheduler.matches("its message is not of this job") or scheduler.wait_for("not of this job")
+        finish(run, scheduler, run.workers(fresh=False))
+
+
+# --- other starts ---
+
+
+def test_one_process_without_any_variable_is_rank_0_of_1() -> None:
+    job = run_job("clustered.py")
+    assert job.matches(r"READY 0 \d+ None") and job.matches("DONE 0")
+
+
+def test_one_process_per_device_with_rank_id(tmp_path: Path) -> None:
+    with cluster(2) as run:
+        common = {"RANK_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.port), "MS_ROLE": ""}
+        common |= {"MS_WORKER_NUM": "", "MS_ENABLE_RECOVERY": ""}
+        jobs = [
+            run.worker("", fresh=False, **{**common, "RANK_ID": str(rank), "DEVICE_ID": str(rank)}) for rank in range(2)
+        ]
+        for job in jobs:
+            job.expect(0)
+        assert hashes_of(jobs) == uninterrupted(2, tmp_path)

@@ -1,0 +1,139 @@
+"""``mindx-elastic msrun``."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.cluster.launch import make_parser, plan_of
+from mindx_elastic.errors import UsageError
+from tests.cluster.processes import free_port
+from tests.harness import JOBS, Job, _environment
+
+ONE = ["--worker_num=2", "--local_worker_num=2"]
+
+
+def test_one_machine_has_the_scheduler_and_all_workers() -> None:
+    plan = plan_of([*ONE, "--log_dir", "logs", "--cluster_time_out=30", "train.py", "--lr", "0.1"])
+    assert [each.name for each in plan.processes] == ["scheduler", "worker_0", "worker_1"]
+    assert [str(each.log) for each in plan.processes] == [
+        "logs/scheduler.log",
+        "logs/worker_0.log",
+        "logs/worker_1.log",
+    ]
+    assert [each.env["MS_NODE_ID"] for each in plan.processes] == ["sched", "0", "1"]
+    assert {each.env["MS_TOPO_TIMEOUT"] for each in plan.processes} == {"30"}
+    assert plan.command == (sys.executable, "train.py", "--lr", "0.1") and not plan.joins
+
+
+def test_the_documented_defaults() -> None:
+    args = make_parser().parse_args(["train.py"])
+    assert (args.worker_num, args.local_worker_num, args.master_addr, args.master_port) == (8, 8, "127.0.0.1", 8118)
+    assert (args.node_rank, args.log_dir, args.join, args.cluster_time_out) == (-1, Path("."), False, 600)
+
+
+@pytest.mark.parametrize("dashes", ["--local-worker-num=1 --node-rank=1", "--local_worker_num 1 --node_rank 1"])
+def test_a_second_machine_has_its_ranks_and_no_scheduler(dashes: str) -> None:
+    plan = plan_of(["--worker_num=2", *dashes.split(), "--master_addr", "192.0.2.1", "train.py"])
+    assert [(each.name, each.env["MS_NODE_ID"], each.env["DEVICE_ID"]) for each in plan.processes] == [
+        ("worker_1", "1", "0")
+    ]
+
+
+def test_without_a_node_rank_the_address_tells_who_starts_the_scheduler() -> None:
+    several = ["--worker_num=4", "--local_worker_num=2"]
+    here = plan_of([*several, "--master_addr=127.0.0.1", "train.py"])
+    there = plan_of([*several, "--master_addr=192.0.2.1", "train.py"])
+    assert [each.name for each in here.processes] == ["scheduler", "worker_0", "worker_1"]
+    assert [each.name for each in there.processes] == ["worker_0", "worker_1"]
+    assert {each.env["MS_NODE_ID"] for each in there.processes} == {""}
+
+
+def test_options_without_effect_are_said() -> None:
+    plan = plan_of([*ONE, "--bind_core=True", "--join", "true", "python", "train.py", "--join=False"])
+    assert plan.notes == ("--bind_core has no effect here",)
+    assert plan.joins and plan.command == ("python", "train.py", "--join=False")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["--worker_num=2", "--local_worker_num=4", "train.py"], "is more than --worker_num=2"),
+        (["--worker_num=0", "train.py"], "worker_num"),
+        (["--worker_num=4", "--local_worker_num=2", "--node_rank=2", "train.py"], "does not fit into --worker_num=4"),
+        (["--master_port=99999", *ONE, "train.py"], "give a port"),
+        (["--cluster_time_out=0", *ONE, "train.py"], "give seconds"),
+        (["--join=maybe", *ONE, "train.py"], "neither True nor False"),
+        (["--wrong=1", *ONE, "train.py"], "--wrong=1"),
+        (ONE, "SCRIPT"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_wrong_command_line_is_refused(arguments: list[str], why: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(why)):
+        plan_of(arguments)
+
+
+def start(*arguments: object, **env: str) -> Job:
+    command = [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", *ONE, f"--master_port={free_port()}"]
+    return Job([*command, "--join=True", "--log_dir=logs", *map(str, arguments)], _environment(env))
+
+
+@pytest.mark.slow
+def test_the_outcome_of_a_job_is_returned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    job = start("--bind_core=True", JOBS / "clustered.py")
+    try:
+        job.expect(0)
+        assert job.matches("--bind_core has no effect here")
+        for rank in range(2):
+            assert f"DONE {rank} " in Path(f"logs/worker_{rank}.log").read_text()
+        assert "all 2 workers have finished" in Path("logs/scheduler.log").read_text()
+    finally:
+        job.end()
+
+
+@pytest.mark.slow
+def test_a_failure_and_a_stop_are_the_outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    failing = start(JOBS / "clustered.py", "--fail=3:1")
+    try:
+        failing.expect(1)
+        assert failing.matches("worker_1 has ended with exit code 1")
+    finally:
+        failing.end()
+    stopped = start(JOBS / "clustered.py", "--hold-at=5", "--shared")
+    try:
+        from tests.harness import wait_until
+
+        logs = [Path(f"logs/worker_{rank}.log") for rank in range(2)]
+        wait_until(lambda: all(log.exists() and "HOLD" in log.read_text() for log in logs), "the hold")
+        os.kill(stopped.process.pid, signal.SIGTERM)
+        stopped.expect(143)
+    finally:
+        stopped.end()
+
+
+def test_help_names_every_option() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mindx_elastic.cli.main", "msrun", "--help"],
+        env=_environment({}),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for option in (
+        "--worker_num",
+        "--local-worker-num",
+        "--master_addr",
+        "--join",
+        "--cluster_time_out",
+        "--bind_core",
+    ):
+        assert option in done.stdout

@@ -1,0 +1,78 @@
+"""The scheduler's table on disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mindx_elastic.cluster.records import TABLE_FILE, Records
+from mindx_elastic.errors import SaveError, UsageError
+
+
+def test_what_was_written_is_read_by_the_next_scheduler(tmp_path: Path) -> None:
+    first = Records(tmp_path / "recovery")
+    assert first.read() is None
+    first.write({"job": "a"})
+    first.write({"job": "b"})
+    first.close()
+    second = Records(tmp_path / "recovery")
+    assert second.read() == {"job": "b"}
+    second.close()
+    assert sorted(os.listdir(tmp_path / "recovery")) == [TABLE_FILE, "scheduler.lock"]
+
+
+def test_two_schedulers_cannot_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.cluster.records._LOCK_S", 0.1)
+    first = Records(tmp_path)
+    with pytest.raises(UsageError, match="another scheduler runs there"):
+        Records(tmp_path)
+    first.close()
+    Records(tmp_path).close()
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{", b"\xff", b"[" * 100_000])
+def test_a_damaged_table_is_refused_with_the_way_out(content: bytes, tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    (tmp_path / TABLE_FILE).write_bytes(content)
+    with pytest.raises(UsageError, match="not the table of a scheduler"):
+        records.read()
+    records.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_table_of_another_user_does_not_count(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.write({"job": "a"})
+    os.chown(tmp_path / TABLE_FILE, 12345, 12345)
+    with pytest.raises(UsageError, match="belongs to user 12345"):
+        records.read()
+    records.close()
+
+
+def test_a_link_in_the_tables_place_is_not_followed(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    (tmp_path / "elsewhere").write_text("{}")
+    (tmp_path / TABLE_FILE).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UsageError, match="cannot be read"):
+        records.read()
+    records.close()
+
+
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    with pytest.raises(UsageError, match="MS_RECOVERY_PATH"):
+        Records(shared)
+
+
+def test_a_write_that_fails_leaves_the_table_before(tmp_path: Path) -> None:
+    records = Records(tmp_path / "recovery")
+    records.write({"job": "a"})
+    (tmp_path / "recovery" / TABLE_FILE).unlink()
+    (tmp_path / "recovery" / TABLE_FILE).mkdir()  # what os.replace cannot replace
+    with pytest.raises(SaveError):
+        records.write({"job": "b"})
+    records.close()

@@ -1,0 +1,487 @@
+"""The scheduler's table: who gets which rank, who is refused, what a scheduler that is started again knows."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from mindx_elastic.cluster.table import Limits, Registration, State, Table
+
+LIMITS = Limits(heartbeat_s=5.0, reconnect_s=1.0, formation_s=100.0)
+HERE, THERE = "boot/pid:[1]", "other boot/pid:[1]"
+
+
+def who(number: int, node_id: str = "", *, space: str = HERE, host: str = "h", **more: Any) -> Registration:
+    """A process; `number` names it."""
+    fields: dict[str, Any] = {"size": 2, "recovery": True}
+    return Registration(
+        node_id=node_id,
+        incarnation=f"{number:032d}",
+        host=host,
+        pid=number,
+        started=str(number),
+        space=space,
+        **{**fields, **more},
+    )
+
+
+def new_table(size: int = 2, *, recovery: bool = True) -> Table:
+    return Table(size, job="job", recovery=recovery, limits=LIMITS, now=0.0)
+
+
+def form(table: Table, processes: list[Registration], now: float = 0.0) -> None:
+    """All register, and the host opens the store."""
+    for each in processes:
+        assert table.register(each, now)["op"] == "welcome"
+    (host,) = [tell for tell in table.outbox if tell.message["op"] == "host"]
+    table.set_store(host.incarnation, host.message["generation"], ("h", 1), now)
+
+
+def told(table: Table, op: str) -> list[tuple[int, dict[str, Any]]]:
+    """(process, message) of this kind, and empties the outbox."""
+    found = [(int(tell.incarnation), dict(tell.message)) for tell in table.outbox if tell.message["op"] == op]
+    table.outbox.clear()
+    return found
+
+
+# --- ranks ---
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranks"),
+    [
+        (["0", "1", "2"], [0, 1, 2]),
+        (["2", "1", "0"], [2, 1, 0]),
+        (["worker-10", "worker-9", "a"], [2, 1, 0]),
+        (["x", "1", "a"], [2, 1, 0]),  # a number is the rank, the others take what is left
+        (["7", "8", "9"], [0, 1, 2]),  # numbers that are no ranks
+        (["00", "0", "1"], [2, 0, 1]),
+    ],
+)
+def test_a_number_is_the_rank_and_names_follow_in_their_order(ids: list[str], ranks: list[int]) -> None:
+    table = new_table(3)
+    form(table, [who(number, name, size=3) for number, name in enumerate(ids)])
+    assert [message["rank"] for _, message in sorted(told(table, "group"))] == ranks
+
+
+def test_workers_without_an_id_are_named_by_machine_and_order() -> None:
+    table = new_table(3)
+    form(table, [who(1, size=3), who(2, host="g", size=3), who(3, size=3)])
+    assert sorted(table.members) == ["g-0", "h-0", "h-1"]
+    table.die(f"{3:032d}", "killed", 1.0)
+    assert table.register(who(4, size=3), 1.0)["node_id"] == "h-1"
+
+
+def test_local_ranks_count_the_processes_that_share_a_machine() -> None:
+    table = new_table(3)
+    form(table, [who(0, "0", size=3), who(1, "1", size=3, space=THERE), who(2, "2", size=3)])
+    found = {rank: (m["local_rank"], m["local_size"]) for rank, m in told(table, "group")}
+    assert found == {0: (0, 2), 1: (0, 1), 2: (1, 2)}
+
+
+# --- who is refused ---
+
+
+def test_a_second_process_with_a_taken_id_is_refused_until_the_heartbeat_has_run_out() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    answer = table.register(who(3, "1"), 2.0)
+    assert (answer["op"], answer["by"], answer["wait_s"]) == ("taken", "process 2 on h", 3.0)
+    table.hear(f"{1:032d}", 4.0)
+    table.tick(5.0)
+    assert table.register(who(3, "1"), 5.0) == {**table.register(who(3, "1"), 5.0), "op": "welcome", "rank": 1}
+
+
+def test_a_death_that_is_seen_frees_the_place_at_once() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    table.die(f"{2:032d}", "its process is gone", 0.1)
+    assert table.register(who(3, "1"), 0.1)["op"] == "welcome"
+
+
+def test_a_connection_that_ends_is_a_death_only_if_it_is_not_opened_again() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    table.lose(f"{2:032d}", 1.0)
+    table.tick(1.9)
+    assert table.register(who(3, "1"), 1.9)["op"] == "taken"
+    assert table.register(who(2, "1", generation=0, job="job"), 1.95)["op"] == "welcome"
+    table.tick(3.0)
+    assert len(table.living()) == 2
+    table.lose(f"{2:032d}", 3.0)
+    table.tick(4.0)
+    assert [message["rank"] for _, message in told(table, "death")] == [1]
+
+
+def test_the_same_process_that_begins_anew_takes_its_place_back() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    again = replace(who(2, "1"), incarnation=f"{9:032d}")
+    assert table.register(again, 1.0)["rank"] == 1
+    assert table.register(who(2, "1", generation=0, job="job"), 1.0)["op"] == "dead"
+
+
+@pytest.mark.parametrize(
+    ("process", "why"),
+    [
+        (who(3, "2"), "one too many"),
+        (who(3), "one too many"),
+        (who(3, "1", size=3), "MS_WORKER_NUM=3 here and 2 at the scheduler"),
+        (who(3, "1", recovery=False), "MS_ENABLE_RECOVERY=0 here and 1"),
+        (who(3, "1", job="another"), "does not know the job"),
+    ],
+)
+def test_processes_that_do_not_fit_are_refused_with_the_reason(process: Registration, why: str) -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    answer = table.register(process, 1.0)
+    assert answer["op"] == "refused" and why in answer["why"]
+
+
+def test_a_worker_without_an_id_is_told_which_id_is_missing() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "b")])
+    table.die(f"{2:032d}", "killed", 1.0)
+    answer = table.register(who(3), 1.0)
+    assert "a process is missing for b: set MS_NODE_ID" in answer["why"]
+
+
+def test_the_place_of_a_process_that_begins_anew_is_kept_for_it() -> None:
+    table = new_table()
+    form(table, [who(1), who(2)])
+    table.die(f"{2:032d}", "killed", 1.0)
+    table.leave(f"{1:032d}", how="away", code=75, why="rank 1 is dead", now=1.0)
+    assert table.register(who(3), 1.1)["node_id"] == "h-1"
+    assert table.register(who(4, "h-0"), 1.1)["op"] == "taken"
+    assert table.register(replace(who(1), incarnation=f"{9:032d}"), 9.0)["node_id"] == "h-0"
+
+
+def test_a_process_that_dies_on_its_way_back_frees_its_place() -> None:
+    table = new_table()
+    form(table, [who(1, "0"), who(2, "1")])
+    table.leave(f"{1:032d}", how="away", code=75, why="", now=1.0)
+    table.die(f"{1:032d}", "its process is gone", 2.0)
+    assert table.register(who(3, "0"), 2.0)["rank"] == 0
+
+
+# --- deaths ---
+
+
+def test_the_others_are_told_of_a_death_and_meet_in_the_next_generation() -> None:
+    table = new_table(3)
+    form(table, [who(n, str(n), size=3) for n in range(3)])
+    table.outbox.clear()
+    table.die(f"{1:032d}", "killed", 1.0)
+    assert [(process, m["rank"], m["generation"]) for process, m in told(table, "death")] == [(0, 1, 0), (2, 1, 0)]
+    table.register(who(7, "1", size=3), 2.0)
+    table.join(f"{2:032d}", 1, 2.0)
+    assert not table.outbox  # rank 0 is not ready yet
+    table.join(f"{0:032d}", 1, 2.0)
+    assert [process for process, _ in told(table, "host")] == [0]
+    table.set_store(f"{0:032d}", 1, ("h", 2), 2.0)
+    found = told(table, "group")
+    assert [(process, m["rank"], m["new"], m["attempt"]) for process, m in found] == [
+        (0, 0, [1], 0),
+        (7, 1, [1], 0),
+        (2, 2, [1], 0),
+    ]
+
+
+def test_the_host_of_the_next_store_is_the_lowest_survivor() -> None:
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    table.outbox.clear()
+    table.die(f"{0:032d}", "killed", 1.0)
+    table.register(who(5, "0"), 1.0)
+    table.outbox.clear()
+    table.join(f"{1:032d}", 1, 1.0)
+    assert [process for process, _ in told(table, "host")] == [1]
+
+
+def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
+    table = new_table(recovery=False)
+    form(table, [who(0, "a", recovery=False), who(1, "b", recovery=False)])
+    table.outbox.clear()
+    table.die(f"{1:032d}", "its process is gone", 1.0)
+    assert table.outcome is not None and table.outcome.code == 1
+    assert table.outcome.why.startswith("rank 1 (node id b, process 1 on h) is dead: its process is gone")
+    assert [(process, m["rank"]) for process, m in told(table, "fail")] == [(0, 1)]
+
+
+def test_a_death_before_the_group_is_formed_costs_nothing() -> None:
+    table = new_table(recovery=False)
+    table.register(who(1, "a", recovery=False), 0.0)
+    table.die(f"{1:032d}", "killed", 0.5)
+    form(table, [who(2, "a", recovery=False), who(3, "b", recovery=False)], 1.0)
+    assert table.outcome is None
+
+
+def test_workers_that_never_come_are_counted() -> None:
+    table = new_table()
+    table.register(who(1, "0"), 0.0)
+    for second in range(1, 100):
+        table.hear(f"{1:032d}", float(second))
+        table.tick(float(second))
+    table.hear(f"{1:032d}", 100.0)
+    table.tick(100.0)
+    assert table.outcome is not None
+    assert "only 1 of 2 workers have registered within 100 s" in table.outcome.why
+    assert "1 that never registered" in table.outcome.why
+
+
+# --- the end ---
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        ([("done", 0), ("done", 0)], 0),
+        ([("left", 143), ("left", 143)], 143),
+        ([("left", 0), ("left", 0)], 0),
+        ([("done", 0), ("failed", 1)], 1),
+        ([("left", 143), ("failed", 1)], 143),
+    ],
+)
+def test_the_outcome_tells_how_the_workers_have_ended(ends: list[tuple[str, int]], code: int) -> None:
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    for number, (how, each) in enumerate(ends):
+        table.leave(f"{number:032d}", how=how, code=each, why="", now=1.0)
+    assert table.outcome is not None and table.outcome.code == code
+
+
+def test_all_dead_is_no_end_where_they_can_be_started_again() -> None:
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    table.die(f"{0:032d}", "killed", 1.0)
+    table.die(f"{1:032d}", "killed", 1.0)
+    assert table.outcome is None
+    table.outbox.clear()
+    form(table, [who(2, "1"), who(3, "0")], 2.0)
+    assert [(process, m["rank"], m["attempt"]) for process, m in told(table, "group")] == [(3, 0, 1), (2, 1, 1)]
+
+
+# --- on disk ---
+
+
+def test_damaged_tables_are_refused() -> None:
+    table = new_table()
+    form(table, [who(0, "0"), who(1, "1")])
+    good = table.to_json()
+    for key, value in [("schema", 9), ("size", 0), ("members", "x"), ("group", {}), ("job", 3)]:
+        with pytest.raises(ValueError, match=r"."):
+            Table.from_json({**good, key: value}, recovery=True, limits=LIMITS, now=0.0)
+    twice = [{**each, "rank": 0} for each in good["members"]]
+    with pytest.raises(ValueError, match="one rank"):
+        Table.from_json({**good, "members": twice}, recovery=True, limits=LIMITS, now=0.0)
+
+
+# --- properties ---
+
+
+@dataclass
+class Process:
+    """A worker as it is, whatever the scheduler believes."""
+
+    who: Registration
+    alive: bool = True
+    silent_since: float | None = None
+    admitted: bool = False
+    rank: int | None = None
+    generation: int = -1
+    node_id: str = ""
+    heard_at: float = 0.0
+    told_dead: bool = False
+    inbox: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Cluster(RuleBasedStateMachine):
+    """Workers and a scheduler that is killed at any moment: after a write to its disk, and before it has told of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.count = 0.0, 0
+        self.processes: list[Process] = []
+        self.ranks: dict[str, int] = {}
+
+    @initialize(size=st.integers(1, 4), data=st.data())
+    def begin(self, size: int, data: st.DataObject) -> None:
+        self.size = size
+        names = ["0", "1", "2", "3", "w-10", "w-2", "x", ""]
+        self.names = data.draw(st.lists(st.sampled_from(names), min_size=size, max_size=size))
+        self.table = Table(size, job="job", recovery=True, limits=LIMITS, now=0.0)
+        self.disk = ""
+        self.write_and_tell()
+
+    # --- the scheduler ---
+
+    def write_and_tell(self, *, tell: bool = True) -> None:
+        if self.table.changed:
+            self.disk = json.dumps(self.table.to_json())
+            self.table.changed = False
+        if not tell:
+            return
+        while self.table.outbox:
+            each = self.table.outbox.pop(0)
+            for process in self.processes:
+                if process.who.incarnation == each.incarnation and process.alive and process.silent_since is None:
+                    self.hear(process, dict(each.message))
+
+    def hear(self, process: Process, message: dict[str, Any]) -> None:
+        if message["op"] == "group":
+            assert process.rank in (None, message["rank"])
+            process.rank, process.generation = message["rank"], message["generation"]
+            assert self.ranks.setdefault(process.node_id, process.rank) == process.rank, "a rank is for good"
+            assert len(set(self.ranks.values())) == len(self.ranks)
+        elif message["op"] == "host":
+            self.table.set_store(process.who.incarnation, message["generation"], ("h", 1), self.now)
+
+    @rule(told=st.booleans())
+    def kill_scheduler(self, told: bool) -> None:
+        """Its table is what it has written last; what it has not told is lost."""
+        self.write_and_tell(tell=told)
+        self.table = Table.from_json(json.loads(self.disk), recovery=True, limits=LIMITS, now=self.now)
+        for process in self.processes:
+            if process.admitted and process.alive and process.silent_since is None and not process.told_dead:
+                self.connect(process)
+        self.write_and_tell()
+
+    # --- workers ---
+
+    def connect(self, process: Process) -> None:
+        registration = replace(
+            process.who,
+            node_id=process.node_id or process.who.node_id,
+            generation=process.generation,
+            joined=process.generation + 1 if process.generation >= 0 else 0,
+            job="job" if process.admitted else "",
+        )
+        before = {m.node_id: m for m in self.table.living()}
+        answer = self.table.register(registration, self.now)
+        if answer["op"] == "welcome":
+            self.check_owner(process, answer["node_id"], before)
+            process.admitted, process.node_id, process.heard_at = True, answer["node_id"], self.now
+        elif answer["op"] == "dead":
+            process.told_dead = True
+
+    def check_owner(self, process: Process, node_id: str, before: dict[str, Any]) -> None:
+        for other in self.processes:
+            if other is process or other.node_id != node_id or not other.alive or other.told_dead:
+                continue
+            held = before.get(node_id)
+            if held is not None and held.incarnation == other.who.incarnation:
+                raise AssertionError(f"{node_id} has a living owner, and another process was admitted")
+            silent = other.silent_since is not None
+            assert silent, "an owner that is heard has lost its place"
+            assert self.now - (other.silent_since or 0.0) >= LIMITS.reconnect_s
+
+    @rule(slot=st.integers(0, 3))
+    def start_worker(self, slot: int) -> None:
+        self.count += 1
+        name = self.names[slot % self.size]
+        process = Process(who(self.count, name, size=self.size))
+        self.processes.append(process)
+        self.connect(process)
+        self.write_and_tell()
+        if not process.admitted:
+            process.alive = False  # it waits or ends
+
+    @precondition(lambda self: any(p.alive and p.admitted for p in self.processes))
+    @rule(data=st.data(), seen=st.booleans())
+    def kill_worker(self, data: st.DataObject, seen: bool) -> None:
+        process = data.draw(st.sampled_from([p for p in self.processes if p.alive and p.admitted]))
+        process.alive = False
+        if seen:
+            self.table.die(process.who.incarnation, "its process is gone", self.now)
+        else:
+            self.table.lose(process.who.incarnation, self.now)
+        self.write_and_tell()
+
+    @precondition(lambda self: any(p.alive and p.admitted and p.silent_since is None for p in self.processes))
+    @rule(data=st.data())
+    def stop_worker(self, data: st.DataObject) -> None:
+        """SIGSTOP: it is silent, and its connection stays."""
+        running = [p for p in self.processes if p.alive and p.admitted and p.silent_since is None]
+        data.draw(st.sampled_from(running)).silent_since = self.now
+
+    @precondition(lambda self: any(p.alive and p.admitted and p.silent_since is None for p in self.processes))
+    @rule(data=st.data(), at_once=st.booleans())
+    def begin_anew(self, data: st.DataObject, at_once: bool) -> None:
+        """With exec: the same process with another incarnation."""
+        running = [p for p in self.processes if p.alive and p.admitted and p.silent_since is None and not p.told_dead]
+        if not running:
+            return
+        process = data.draw(st.sampled_from(running))
+        self.table.leave(process.who.incarnation, how="away", code=75, why="", now=self.now)
+        process.alive = False
+        self.count += 1
+        again = Process(replace(process.who, node_id=process.node_id, incarnation=f"{self.count:032d}"))
+        self.processes.append(again)
+        if not at_once:
+            self.let_pass(3.0)
+        self.connect(again)
+        if not again.admitted:
+            again.alive = False
+        self.write_and_tell()
+
+    @precondition(lambda self: any(p.alive and p.silent_since is not None for p in self.processes))
+    @rule(data=st.data())
+    def continue_worker(self, data: st.DataObject) -> None:
+        process = data.draw(st.sampled_from([p for p in self.processes if p.alive and p.silent_since is not None]))
+        process.silent_since = None
+        if not self.table.hear(process.who.incarnation, self.now):
+            process.told_dead = True
+
+    @rule()
+    def survivors_join(self) -> None:
+        for process in self.processes:
+            if process.alive and process.admitted and process.silent_since is None and not process.told_dead:
+                self.table.join(process.who.incarnation, process.generation + 1, self.now)
+        self.write_and_tell()
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 1.2, 3.0, 6.0]))
+    def wait(self, seconds: float) -> None:
+        self.let_pass(seconds)
+
+    def let_pass(self, seconds: float) -> None:
+        """All that are not stopped send their heartbeats meanwhile."""
+        for _ in range(max(1, round(seconds / 0.5))):
+            self.now += min(seconds, 0.5)
+            for process in self.processes:
+                if process.alive and process.admitted and process.silent_since is None and not process.told_dead:
+                    process.told_dead = not self.table.hear(process.who.incarnation, self.now)
+            self.table.tick(self.now)
+        self.write_and_tell()
+
+    # --- what holds at any time ---
+
+    @invariant()
+    def a_rank_has_one_place_and_a_place_one_process(self) -> None:
+        if not hasattr(self, "table"):
+            return
+        ranks = [m.rank for m in self.table.members.values() if m.rank is not None]
+        assert len(set(ranks)) == len(ranks) and all(0 <= rank < self.size for rank in ranks)
+        incarnations = [m.incarnation for m in self.table.members.values()]
+        assert len(set(incarnations)) == len(incarnations)
+        for node_id, rank in self.ranks.items():
+            assert self.table.members[node_id].rank == rank
+
+    @invariant()
+    def a_process_that_is_heard_is_never_taken_for_dead(self) -> None:
+        if not hasattr(self, "table") or self.table.outcome is not None:
+            return
+        for process in self.processes:
+            if process.alive and process.admitted and process.silent_since is None and not process.told_dead:
+                member = self.table.find(process.who.incarnation)
+                if member is not None:
+                    assert member.state is State.LIVING
+
+
+Cluster.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestCluster = Cluster.TestCase
