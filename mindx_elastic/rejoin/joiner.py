@@ -16,7 +16,7 @@ from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
 
-__all__ = ["SetupCollective", "end_setup", "main", "prepare"]
+__all__ = ["end_setup", "main", "prepare"]
 
 _COLLECTIVES = (
     *("all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce"),

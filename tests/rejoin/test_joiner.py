@@ -20,7 +20,7 @@ dist.new_group([0, 1])
 dist.barrier()
 try:
     dist.all_reduce(torch.ones(1))
-except joiner.SetupCollective as error:
+except joiner._SetupCollective as error:
     print("REFUSED", error)
 joiner.end_setup()
 dist.all_reduce(torch.ones(1))
