@@ -43,6 +43,7 @@ FASTER = {"spare": 25.0, "zygote": 12.0, "restart": 1.0}
 """Targets: how many times faster than torchrun."""
 ROOT = Path(__file__).parent.parent
 _LIMIT_S = 120.0
+_ON_ITS_WAY_S = 0.04  # no recovery is as fast
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ def follow(process: subprocess.Popen[bytes], ranks: int, args: argparse.Namespac
         after.setdefault(rank, {})[step] = at
         if pid not in old and not wanted:
             wanted = step
-        elif pid in old and not wanted:
-            done = max(done, step)  # it was on its way
+        elif pid in old and at < killed_at + _ON_ITS_WAY_S:
+            done = max(done, step)
         if wanted and sum(wanted in steps for steps in after.values()) == ranks:
             return max(steps[wanted] for steps in after.values()) - killed_at, max(0, done + 1 - wanted)
     raise RuntimeError("the job has ended too early")

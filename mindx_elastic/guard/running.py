@@ -12,6 +12,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import nn
+
+from mindx_elastic.capture.collector import Collector
+from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.cluster.group import current_member
 from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
@@ -24,8 +28,9 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin import groups, spare
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
 from mindx_elastic.rejoin.sockets import SocketsPart
@@ -105,6 +110,8 @@ class Place:
 
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
+    if spare.is_waiting():
+        _warm_up(targets())
     member = _find_member(current_ranks(RankInfo.from_env()))
     global _is_running
     _is_running = True
@@ -159,6 +166,14 @@ def tell_of_block(ranks: RankInfo) -> None:
             "the guard is entered with `with guard:`, so when a rank dies the whole job is restarted; make the loop a "
             "function and write guard.run(train)",
         )
+
+
+def _warm_up(targets: Mapping[str, Any]) -> None:
+    """In a spare, before it is told its rank: what entering the guard will need, and no rank."""
+    parameters = [p for t in targets.values() if isinstance(t, nn.Module) for p in t.parameters()]
+    keep_reserve(take_reserve(len(parameters)))
+    capture_rng()
+    Collector(targets)
 
 
 def _tell_once(ranks: RankInfo, text: str) -> None:

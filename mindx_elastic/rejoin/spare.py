@@ -22,7 +22,7 @@ from typing import Any
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.rejoin import joiner
 
-__all__ = ["PIPE_VARIABLE", "UNFIT", "know_rank", "prepare", "promotion"]
+__all__ = ["PIPE_VARIABLE", "UNFIT", "is_waiting", "know_rank", "prepare", "promotion"]
 
 UNFIT = 76
 """Exit code of a spare that cannot be this job's rank after all."""
@@ -54,6 +54,11 @@ def prepare() -> None:
 def promotion(variables: Mapping[str, str]) -> str:
     """What a spare is sent: the environment variables that it lacks."""
     return json.dumps(dict(variables)) + "\n"
+
+
+def is_waiting() -> bool:
+    """Whether this is a spare that does not know its rank yet."""
+    return _waiting
 
 
 def know_rank() -> None:
