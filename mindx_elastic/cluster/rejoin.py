@@ -10,6 +10,7 @@ generation after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,9 @@ class ClusterMember(Member):
         self._note_new(board, generation)
         return super()._agree(board, host, generation)
 
-    def join(self, ddp: DdpModules) -> Entry:
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
         self._note_new(self._board(self.generation), self.generation)
-        return super().join(ddp)
+        return super().join(ddp, end_setup)
 
     def opened(self, host: Host) -> None:
         super().opened(host)

@@ -30,7 +30,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, spare
+from mindx_elastic.rejoin import groups, joiner, spare
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
 from mindx_elastic.rejoin.sockets import SocketsPart
@@ -185,7 +185,7 @@ def _tell_once(ranks: RankInfo, text: str) -> None:
 
 def _join(targets: Mapping[str, Any], member: Member) -> Entry:
     try:
-        return member.join(ddp_modules(targets))
+        return member.join(ddp_modules(targets), joiner.end_setup)
     except RejoinFailed as error:
         member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None

@@ -15,6 +15,7 @@ from typing import Any
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.script import run
+from mindx_elastic.rejoin.member import Member
 
 __all__ = ["end_setup", "main", "prepare"]
 
@@ -80,8 +81,6 @@ def _refusing(name: str) -> Callable[..., None]:
 def _tell(text: str) -> None:
     """Here, and on the board: the agent says it as the reason of the restart."""
     logger.error("%s", text)
-    from mindx_elastic.rejoin.member import Member
-
     settings, agent = RejoinSettings.from_env(), AgentInfo.from_env()
     if agent is not None:
         Member(settings, RankInfo.from_env(), agent).refuse(settings.generation, text)

@@ -274,8 +274,9 @@ class Member:
 
     # --- a new process ------------------------------------------------------------------------------------------------
 
-    def join(self, ddp: DdpModules) -> Entry:
-        """Training thread of a new process, before it enters its guard. Raises RejoinFailed."""
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
+        """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
+        `joiner`. Raises RejoinFailed."""
         generation = self.generation
         self._times = {"built": time.time()}
         board = self._board(generation)
@@ -285,8 +286,6 @@ class Member:
         for name, module in ddp:
             if said := groups.rebuild_buckets(name, module, list(self._orders.get(name, []))):
                 raise RejoinFailed(said)
-        from mindx_elastic.rejoin.joiner import end_setup
-
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
