@@ -40,7 +40,7 @@ class Node:
     def board(self, generation: int) -> Board:
         return Board(self.store, key=None, scope=f"0/{generation}", writer=len(self.pages))
 
-    def start(self, rank: int, generation: int) -> Any:
+    def start(self, rank: int, generation: int, *, can_wait: bool) -> Any:
         self.started.append((rank, generation))
         return SimpleNamespace(pid=200 + rank)
 
@@ -148,7 +148,7 @@ def test_what_makes_no_sense_on_the_board_ends_it(node: Node) -> None:
 
 
 def test_a_process_that_cannot_be_started_ends_it(node: Node) -> None:
-    def fail(rank: int, generation: int) -> Any:
+    def fail(rank: int, generation: int, *, can_wait: bool) -> Any:
         raise OSError("no memory")
 
     node.recovery._start = fail
