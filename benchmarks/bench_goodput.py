@@ -1,0 +1,98 @@
+"""Share of the undisturbed step rate that is left when a rank is killed again and again: ours beside torchrun.
+
+    python benchmarks/bench_goodput.py [--ranks 2] [--minutes 5] [--every 20] [--methods spare,zygote,restart,torchrun]
+
+The job is that of bench_recovery.py. After `--warm` seconds one rank after the other is killed every `--every` seconds.
+A step counts once, when it is done for the first time. The rate without kills is measured in the same run, before each
+method, for three times `--every`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench_recovery import (  # type: ignore[import-not-found]
+    METHODS,
+    command,
+    end,
+    environment,
+    lines,
+    print_setting,
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--every", type=float, default=20.0, help="seconds between two kills (default 20)")
+    parser.add_argument(
+        "--warm", type=float, default=12.0, help="seconds of training before the first kill (default 12)"
+    )
+    parser.add_argument("--save-every", type=int, default=40, help="torchrun's checkpoints, in steps (default 40)")
+    parser.add_argument("--methods", default=",".join(METHODS))
+    args = parser.parse_args()
+    args.mebibytes = 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    print_setting()
+    print(f"{args.ranks} ranks, a kill every {args.every:g} s for {args.minutes:g} minutes")
+    for method in args.methods.split(","):
+        quiet, _ = rate(method, args, seconds=3 * args.every, kills=False)
+        busy, kills = rate(method, args, seconds=60 * args.minutes, kills=True)
+        print(
+            f"  {method:<10} {busy:6.2f} of {quiet:6.2f} steps a second: {busy / quiet:.3f}, {kills} kills", flush=True
+        )
+
+
+def rate(method: str, args: argparse.Namespace, *, seconds: float, kills: bool) -> tuple[float, int]:
+    """New steps a second, and how often a rank was killed."""
+    with tempfile.TemporaryDirectory(prefix="bench_goodput-") as name:
+        arenas = tempfile.mkdtemp(prefix="bench_goodput-", dir="/dev/shm")
+        folder = Path(name)
+        with open(folder / "stderr", "wb+") as errors:
+            words = command(method, args.ranks, args, folder)
+            words[words.index("--max-restarts") + 1] = "1000"
+            process = subprocess.Popen(words, env=environment(arenas), stdout=subprocess.PIPE, stderr=errors)
+            try:
+                return follow(process, args, seconds, kills=kills)
+            except BaseException:
+                errors.seek(0)
+                sys.stderr.write(errors.read().decode(errors="replace")[-3000:])
+                raise
+            finally:
+                end(process)
+                shutil.rmtree(arenas, ignore_errors=True)
+
+
+def follow(
+    process: subprocess.Popen[bytes], args: argparse.Namespace, seconds: float, *, kills: bool
+) -> tuple[float, int]:
+    pids: dict[int, int] = {}
+    began: float | None = None
+    first_step = newest = count = 0
+    started = next_kill = 0.0
+    for rank, step, pid, at in lines(process):
+        pids[rank] = pid
+        newest = max(newest, step)
+        began = at if began is None else began
+        if not started and at - began > args.warm:
+            started, first_step, next_kill = at, newest, at + args.every / 2
+        if started and at - started > seconds:
+            return (newest - first_step) / (at - started), count
+        if started and kills and at > next_kill:
+            next_kill += args.every
+            os.kill(pids[count % args.ranks], signal.SIGKILL)
+            count += 1
+    raise RuntimeError(f"the job has ended too early, after {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
