@@ -47,7 +47,9 @@ def finish(run: Processes, scheduler: Job, jobs: list[Job]) -> None:
 # --- a killed worker ---
 
 
-@pytest.mark.parametrize(("size", "victim", "where"), [(2, 0, "boundary"), (3, 1, "forward")])
+@pytest.mark.parametrize(
+    ("size", "victim", "where"), [(2, 0, "boundary"), pytest.param(3, 1, "forward", marks=pytest.mark.drill)]
+)
 def test_a_killed_worker_that_is_started_again_costs_no_step(
     size: int, victim: int, where: str, tmp_path: Path
 ) -> None:
@@ -65,7 +67,7 @@ def test_a_killed_worker_that_is_started_again_costs_no_step(
         assert hashes_of([*living, again]) == uninterrupted(size, tmp_path)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.drill)])
 def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Path) -> None:
     """Rank 0 hosts the store of the group that dies with it."""
     with cluster(2, MINDX_RECOVER="in-place") as run:
@@ -81,6 +83,7 @@ def test_with_guard_run_the_survivors_keep_their_state(victim: int, tmp_path: Pa
         assert hashes_of([survivor, again]) == uninterrupted(2, tmp_path)
 
 
+@pytest.mark.drill
 def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()
@@ -91,6 +94,7 @@ def test_ranks_that_share_a_directory_come_back_as_well(tmp_path: Path) -> None:
         assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path, "--shared")
 
 
+@pytest.mark.drill
 def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) -> None:
     """Each rank has its own directory, and one of them copies the state that all share."""
     with cluster(2) as run:
@@ -108,6 +112,7 @@ def test_all_workers_killed_and_started_again_go_on_from_memory(tmp_path: Path) 
         assert hashes_of(again) == uninterrupted(2, tmp_path, "--snapshot-every=1")
 
 
+@pytest.mark.drill
 def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None:
     with cluster(2) as run:
         scheduler = run.scheduler()
@@ -161,6 +166,7 @@ def test_a_stop_is_graceful_after_the_scheduler_has_come_back() -> None:
         second.expect(143)
 
 
+@pytest.mark.drill
 def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
     with cluster(2) as run:
         first = run.scheduler()
@@ -179,6 +185,7 @@ def test_worker_and_scheduler_are_killed_at_once(tmp_path: Path) -> None:
         assert hashes_of([jobs[0], again]) == uninterrupted(2, tmp_path)
 
 
+@pytest.mark.drill
 def test_a_scheduler_that_is_told_to_end_lets_the_workers_go_on(tmp_path: Path) -> None:
     with cluster(2) as run:
         first = run.scheduler()
@@ -206,6 +213,7 @@ def test_without_recovery_a_death_ends_the_job_with_the_reason() -> None:
         assert scheduler.matches(reason) and jobs[0].matches(reason)
 
 
+@pytest.mark.drill
 def test_an_exception_of_a_worker_is_the_reason() -> None:
     with cluster(2, recovery=False) as run:
         scheduler = run.scheduler()
@@ -217,6 +225,7 @@ def test_an_exception_of_a_worker_is_the_reason() -> None:
         assert jobs[0].matches("rank 1 .* is dead: ValueError: injected")
 
 
+@pytest.mark.drill
 def test_the_end_of_the_scheduler_ends_a_job_without_recovery() -> None:
     with cluster(2, recovery=False) as run:
         scheduler = run.scheduler()

@@ -47,7 +47,14 @@ def forked(job: Job) -> list[str]:
     return [match[1] for match in job.matches(r"(\d+) workers forked from the zygote")]
 
 
-@pytest.mark.parametrize("options", [[], ["--redirects", "3", "--log-dir", "logs"], ["--tee", "3"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        pytest.param(["--redirects", "3", "--log-dir", "logs"], marks=pytest.mark.drill),
+        pytest.param(["--tee", "3"], marks=pytest.mark.drill),
+    ],
+)
 def test_restarted_workers_are_forked(options: list[str]) -> None:
     unbuffered = {"PYTHONUNBUFFERED": "1"}  # else the agent keeps for a while what its workers print
     with agent("ckpt", "--hold-at", 7, ranks=2, options=options, env=unbuffered, under=["env"]) as job:

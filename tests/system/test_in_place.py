@@ -166,7 +166,8 @@ def test_three_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs, more: S
     check_in_place(job, victims(THREE))
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=drill)])
+@drill
+@pytest.mark.parametrize("ranks", [3, 4])
 def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
     orders = (
         "0:3:forward",
@@ -184,7 +185,7 @@ def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
     check_in_place(job, victims(orders))
 
 
-@pytest.mark.parametrize("share", ["between", "update"])
+@pytest.mark.parametrize("share", ["between", pytest.param("update", marks=drill)])
 def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: str) -> None:
     """Rank 1 waits for rank 2, which is killed, while rank 0 passes the boundary: in front of its update, and in it."""
     orders = ("2:6:share", "2:9:share", "1:11:mid", "0:13:backward")
@@ -209,7 +210,8 @@ def test_several_ranks_killed_at_once(runs: Runs, ranks: int, dead: Sequence[int
     assert job.matches(IN_PLACE) or job.matches(WHY), job.report()
 
 
-@pytest.mark.parametrize("who", ["survivor", pytest.param("new", marks=drill), pytest.param("donor", marks=drill)])
+@drill
+@pytest.mark.parametrize("who", ["survivor", "new", "donor"])
 def test_a_second_death_while_a_recovery_is_under_way(runs: Runs, who: str) -> None:
     def kill(job: Job) -> None:
         (match,) = job.wait_for(r"a new process \(pid (\d+)\) takes the place of rank 2")

@@ -73,7 +73,9 @@ def undisturbed(ranks: int, *args: object) -> dict[int, str]:
     return _known[key]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.drill)])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.drill), 2, pytest.param(3, marks=pytest.mark.drill)]
+)
 def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
     options = ["--num-workers", 2] if ranks == 2 else []
     whole = undisturbed(ranks, *options)
@@ -98,6 +100,7 @@ def test_paused_three_times_it_trains_as_if_undisturbed(ranks: int) -> None:
 # --- what the commands say --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_given_twice_and_without_a_pause() -> None:
     with agent("--hold-at", "4", ranks=1) as job:
         job.wait_for("^HOLD")
@@ -114,6 +117,7 @@ def test_given_twice_and_without_a_pause() -> None:
     assert "has ended: finished, exit code 0" in give("pause", RUN, code=3)
 
 
+@pytest.mark.drill
 def test_a_resume_while_the_ranks_are_still_on_their_way() -> None:
     whole = undisturbed(2)
     with agent("--wait-for", "4:1:go", ranks=2) as job:
@@ -159,6 +163,7 @@ def test_no_guard_no_run_no_agent() -> None:
     assert "was killed" in give("pause", "killed", code=3)
 
 
+@pytest.mark.drill
 def test_an_interrupted_command_takes_its_pause_back() -> None:
     with agent("--wait-for", "4:1:go", ranks=2) as job:
         job.wait_for("^WAITS 1 4$")
@@ -174,7 +179,7 @@ def test_an_interrupted_command_takes_its_pause_back() -> None:
 # --- where a pause comes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["poll", "plain"])
+@pytest.mark.parametrize("how", ["poll", pytest.param("plain", marks=pytest.mark.drill)])
 def test_in_an_evaluation(how: str) -> None:
     """A rank that polls waits in it, another one at its end."""
     whole = undisturbed(2)
@@ -193,6 +198,7 @@ def test_in_an_evaluation(how: str) -> None:
     assert job.hashes() == whole
 
 
+@pytest.mark.drill
 def test_in_an_accumulation_window() -> None:
     options = ["--accumulate", 3]
     whole = undisturbed(2, *options)
@@ -205,6 +211,7 @@ def test_in_an_accumulation_window() -> None:
     assert job.hashes() == whole
 
 
+@pytest.mark.drill
 def test_before_the_guard_is_entered() -> None:
     """The order waits for the ranks; the first boundary is the first at which they can wait."""
     with agent("--start-after", "go", "--hold-at", "1", ranks=2) as job:
@@ -219,6 +226,7 @@ def test_before_the_guard_is_entered() -> None:
         job.expect(0)
 
 
+@pytest.mark.drill
 def test_behind_the_last_step() -> None:
     """No rank comes to another boundary: the command says so, and no rank waits."""
     with agent("--tail", ranks=2) as job:
@@ -232,6 +240,7 @@ def test_behind_the_last_step() -> None:
     assert job.hashes()[0] and not events(RUN, "pause")
 
 
+@pytest.mark.drill
 def test_at_the_last_step() -> None:
     with agent("--hold-at", "12", ranks=2) as job:
         job.wait_for("^HOLD . 12$", 2)
@@ -252,7 +261,7 @@ def resumed(job: Job) -> list[str]:
     return [match[1] for match in job.matches(r"^READY \d+ \d+ (\w+)")]
 
 
-@pytest.mark.parametrize("what", ["agent", "rank", "flag"])
+@pytest.mark.parametrize("what", ["agent", *(pytest.param(what, marks=pytest.mark.drill) for what in ("rank", "flag"))])
 def test_a_stop_saves_the_step_of_the_pause(what: str) -> None:
     whole = undisturbed(2)
     with agent("--hold-at", "4", ranks=2) as job:
@@ -284,6 +293,7 @@ def test_a_killed_rank_ends_the_pause() -> None:
     assert first["paused_s"] > 0 and second["paused_s"] is None and first["steps_lost"] == 0
 
 
+@pytest.mark.drill
 def test_a_rank_that_is_replaced_in_place_ends_the_pause() -> None:
     """The survivor keeps its process and comes out of its wait; both train on from the step of the pause."""
     whole = undisturbed(2)
@@ -305,6 +315,7 @@ def test_a_killed_agent_ends_the_job_at_the_step_of_the_pause() -> None:
         job.wait()
 
 
+@pytest.mark.drill
 def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
     with agent("--hold-at", "4", ranks=2, options=["--hang-timeout", "4"]) as job:
         pause_at_4(job, 2)
@@ -314,6 +325,7 @@ def test_a_pause_is_no_hang_and_neither_is_what_follows() -> None:
     assert not events(RUN, "hang"), job.report()
 
 
+@pytest.mark.drill
 def test_a_second_pause_in_the_next_attempt() -> None:
     """Given while no worker runs: the agent carries it out in the attempt that follows."""
     with agent("--hold-at", "4", ranks=2) as job:
@@ -326,6 +338,7 @@ def test_a_second_pause_in_the_next_attempt() -> None:
     assert [event["attempt"] for event in events(RUN, "pause")] == [0, 1]
 
 
+@pytest.mark.drill
 def test_the_ranks_of_two_nodes_wait_at_one_step() -> None:
     whole = undisturbed(2)
     endpoint = f"127.0.0.1:{free_port()}"
