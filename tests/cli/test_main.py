@@ -34,6 +34,7 @@ def test_the_option_set() -> None:
         "inspect": ["--json", "--verify", "path"],
         "verify": ["--json", "path"],
         "status": ["--json", "path"],
+        "msrun": ["arguments"],
         "pause": ["--timeout", "path"],
         "resume": ["--timeout", "path"],
         "clean": ["--all", "--base", "--dry-run", "--json"],

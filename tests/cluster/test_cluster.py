@@ -128,6 +128,7 @@ def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None
 # --- the scheduler ---
 
 
+@pytest.mark.drill
 def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tmp_path: Path) -> None:
     with cluster(2) as run:
         first = run.scheduler()
@@ -258,6 +259,7 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
         assert all(len(job.matches("READY")) == 1 for job in jobs)
 
 
+@pytest.mark.drill
 def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
     with cluster(2, MINDX_HEARTBEAT_S="2") as run:
         scheduler = run.scheduler()
