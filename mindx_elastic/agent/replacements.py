@@ -18,15 +18,11 @@ from mindx_elastic.agent.recovery import joining_command
 from mindx_elastic.agent.spares import Spares
 from mindx_elastic.agent.zygote import ForkedWorker
 from mindx_elastic.core.status_page import Status
+from mindx_elastic.rejoin.spare import environment_of_spare
 
 __all__ = ["Replacements"]
 
 _JOINER, _SPARE = "mindx_elastic.rejoin.joiner:prepare", "mindx_elastic.rejoin.spare:prepare"
-_OF_A_RANK = (
-    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "TORCHELASTIC_ERROR_FILE"),
-    *("CUDA_VISIBLE_DEVICES",),
-)
-"""What a spare lacks until it is a rank."""
 
 
 class Replacements:
@@ -47,9 +43,9 @@ class Replacements:
         self._forks, self._context, self._shim, self._local = forks, context, tuple(shim), dict(local_ranks)
         self._spares: Spares | None = None
         if num_spares:
-            env = {**os.environ, **context.envs[0]}
-            env = {name: value for name, value in env.items() if name not in _OF_A_RANK}
-            self._spares = Spares(num_spares, folder, self._fork_spare, env)
+            self._spares = Spares(
+                num_spares, folder, self._fork_spare, environment_of_spare(os.environ, context.envs[0])
+            )
 
     def start(self, rank: int, generation: int, *, can_wait: bool) -> subprocess.Popen[bytes] | ForkedWorker | None:
         """The new process of `rank` in the recovery `generation`. With `can_wait` None where the zygote still imports:
@@ -59,7 +55,7 @@ class Replacements:
         whole = [str(context.entrypoint), *arguments]
         own = {**context.envs[local], "MINDX_REJOIN": str(generation)}
         outputs = (context.stdouts[local] or "", context.stderrs[local] or "")
-        found: Any = self._spares.take(own) if self._spares is not None and not any(outputs) else None
+        found: Any = None if self._spares is None else self._spares.take(own, *outputs)
         found = found or self._forks.fork(whole, {**os.environ, **own}, *outputs, hook=_JOINER)
         if found is None and can_wait and self._forks.is_starting:
             return None

@@ -8,13 +8,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from mindx_elastic.agent.zygote import ForkedWorker, ZygoteError
 from mindx_elastic.core.events import logger
-from mindx_elastic.rejoin.spare import PIPE_VARIABLE, promotion
+from mindx_elastic.rejoin.spare import PIPE_VARIABLE, WAITS, promotion
 
 __all__ = ["Spares"]
 
@@ -26,6 +25,18 @@ _MOST_LOST = 5
 class _Spare:
     worker: ForkedWorker
     pipe: Path
+    told: bool = False
+    """That it waits."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether it has come as far as it can without its rank."""
+        return os.path.exists(f"{self.pipe}{WAITS}")
+
+    def forget(self) -> None:
+        """Remove its files."""
+        self.pipe.unlink(missing_ok=True)
+        Path(f"{self.pipe}{WAITS}").unlink(missing_ok=True)
 
 
 class Spares:
@@ -45,11 +56,14 @@ class Spares:
         for spare in list(self._spares):
             if spare.worker.poll() is not None:
                 self._spares.remove(spare)
-                spare.pipe.unlink(missing_ok=True)
+                spare.forget()
                 self._lost += 1
                 logger.info("a spare has ended with exit code %s", spare.worker.returncode)
                 if self._lost == _MOST_LOST:
                     logger.warning("%d spares have ended by themselves: there are none any more", self._lost)
+            elif spare.waits and not spare.told:
+                spare.told = True
+                logger.info("a spare (pid %d) waits", spare.worker.pid)
         while len(self._spares) < self._count and self._lost < _MOST_LOST:
             self._number += 1
             pipe = self._folder / f"spare_{self._number}"
@@ -66,21 +80,24 @@ class Spares:
                 return
             self._spares.append(_Spare(worker, pipe))
 
-    def take(self, variables: Mapping[str, str]) -> ForkedWorker | None:
-        """A spare that now knows that it is the rank of `variables`; None: there is none that waits."""
-        while self._spares:
-            spare = self._spares.pop(0)
-            with suppress(OSError):
-                # Fails where it does not wait on the pipe yet: it is not warm, and a new process is as fast.
-                fd = os.open(spare.pipe, os.O_WRONLY | os.O_NONBLOCK)
-                try:
-                    os.write(fd, promotion(variables).encode())
-                finally:
-                    os.close(fd)
-                spare.pipe.unlink(missing_ok=True)
-                return spare.worker
+    def take(self, variables: Mapping[str, str], stdout: str, stderr: str) -> ForkedWorker | None:
+        """A spare that now knows that it is the rank of `variables`, and writes to these files (see `promotion`); None:
+        there is none that waits."""
+        spare = next((each for each in self._spares if each.waits), None)
+        if spare is None:  # a fork is as fast as one that still builds
+            return None
+        self._spares.remove(spare)
+        try:
+            fd = os.open(spare.pipe, os.O_WRONLY | os.O_NONBLOCK)  # fails where it is gone, or has not opened it yet
+            try:
+                os.write(fd, promotion(variables, stdout, stderr).encode())
+            finally:
+                os.close(fd)
+        except OSError:
             self._end(spare)
-        return None
+            return None
+        spare.forget()
+        return spare.worker
 
     def close(self) -> None:
         """End all of them."""
@@ -89,7 +106,7 @@ class Spares:
 
     def _end(self, spare: _Spare) -> None:
         spare.worker.kill()
-        spare.pipe.unlink(missing_ok=True)
+        spare.forget()
         end = time.monotonic() + 2.0
         while spare.worker.poll() is None and time.monotonic() < end:
             time.sleep(0.001)

@@ -7,6 +7,7 @@ happened (`endings`), and the decision whether another restart helps (`restarts`
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -204,10 +205,13 @@ class Supervisor(LocalElasticAgent):
         )
         number = self._number
 
-        def board_of(generation: int) -> Board:
+        @functools.cache  # at the first death
+        def connection() -> Any:
             own = torch.distributed.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-            prefix: Any = torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
-            return Board(prefix, key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
+            return torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
+
+        def board_of(generation: int) -> Board:
+            return Board(connection(), key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
 
         return Recovery(
             workers,

@@ -37,7 +37,7 @@ __all__ = ["Ending"]
 
 _STOPS = ("signal", "flag", "request", "fault")
 _PATIENCE_S = 2.5  # until the scheduler tells of a death on another machine: see `Limits.reconnect_s`
-_DONE_S = 5.0
+_DONE_S = 30.0  # for a scheduler that is being started again: to a later one this process would have died
 _UNGUARDED_S = 10.0  # for a program without a guard to end by itself, when the job is over
 _FIRST_FD = 3
 _ANEW = "MINDX_CLUSTER_ANEW"

@@ -173,7 +173,7 @@ class Member:
             return self.broken
 
     def leave(self, how: str, code: int, why: str, *, timeout_s: float = 1.0) -> None:
-        """Tell the scheduler how this process ends, and close. Waits until it is sent, but not for long."""
+        """Tell the scheduler how this process ends, and close. Waits until the scheduler knows it, but not for long."""
         if self.job and not self._closed.is_set():
             self._sent.clear()
             self._orders.append({"op": "bye", "how": how, "code": code & 0xFF, "why": printable(why, 400)[:500]})
@@ -272,12 +272,25 @@ class Member:
                         os.read(self._reader, 4096)
             if self.job:
                 while self._orders:
-                    order = self._orders.popleft()
-                    sock.sendall(line.pack(order))
-                    if order["op"] == "bye":
-                        self._closed.set()
-                        self._sent.set()
+                    sock.sendall(line.pack(self._orders[0]))
+                    if self._orders[0]["op"] == "bye":
+                        self._part(sock)
                         return
+                    self._orders.popleft()
+
+    def _part(self, sock: socket.socket) -> None:
+        """The scheduler ends the connection when it has understood the farewell. Raises OSError: it is to be said again.
+
+        To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers with a
+        reset, by which the farewell can be lost."""
+        sock.shutdown(socket.SHUT_WR)
+        while sock.recv(_PIECE):
+            pass
+        self._is_understood()
+
+    def _is_understood(self) -> None:
+        self._closed.set()
+        self._sent.set()
 
     def _feed(self, sock: socket.socket, line: Line) -> bool:
         """Read once, and obey. False: this connection is of no more use."""
@@ -365,7 +378,9 @@ class Member:
 
     def _hear_refusal(self, message: Mapping[str, Any]) -> bool:
         why = printable(text_in(message, "why", limit=4000))
-        if self.group is None:
+        if self._orders and self._orders[-1]["op"] == "bye":
+            self._is_understood()  # it was, or its sender does not count any more
+        elif self.group is None:
             self._give_up(UsageError(f"the scheduler at {self._place()} does not admit this worker: {why}"))
         elif message["op"] == "dead":
             self._break(why)

@@ -448,8 +448,7 @@ class Scheduler:
         except BlockingIOError:
             pass
         except OSError:
-            self._lose(connection, time.monotonic())
-            return
+            connection.unsent.clear()  # it has gone; what it has said before is read first, and then its end
         if connection.closing and not connection.unsent:
             self._close(connection)
             return

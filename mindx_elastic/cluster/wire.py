@@ -19,7 +19,7 @@ worker says    fields                                                           
 ``beat``                                                                           nothing
 ``store``      ``generation, host, port``: it hosts the next group's store         ``group``, to every worker
 ``join``       ``generation``: it is ready for that generation                     ``group``, when all are
-``bye``        ``how, code, why``: it ends                                         nothing
+``bye``        ``how, code, why``: it ends                                         the connection is closed
 =============  ==================================================================  =====================================
 
 The scheduler says besides: ``host`` (open the store of that generation), ``death`` (of another rank), ``fail`` (the job

@@ -185,8 +185,9 @@ def start_job(
     if found is not None:
         _tell(found, saver, began, entry)
         saver.began_from(found.checkpoint.info)
-    if entry is not None:
-        return Start(plan.run_id, plan.attempt, found, PeerWatch(peers.identities, rank=ranks.rank), restore, "")
+    watch = PeerWatch(peers.identities, rank=ranks.rank)
+    if entry is not None:  # the files in the directory are as the first start has left them
+        return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
     if not around.is_guest:
         _keep_first_save(directories[0], plan.run_id, found, saver, first_saves)
     if ranks.rank == 0 and not around.is_guest:
@@ -194,7 +195,6 @@ def start_job(
         _write_plan(directories[0], layouts.target.strategy, None if found is None else found.plan)
     if not around.is_guest:
         group_info.write(layouts)
-    watch = PeerWatch(peers.identities, rank=ranks.rank)
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 

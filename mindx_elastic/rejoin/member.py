@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,6 @@ class Entry:
     """This process's own state of the boundary; None: it takes the donor's."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
-    times: dict[str, float] = field(default_factory=dict)
-    """Seconds (`time.time`) at which stages were reached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +97,7 @@ class Member:
         self._lock = threading.Lock()
         self._wants_out = threading.Event()
         self._is_out = threading.Event()
-        self._times: dict[str, float] = {}
+        self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Member:
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, host, generation)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, path=path, live=live, info=info, times=dict(self._times))
+        return Entry(generation=generation, verdict=verdict, path=path, live=live, info=info)
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -290,7 +288,7 @@ class Member:
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, None, generation)
-        return Entry(generation=generation, verdict=verdict, path=path, live=None, times=dict(self._times))
+        return Entry(generation=generation, verdict=verdict, path=path, live=None)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

@@ -17,21 +17,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from mindx_elastic.capture.living import living_objects
 from mindx_elastic.rejoin import joiner
 
-__all__ = ["PIPE_VARIABLE", "UNFIT", "is_waiting", "know_rank", "prepare", "promotion"]
+__all__ = ["PIPE_VARIABLE", "UNFIT", "WAITS", "environment_of_spare", "is_waiting", "know_rank", "prepare", "promotion"]
 
 UNFIT = 76
 """Exit code of a spare that cannot be this job's rank after all."""
 PIPE_VARIABLE = "MINDX_SPARE"
 """The named pipe on which a spare is told which rank it is."""
-_ASKED = {
-    *("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "MINDX_REJOIN", "TORCHELASTIC_ERROR_FILE"),
-    *("CUDA_VISIBLE_DEVICES",),
-}
+WAITS = ".waits"
+"""Ending of a file beside the pipe, which is there once the spare waits on it."""
+_LACKS = frozenset(
+    {"RANK", "LOCAL_RANK", "ROLE_RANK", "MINDX_REJOIN", "TORCHELASTIC_ERROR_FILE", "CUDA_VISIBLE_DEVICES"}
+)
+"""Variables of which each rank may have a value of its own: where one of them is not set, a spare waits to be told."""
 _ASKING = ("get_rank", "get_group_rank", "get_node_local_rank", "new_group", "new_subgroups")
 _undo: list[Callable[[], None]] = []
 _waiting = False
@@ -51,9 +53,15 @@ def prepare() -> None:
     _watch_torch()
 
 
-def promotion(variables: Mapping[str, str]) -> str:
-    """What a spare is sent: the environment variables that it lacks."""
-    return json.dumps(dict(variables)) + "\n"
+def environment_of_spare(common: Mapping[str, str], own: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a spare: `common` and a rank's `own`, without those that are that rank's alone."""
+    return {name: value for name, value in {**common, **own}.items() if name not in own or name not in _LACKS}
+
+
+def promotion(variables: Mapping[str, str], stdout: str, stderr: str) -> str:
+    """What a spare is sent: the environment variables that it lacks, and the files that it goes on writing to; empty:
+    where it has written to so far."""
+    return json.dumps([dict(variables), stdout, stderr]) + "\n"
 
 
 def is_waiting() -> bool:
@@ -68,7 +76,12 @@ def know_rank() -> None:
         return
     _waiting = False
     pipe = os.environ.pop(PIPE_VARIABLE)
-    variables = json.loads(_read_pipe(pipe))
+    with open(pipe + WAITS, "w"):
+        pass
+    variables, *outputs = json.loads(_read_pipe(pipe))
+    for stream, path in zip((sys.stdout, sys.stderr), outputs, strict=True):
+        if path:
+            _redirect(stream, path)
     while _undo:
         _undo.pop()()
     os.environ.update(variables)
@@ -81,14 +94,25 @@ def _read_pipe(path: str) -> str:
         return pipe.readline()
 
 
+def _redirect(stream: TextIO, path: str) -> None:
+    stream.flush()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    os.dup2(fd, stream.fileno())
+    os.close(fd)
+
+
 def _watch_environment() -> None:
     environment: Any = type(os.environ)
     plain = environment.__getitem__
 
     def look(self: Any, key: str) -> str:
-        if self is os.environ and key in _ASKED and _waiting:
+        try:
+            found: str = plain(self, key)
+        except KeyError:
+            if self is not os.environ or key not in _LACKS or not _waiting:
+                raise
             know_rank()
-        found: str = plain(self, key)
+            found = plain(self, key)
         return found
 
     environment.__getitem__ = look

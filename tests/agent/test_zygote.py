@@ -322,12 +322,16 @@ def test_zygote_and_workers_end_with_a_killed_agent(tmp_path: Path) -> None:
     command = [sys.executable, str(write(tmp_path, AGENT, "agent.py")), str(script)]
     agent = subprocess.Popen(command, env=ENV, stdout=subprocess.PIPE, text=True)
     assert agent.stdout is not None
-    pids = list(map(int, agent.stdout.readline().split()))
-    assert len(pids) == 2 and agent.stdout.readline() == "up\n"
-    agent.kill()
-    agent.wait()
-    assert agent.stdout.read() == "caught\n"  # which ends when the zygote has not kept the pipe open either
-    agent.stdout.close()
+    with agent, agent.stdout:
+        try:
+            said = sorted(agent.stdout.readline() for _ in range(2))  # the agent and the worker write to one pipe
+        finally:
+            agent.kill()
+            agent.wait()
+        rest = agent.stdout.read()  # which ends when the zygote has not kept the pipe open either
+    assert said[1] == "up\n" and rest == "caught\n"
+    pids = list(map(int, said[0].split()))
+    assert len(pids) == 2
     for pid in pids:
         wait_until(lambda pid=pid: process_state(pid) in ("", "Z"), "end of the process")
 

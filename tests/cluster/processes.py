@@ -54,9 +54,9 @@ class Processes:
         self.all.append(job)
         return job
 
-    def go(self) -> None:
-        """Let workers that hold go on."""
-        Path("go").touch()
+    def go(self, step: int = 5) -> None:
+        """Let workers that hold at `step` go on."""
+        Path(f"go{step}").touch()
 
 
 @contextmanager

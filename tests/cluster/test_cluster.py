@@ -128,11 +128,10 @@ def test_a_worker_without_a_node_id_takes_its_place_back(tmp_path: Path) -> None
 # --- the scheduler ---
 
 
-@pytest.mark.drill
 def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tmp_path: Path) -> None:
     with cluster(2) as run:
         first = run.scheduler()
-        jobs = run.workers("--hold-at=5", fresh=False)
+        jobs = run.workers("--hold-at=5,9", fresh=False)
         for job in jobs:
             job.wait_for("HOLD")
         first.process.kill()
@@ -141,9 +140,10 @@ def test_the_scheduler_is_killed_and_started_again_while_the_training_goes_on(tm
             job.wait_for("the training goes on")
         run.go()
         for job in jobs:
-            job.wait_for(r"PASSED \d 6")
+            job.wait_for(r"HOLD \d 9")  # without a scheduler
         second = run.scheduler()
         second.wait_for("table is recovered")
+        run.go(9)
         finish(run, second, jobs)
         assert all(len(job.matches("READY")) == 1 for job in jobs)
         assert hashes_of(jobs) == uninterrupted(2, tmp_path)
@@ -259,7 +259,6 @@ def test_a_second_living_process_with_a_taken_id_is_refused() -> None:
         assert all(len(job.matches("READY")) == 1 for job in jobs)
 
 
-@pytest.mark.drill
 def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
     with cluster(2, MINDX_HEARTBEAT_S="2") as run:
         scheduler = run.scheduler()
@@ -268,14 +267,15 @@ def test_a_stopped_process_is_dead_when_its_heartbeat_has_run_out() -> None:
         try:
             scheduler.wait_for("rank 1 .* is dead: it has sent nothing for 2 s")
             jobs[0].wait_for("begins anew in place")
-            again = run.worker(1, "--stop=20:1", MS_NODE_ID="1")
-            again.wait_for("registered as node id 1")
+            again = run.worker(1, "--hold-at=9", "--hold-resumed", MS_NODE_ID="1")
+            again.wait_for("HOLD")  # it lives, and has the place
         finally:
             os.kill(jobs[1].process.pid, signal.SIGCONT)
         jobs[1].wait_for("holds this process for dead")
         assert jobs[1].wait() != 0
         assert jobs[1].matches("MS_NODE_ID=1 belongs to process")
         assert again is not None
+        run.go(9)
         finish(run, scheduler, [jobs[0], again])
 
 

@@ -2,8 +2,8 @@
 
 Each rank saves to ``./ckpt_of_rank/{rank}``. Prints ``READY rank pid resumed_from``, ``HOLD rank step``, ``PASSED rank
 step`` and ``DONE rank sha256 step``. ``--kill``: that rank kills itself in that step, unless it has resumed; WHERE:
-forward, boundary, or before (the guard is entered). ``--hold-at``: the ranks wait after that step until there is a file
-``go``, unless they have resumed.
+forward, boundary, or before (the guard is entered). ``--hold-at 5,9``: the ranks wait after these steps until there
+is a file ``go5``, ``go9``; unless they have resumed, or also then with ``--hold-resumed``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def main() -> None:
     parser.add_argument("--stop", default="", help="STEP:RANK: that rank stops itself (SIGSTOP)")
     parser.add_argument("--fail", default="", help="STEP:RANK: that rank raises")
     parser.add_argument("--exit-code", type=int, default=0)
-    parser.add_argument("--hold-at", type=int, default=-1)
+    parser.add_argument("--hold-at", default="", help="steps, separated by commas")
+    parser.add_argument("--hold-resumed", action="store_true")
     parser.add_argument("--shared", action="store_true")
     parser.add_argument("--run", action="store_true", help="guard.run(train) in place of `with guard:`")
     parser.add_argument("--snapshot-every", default="0")
@@ -41,6 +42,7 @@ def main() -> None:
     torch.set_num_threads(1)
     cluster.init()
     rank, size = cluster.get_rank(), cluster.get_group_size()
+    holds = args.hold_at.split(",")
 
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 2))
@@ -76,9 +78,9 @@ def main() -> None:
                 if now(args.kill, "boundary:", step):
                     os.kill(os.getpid(), signal.SIGKILL)
                 say(f"PASSED {rank} {guard.step}")
-                if fresh and guard.step == args.hold_at:
+                if str(guard.step) in holds and (fresh or args.hold_resumed):
                     say(f"HOLD {rank} {guard.step}")
-                    while not os.path.exists("go"):
+                    while not os.path.exists(f"go{guard.step}"):
                         time.sleep(0.02)
                         guard.poll()
 

@@ -104,6 +104,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--with-guard", action="store_true", help="with guard: in place of guard.run()")
     parser.add_argument("--megabytes", type=int, default=0)
     parser.add_argument("--step-s", type=float, default=0.0)
+    parser.add_argument("--hold-at", type=int, default=-1, help="after this step, until there is a file go")
+    parser.add_argument("--late-rank", action="store_true", help="ask for the rank only when the model is built")
     parser.add_argument("--resources", action="store_true", help="RESOURCES rank generation threads fds kB")
     return parser.parse_args()
 
@@ -154,7 +156,8 @@ class Trainer:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         dist.init_process_group("gloo")
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.world_size = dist.get_world_size()
+        self.rank = -1 if args.late_rank else dist.get_rank()
         if args.setup == "gather":
             sizes = [torch.zeros(1) for _ in range(self.world_size)]
             dist.all_gather(sizes, torch.ones(1))
@@ -162,7 +165,6 @@ class Trainer:
             dist.barrier()
         self.group = dist.new_group(list(range(self.world_size))) if args.setup == "group" else None
         self.pair = None if args.share == "no" else dist.new_group([1, 2])
-        self.faults = Faults(args.fault, self.rank, args.directory)
         torch.manual_seed(0)
         layers: list[nn.Module] = []
         for _ in range(4):  # enough for several buckets
@@ -183,6 +185,8 @@ class Trainer:
         self.loader = mx.data.ResumableLoader(
             Pictures(args.size), batch_size=4, shuffle=True, seed=3, num_workers=args.num_workers
         )
+        self.rank = dist.get_rank()
+        self.faults = Faults(args.fault, self.rank, args.directory)
         torch.manual_seed(77 + self.rank)
         random.seed(78 + self.rank)
         np.random.seed(79 + self.rank)
@@ -262,6 +266,11 @@ class Trainer:
             self.optimizer.zero_grad()
         self.guard.step_end(loss=loss)
         faults.at(step, "after")
+        if step == args.hold_at:
+            say(f"HOLD {self.rank} {step}")
+            while not (args.directory / "go").exists():
+                time.sleep(0.01)
+                self.guard.poll()
 
     def share(self) -> None:
         """Ranks 1 and 2 exchange something; the others go on."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -42,6 +43,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--fail-at", type=int, default=-1)
     parser.add_argument("--fail-rank", type=int, default=0)
+    parser.add_argument("--kill-at", type=int, default=-1, help="rank 1 kills itself in a callback of this step")
     parser.add_argument("--eval-only", action="store_true", help="no training; OnRequestExit on rank 0")
     return parser.parse_args()
 
@@ -97,6 +99,9 @@ class Watch(mx.Callback):
             return
         if step == self.args.hold_at:
             wait_for_alarm(self.model, self.rank, step)
+        if step == self.args.kill_at and self.rank == 1:
+            say(f"KILL {self.rank} {step}")
+            os.kill(os.getpid(), signal.SIGKILL)
         if step == self.args.fail_at and self.rank == self.args.fail_rank:
             raise RuntimeError("injected in a callback")
 

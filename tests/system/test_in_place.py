@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.harness import Job, events, start_agent
+from tests.harness import JOBS, Job, events, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -19,7 +19,7 @@ drill = pytest.mark.drill
 JOB = "in_place.py"
 IN_PLACE = r"recovery \d+ in place: ranks? ([\d, ]+) replaced, all ranks train on from step (\d+)"
 WHY = r"no recovery in place: (.*)"
-PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0}
+PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0, "--hold-at": 1}
 """Options that do not change what is trained, and how many words follow."""
 
 
@@ -42,8 +42,7 @@ class Runs:
         """Run it, and insist on the same end as without faults: weights, optimizer, random numbers, samples."""
         words = [str(each) for each in args]
         expected = self.undisturbed(ranks, words)
-        self._count += 1
-        folder = self._folder / f"run{self._count}"
+        folder = self.new_folder()
         job = self.start(folder, ranks, words, options, env or {}, meanwhile, code)
         wanted = sum(word == "--fault" for word in words)
         assert len(job.matches(r"^FAULT ")) == wanted, job.report()
@@ -51,6 +50,10 @@ class Runs:
             assert (job.hashes(), _seen(job)) == expected, job.report()
             assert not job.matches("not bit for bit"), job.report()
         return job, folder
+
+    def new_folder(self) -> Path:
+        self._count += 1
+        return self._folder / f"run{self._count}"
 
     def undisturbed(self, ranks: int, words: Sequence[str]) -> tuple[dict[int, str], dict[str, list[int]]]:
         """Hashes and samples of the same training without faults."""
@@ -79,6 +82,11 @@ class Runs:
             job.expect(code)
             assert not list((folder / "shm").glob("*/agent-*")), job.report()
         return job
+
+
+def job_folder(job: Job) -> Path:
+    """The folder that a job was given."""
+    return Path(job.command[job.command.index(str(JOBS / JOB)) + 1])
 
 
 def _without_faults(words: Sequence[str]) -> list[str]:
@@ -183,6 +191,57 @@ def test_accumulation_and_mixed_precision(runs: Runs, ranks: int) -> None:
         ranks, "--epochs", 2, "--size", 144, "--accumulate", 2, "--amp", "--num-workers", 1, *faults(*orders)
     )
     check_in_place(job, victims(orders))
+
+
+@pytest.mark.parametrize(
+    "late", [["--late-rank"], pytest.param([], marks=drill)], ids=["model built", "rank asked for at once"]
+)
+def test_a_warm_spare_takes_a_dead_ranks_place(runs: Runs, late: Sequence[str]) -> None:
+    def go_when_it_waits(job: Job) -> None:
+        (spare,) = job.wait_for(r"a spare \(pid (\d+)\) waits")
+        spares.append(int(spare[1]))
+        (job_folder(job) / "go").touch()
+
+    spares: list[int] = []
+    words = ["--epochs", 2, *late, "--hold-at", 5, *faults("1:8:forward")]
+    job, _ = runs.run(2, *words, options=["--spares", "1"], meanwhile=go_when_it_waits)
+    check_in_place(job, [1])
+    assert processes(job)[1][1] == spares[0]
+
+
+@drill
+def test_a_spare_writes_to_the_log_of_the_dead_rank(runs: Runs) -> None:
+    def go_when_it_waits(job: Job) -> None:
+        job.wait_for(r"a spare \(pid \d+\) waits")
+        (job_folder(job) / "go").touch()
+
+    folder = runs.new_folder()
+    words = ["--epochs", "2", "--hold-at", "5", *faults("1:8:forward")]
+    options = ["--spares", "1", "--redirects", "3", "--log-dir", str(folder / "logs")]
+    job = runs.start(folder, 2, words, options, meanwhile=go_when_it_waits)
+    assert job.matches(IN_PLACE), job.report()
+    (log,) = (folder / "logs").rglob("1/stdout.log")
+    text = log.read_text()
+    assert text.count("READY 1") == 2
+    assert "FAULT 1 8 forward" in text
+    assert "DONE 1" in text
+
+
+def test_a_model_goes_on_in_place(tmp_path: Path) -> None:
+    def run(name: str, *args: object) -> Job:
+        folder = tmp_path / name
+        env = {"MINDX_ARENA_DIR": str(tmp_path)}
+        options = ["--recover", "in-place"]
+        words = [folder / "ckpt", "--epochs", 2, "--save-steps", 4, *args]
+        with start_agent("train_model.py", *words, ranks=2, options=options, env=env, run_dir=folder / "run") as job:
+            return job.expect(0)
+
+    plain, killed = run("plain"), run("killed", "--kill-at", 5)
+    assert killed.matches(r"^KILL 1 5")
+    check_in_place(killed, [1])
+    assert killed.hashes() == plain.hashes()
+    for pattern in (r"EVAL 2 .*", r"STEPS .*"):  # callbacks have counted each step once
+        assert {m[0] for m in killed.matches(pattern)} == {m[0] for m in plain.matches(pattern)}
 
 
 @pytest.mark.parametrize("share", ["between", pytest.param("update", marks=drill)])
