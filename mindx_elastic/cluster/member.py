@@ -279,7 +279,7 @@ class Member:
                     self._orders.popleft()
 
     def _part(self, sock: socket.socket) -> None:
-        """The scheduler ends the connection when it has understood the farewell. Raises OSError: it is to be said again.
+        """The scheduler ends the connection when it has understood the farewell. Raises OSError: say it again.
 
         To close at once would not do: what the scheduler has sent meanwhile is unread, and TCP then answers with a
         reset, by which the farewell can be lost."""
