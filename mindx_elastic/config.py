@@ -202,6 +202,12 @@ class RejoinSettings:
     """``MINDX_SPARE``: the named pipe on which a spare is told its rank; None: this process is none."""
     timeout_s: float = 30.0
     """``MINDX_REJOIN_TIMEOUT_S``: longest wait for the others in a recovery, before the job is restarted."""
+    scope: str = ""
+    """``MINDX_REJOIN_SCOPE``: name of this attempt, the same on all nodes; empty: the number of the attempt is."""
+    node: int = 0
+    """``GROUP_RANK``: the node of this process, from 0."""
+    num_nodes: int = 1
+    """``GROUP_WORLD_SIZE``."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
@@ -214,6 +220,9 @@ class RejoinSettings:
             generation=_integer(env, "MINDX_REJOIN", 0),
             pipe=env.get("MINDX_SPARE", "").strip() or None,
             timeout_s=_number(env, "MINDX_REJOIN_TIMEOUT_S", 30.0, low=0.1, high=86400),
+            scope=env.get("MINDX_REJOIN_SCOPE", "").strip(),
+            node=_integer(env, "GROUP_RANK", 0),
+            num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
         )
 
 

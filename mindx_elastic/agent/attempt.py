@@ -39,7 +39,7 @@ from mindx_elastic.alarm.alarm import signal_name
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.guard.agent_link import CONTROL_SIGNAL
+from mindx_elastic.guard.agent_link import CONTROL_SIGNAL, REJOIN
 from mindx_elastic.memory.agent_folder import AgentFolder
 from mindx_elastic.rejoin.protocol import Phase
 
@@ -111,7 +111,7 @@ class Attempt:
     def run(self) -> Ending:
         """Wait for the end of all workers, stopping them where that is called for."""
         self._after(0.0, self._look)
-        while self.workers.live:
+        while self.workers.live or self._waits_for_new_process():
             self._step()
         membership = self._context.membership
         ending = conclude(
@@ -135,9 +135,21 @@ class Attempt:
             return Ending(outcome="membership", code=ending.code, cause="nodes have come or come back")
         return ending
 
+    def _waits_for_new_process(self) -> bool:
+        """Whether a dead rank is to be replaced, which may have been the only one of this node."""
+        return self._recovery is not None and self._recovery.is_active and self._deadline is None
+
+    def close(self) -> None:
+        """After `run`, however it has ended."""
+        if self._recovery is not None:
+            self._recovery.close()
+
     def _step(self) -> None:
         membership, inbox = self._context.membership, self._context.inbox
         fds = [inbox.fd] if membership is None else [inbox.fd, membership.fd]
+        recovery = self._recovery
+        if recovery is not None and recovery.fd is not None:
+            fds.append(recovery.fd)
         found = self.workers.wait(self._timers[0][0] - time.monotonic(), fds)
         self._woke_at = time.monotonic()
         inbox.drain()
@@ -146,6 +158,8 @@ class Attempt:
         self._num_heard = len(inbox.heard)
         for end in found:
             self._hear_end(end)
+        if recovery is not None and recovery.fd is not None:
+            self._hear_other_agents(recovery)
         if membership is not None:
             self._look_at_nodes(membership)
         while self._timers and self._timers[0][0] <= time.monotonic():
@@ -271,6 +285,17 @@ class Attempt:
                     self._after_rank(_LEAVE_TOO_S, self._urge, rank)
                 elif self.workers.status(rank) is None:
                     self.workers.send(rank, signal.SIGTERM)
+
+    def _hear_other_agents(self, recovery: Recovery) -> None:
+        """Another node's agent may have begun a recovery."""
+        is_stopping = self._deadline is not None or self.stop is not None or self._signum is not None
+        rank = recovery.hear_others(is_stopping=is_stopping)
+        if rank is not None:
+            logger.warning("rank %d of another node is gone; this node's ranks live on", rank)
+            self._give_order(REJOIN, f"rank {rank} is gone", about=rank)
+        if (rank is not None or recovery.phase is Phase.FALLBACK) and not self._looks_at_recovery:
+            self._looks_at_recovery = True
+            self._after(0.0, self._look_at_recovery)
 
     def _look_at_recovery(self) -> None:
         """Again and again until a recovery in place is over."""
@@ -435,11 +460,12 @@ class Attempt:
         self._begin_stop()
         self._give_order("peer", reason)
 
-    def _give_order(self, kind: str, reason: str) -> None:
+    def _give_order(self, kind: str, reason: str, *, about: int = -1) -> None:
+        """`about`: the rank that has died, with `REJOIN`."""
         context = self._context
         ordered = True
         try:
-            context.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY)
+            context.folder.order(kind, reason, grace_s=self._left(), exit_code=EXIT_TEMPORARY, rank=about)
         except OSError as error:
             ordered = False
             logger.warning("%s: no order can be written (%s); SIGTERM instead", context.folder.path, error)

@@ -27,7 +27,7 @@ from mindx_elastic.agent.holder import drop, flush
 from mindx_elastic.agent.inbox import SignalInbox, parse_signals
 from mindx_elastic.agent.ledger import render
 from mindx_elastic.agent.options import Launch, parse
-from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, OneNodeRendezvous
+from mindx_elastic.agent.rendezvous import FreshStoreRendezvous, HostedStoreRendezvous, OneNodeRendezvous
 from mindx_elastic.agent.stop_files import StopFiles
 from mindx_elastic.agent.supervisor import Supervisor, print_block
 from mindx_elastic.alarm.exit_codes import EXIT_TEMPORARY, exit_code_of_signal
@@ -118,7 +118,7 @@ def _run(plan: Launch, folder: AgentFolder, inbox: SignalInbox) -> int:
     try:
         try:
             with inbox.interrupting():
-                handler = _open_rendezvous(config, in_place=options.in_place)
+                handler = _open_rendezvous(config, in_place=options.in_place, master=plan.master)
         except ValueError as error:
             code, cause = _EXIT_USAGE, f"the rendezvous cannot be opened: {error}"
             raise UsageError(cause) from error
@@ -171,7 +171,9 @@ def _set_environment(plan: Launch, folder: AgentFolder) -> None:
         os.environ["MINDX_JOB_KEY_FILE"] = str(folder.make_key())
 
 
-def _open_rendezvous(config: LaunchConfig, *, in_place: bool) -> RendezvousHandler:
+def _open_rendezvous(
+    config: LaunchConfig, *, in_place: bool, master: tuple[str, int] | None = None
+) -> RendezvousHandler:
     if config.max_nodes == 1 and (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "localhost:0"):
         return OneNodeRendezvous(config.run_id, config.local_addr, hosts=in_place)
     parameters = RendezvousParameters(
@@ -184,7 +186,9 @@ def _open_rendezvous(config: LaunchConfig, *, in_place: bool) -> RendezvousHandl
         **config.rdzv_configs,
     )
     handler = rendezvous_registry.get_rendezvous_handler(parameters)
-    return FreshStoreRendezvous(handler) if handler.get_backend() == "static" else handler
+    if handler.get_backend() == "static":
+        return FreshStoreRendezvous(handler)
+    return HostedStoreRendezvous(handler) if in_place and master is None else handler
 
 
 def _make_supervisor(

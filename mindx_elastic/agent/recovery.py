@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
 from mindx_elastic.agent.workers import Process, WorkerExit, Workers
@@ -17,22 +17,30 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
-from mindx_elastic.rejoin.board import Board
 from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
 from mindx_elastic.rejoin.spare import UNFIT
 
-__all__ = ["LOOK_S", "Recovery", "joining_command"]
+__all__ = ["ERRORS", "LOOK_S", "Generation", "Notes", "Recovery", "joining_command"]
 
 LOOK_S = 0.005
 _MOST_ALIKE = 2
 _ZYGOTE_S = 8.0  # its imports take seconds
 _LONGEST = 300
-_ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
+ERRORS = (OSError, RuntimeError, NotOursError, ValueError, KeyError, TypeError, AttributeError)
+"""What a board, a note on it and the start of a process raise."""
+
+
+class Notes(Protocol):
+    """What is needed of a `rejoin.board.Board`."""
+
+    def write(self, key: str, content: Mapping[str, Any]) -> dict[str, Any]: ...
+
+    def read(self, keys: Sequence[str]) -> dict[str, dict[str, Any]]: ...
 
 
 @dataclass
-class _Generation:
-    """What is known of the recovery under way, or of the last one."""
+class Generation:
+    """What an agent knows of the recovery under way, or of the last one."""
 
     began: float
     """`time.time` at which the death was noticed."""
@@ -49,31 +57,37 @@ class Recovery:
     def __init__(
         self,
         workers: Workers,
-        board_of: Callable[[int], Board],
+        board_of: Callable[[int], Notes],
         start: Callable[..., Process | None],
         *,
         timeout_s: float,
         most: int,
         events: EventLog,
+        world_size: int | None = None,
     ) -> None:
         """`board_of`: the board of a generation. `start`: starts the new process of a rank in a generation; with
         ``can_wait`` None where it would be there sooner if it is asked for once more. Raises OSError, RuntimeError.
-        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors."""
+        `most`: recoveries, after which the job is restarted instead: each leaves a little behind in the survivors.
+        `world_size`: of the job, where that has ranks on other nodes."""
         self._workers, self._board_of, self._start = workers, board_of, start
         self._timeout_s, self._most, self._events = timeout_s, most, events
-        self._machine = Coordinator(len(workers.processes))
+        self._machine = Coordinator(world_size or len(workers.processes))
         self._missing: dict[int, float] = {}
         """Ranks without a process, and until when (`time.monotonic`) they can wait for a fast one."""
         self._row: list[str] = []
         self._row_step = -1
-        self._board: Board | None = None
+        self._board: Notes | None = None
         self._has_given_up = False
-        self._now: _Generation | None = None
+        self._now: Generation | None = None
 
     @property
     def is_active(self) -> bool:
         """Whether a recovery is under way."""
         return self._machine.phase in (Phase.CUT, Phase.AGREED)
+
+    @property
+    def phase(self) -> Phase:
+        return self._machine.phase
 
     @property
     def reason(self) -> str:
@@ -97,18 +111,33 @@ class Recovery:
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
                 board.write(f"{generation}/out/{end.rank}", {"dead": True})
-                board.write(f"{generation}/plan", {"generation": generation})
+                plan = board.write(f"{generation}/plan", self._plan(generation, end, cause))
+                reason = str(plan.get("refusal", ""))  # of the agent of another node
+            if not reason:
                 self._machine.begin([end.rank])
                 self._board = board
                 now = time.monotonic()
-                self._now = _Generation(time.time(), cause, now + self._timeout_s)
+                self._now = Generation(time.time(), cause, now + self._timeout_s)
                 self._replace(end.rank)
-        except _ERRORS as error:
+        except ERRORS as error:
             reason = reason or f"{type(error).__name__}: {error}"
             self._machine.note_refusal(reason)
         if reason:
             logger.warning("no recovery in place: %s", reason)
         return not reason
+
+    @property
+    def fd(self) -> int | None:
+        """Readable when there is something for `hear_others`; None: there are no other nodes."""
+        return None
+
+    def hear_others(self, *, is_stopping: bool) -> int | None:
+        """Begin what the agent of another node has planned. Returns the dead rank that it is for, of which the workers
+        must be told; None: there is nothing to tell. `is_stopping`: this node's workers are being stopped."""
+        return None
+
+    def close(self) -> None:
+        """The attempt is over."""
 
     def hear_end(self, end: WorkerExit) -> None:
         """A worker, old or new, has ended during the recovery."""
@@ -118,7 +147,7 @@ class Recovery:
             try:
                 self._replace(end.rank)
                 return
-            except _ERRORS as error:
+            except ERRORS as error:
                 logger.debug("%s", error)
         if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
@@ -132,7 +161,7 @@ class Recovery:
                 machine.note_refusal(f"rank {end.rank} has died during the recovery")
                 return
             self._replace(end.rank)
-        except _ERRORS as error:
+        except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
 
     def look(self) -> Phase:
@@ -147,23 +176,25 @@ class Recovery:
             self._start_missing()
             if machine.phase is Phase.CUT:
                 for rank, note in self._notes("out", machine.missing).items():
-                    if not note.get("dead"):
-                        machine.note_report(Report.from_json(rank, note))
+                    self._hear_out(rank, note)
             state, refusal = f"{generation}/state", f"{generation}/refusal"
             if said := self._board.read([refusal]).get(refusal):
                 machine.note_refusal(f"rank {int(said['rank'])}: {printable(str(said['refusal']), _LONGEST)}")
+            self._look_at_end()
             if machine.phase is Phase.AGREED and "path" in self._board.read([state]).get(state, {}):
                 machine.note_state()
             if machine.phase is Phase.AGREED and machine.has_state:
-                for rank, note in self._notes("ready", machine.missing).items():
-                    self._now.ready[rank] = note
-                    machine.note_ready(rank)
-        except _ERRORS as error:
+                waited_for = machine.missing
+                self._now.ready |= self._notes("ready", waited_for)
+                if all(rank in self._now.ready for rank in waited_for) and self._is_settled():
+                    for rank in waited_for:
+                        machine.note_ready(rank)
+        except ERRORS as error:
             machine.note_refusal(f"{type(error).__name__}: {error}")
         if self.is_active and time.monotonic() > self._now.deadline:
             missing = listed([f"rank {rank}" for rank in machine.missing], 5)
             what = {Phase.CUT: "come out of the training", Phase.AGREED: "come back"}[machine.phase]
-            machine.note_refusal(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)")
+            self._refuse(f"{missing} did not {what} within {self._timeout_s:g} s (--rejoin-timeout)")
         if machine.phase is Phase.FALLBACK:
             self._give_up()
         return machine.phase
@@ -218,6 +249,28 @@ class Recovery:
         self._row_step = step
         return f"{cause} after step {step}, {len(self._row)} times in a row" if len(self._row) > _MOST_ALIKE else ""
 
+    # --- what the agents of several nodes settle between them, see `nodes` --------------------------------------------
+
+    def _plan(self, generation: int, end: WorkerExit, cause: str) -> dict[str, Any]:
+        """The note that a recovery begins."""
+        return {"generation": generation}
+
+    def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
+        """What there is in place of the report of `rank`; a death has been noted when the process was seen to end."""
+        if not note.get("dead"):
+            self._machine.note_report(Report.from_json(rank, note))
+
+    def _look_at_end(self) -> None:
+        """Hear whether the recovery has come to nothing elsewhere."""
+
+    def _is_settled(self) -> bool:
+        """All ranks train again: whether that counts."""
+        return True
+
+    def _refuse(self, reason: str) -> None:
+        """The recovery comes to nothing, unless it is settled that it has succeeded."""
+        self._machine.note_refusal(reason)
+
     # --- parts --------------------------------------------------------------------------------------------------------
 
     def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:
@@ -227,7 +280,8 @@ class Recovery:
             return self._machine.reason or "the last one is not over"
         if self._machine.generation >= self._most:
             return f"there were {self._most} in this attempt, and each leaves threads and descriptors behind"
-        if not self._workers.live.keys() - set(ranks):
+        is_all = self._machine.world_size == len(self._workers.processes)
+        if is_all and not self._workers.live.keys() - set(ranks):
             return "no other rank lives"
         if end is not None and (end.status is None or not end.status.in_place):
             return f"rank {end.rank} was not inside of guard.run(...)"
@@ -267,9 +321,9 @@ class Recovery:
             note = self._board.write(f"{generation}/state", refusal)
             if "path" in note and not self._machine.has_state:  # the donor was faster
                 self._machine.has_state, self._machine.fallback = True, Fallback.KILL
-            for rank in range(len(self._workers.processes)):
+            for rank in range(self._machine.world_size):
                 self._board.write(f"{generation}/out/{rank}", refusal)
-        except _ERRORS as error:
+        except ERRORS as error:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
         self._events.emit("rejoin", reason=self._machine.reason, outcome="restart", generation=generation)

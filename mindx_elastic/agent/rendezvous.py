@@ -2,6 +2,8 @@
 
 `OneNodeRendezvous`, `FreshStoreRendezvous`
     take the place of torch's own rendezvous for a job of one node, and of its static one.
+`HostedStoreRendezvous`
+    wraps torch's dynamic one, where the workers' store is to outlive each of them.
 `reconnect`
     opens a rendezvous' connection to its store again after it broke.
 `Membership`
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Sequence
@@ -41,7 +44,15 @@ from torch.distributed.elastic.rendezvous import (
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.ready_thread import ReadyThread
 
-__all__ = ["CONNECTION_ERRORS", "Farewell", "FreshStoreRendezvous", "Membership", "OneNodeRendezvous", "reconnect"]
+__all__ = [
+    "CONNECTION_ERRORS",
+    "Farewell",
+    "FreshStoreRendezvous",
+    "HostedStoreRendezvous",
+    "Membership",
+    "OneNodeRendezvous",
+    "reconnect",
+]
 
 
 class OneNodeRendezvous(RendezvousHandler):
@@ -139,6 +150,65 @@ class FreshStoreRendezvous(RendezvousHandler):
         return self._static.shutdown()
 
 
+_STORE_KEY = "mindx/workers_store"
+_MOST_STORE_CHARS = 1000
+
+
+class HostedStoreRendezvous(RendezvousHandler):
+    """Wraps a dynamic handler: in each round the agent of the first node hosts the workers' store, so that the death of
+    a worker ends no connection of the others. The death of that agent still ends the round."""
+
+    def __init__(self, inner: RendezvousHandler) -> None:
+        self.inner = inner
+        self.hosted: TCPStore | None = None
+        """The workers' store of this round, where this process hosts it."""
+        self.scope = ""
+        """A name of this round that no other one has, the same on all nodes."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        info = self.inner.next_rendezvous()
+        if info.rank == 0:
+            address = info.bootstrap_store_info.master_addr  # type: ignore[union-attr]
+            # One for each round: a new attempt must not find the addresses of the old one's ranks.
+            self.hosted = TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            told = [address, self.hosted.port, secrets.token_hex(8)]
+            info.store.set(_STORE_KEY, json.dumps(told))
+        else:
+            self.hosted = None
+            told = json.loads(info.store.get(_STORE_KEY)[:_MOST_STORE_CHARS])
+        address, port, scope = str(told[0]), int(told[1]), str(told[2])
+        if not scope.isalnum():
+            raise ValueError(f"{scope!r} is no name of a round")
+        self.scope = scope
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, port))
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    @property
+    def _state_holder(self) -> Any:
+        return getattr(self.inner, "_state_holder", None)
+
+    def get_backend(self) -> str:
+        return self.inner.get_backend()
+
+    def is_closed(self) -> bool:
+        return self.inner.is_closed()
+
+    def set_closed(self) -> None:
+        self.inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return self.inner.num_nodes_waiting()
+
+    def get_run_id(self) -> str:
+        return self.inner.get_run_id()
+
+    def shutdown(self) -> bool:
+        return self.inner.shutdown()
+
+
 CONNECTION_ERRORS = (RendezvousConnectionError, DistNetworkError)
 _CONNECT_S = 5.0
 _READ_TIMEOUT = timedelta(seconds=60)  # torch's own, where it does not say what it was
@@ -163,7 +233,7 @@ def reconnect(handler: RendezvousHandler) -> bool:
 
 
 def _reconnect(handler: RendezvousHandler) -> bool:
-    inner: Any = getattr(handler, "_static", handler)
+    inner: Any = getattr(handler, "_static", getattr(handler, "inner", handler))
     old: Any = getattr(inner, "_store", None)
     while isinstance(old, PrefixStore):
         old = old.underlying_store

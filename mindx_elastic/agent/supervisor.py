@@ -31,11 +31,18 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
+from mindx_elastic.agent.nodes import NodesRecovery, PlanWatch, connect, open_board
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
 from mindx_elastic.agent.recovery import Recovery
-from mindx_elastic.agent.rendezvous import CONNECTION_ERRORS, Farewell, Membership, reconnect
+from mindx_elastic.agent.rendezvous import (
+    CONNECTION_ERRORS,
+    Farewell,
+    HostedStoreRendezvous,
+    Membership,
+    reconnect,
+)
 from mindx_elastic.agent.replacements import Replacements
 from mindx_elastic.agent.restarts import CrashLoop, Restarts
 from mindx_elastic.agent.stop_files import StopFiles
@@ -55,6 +62,7 @@ _MAX_ERROR_BYTES = 1 << 20
 _MEET_AGAIN_S = (0.1, 1.0, 3.0)  # pauses between tries to meet the other nodes after a connection broke
 _MEET_TRIES = 3
 _MOST_RECOVERIES = 100
+_MOST_ATTEMPTS = 10**9 - 1
 _SHIM = 4  # arguments of `child` before the workers' own command line
 
 
@@ -94,6 +102,10 @@ class Supervisor(LocalElasticAgent):
         self._restarts = Restarts(spec.max_restarts, options.restarts_window_s)
         self._pauses = PauseDesk(folder, events, self.ledger.note_pause)
         self._number = -1
+        self._least_number = 0
+        """What the nodes have agreed on for the next attempt."""
+        self._scope = ""
+        """A name of the attempt that is the same on all nodes; empty: its number is."""
         self._has_run = False
         self._runs = False  # between the start of an attempt's workers and the end of the last one
         self._shutdown_timeout = math.ceil(options.grace_s)
@@ -182,6 +194,7 @@ class Supervisor(LocalElasticAgent):
         finally:
             if self._replacements is not None:
                 self._replacements.close()
+            attempt.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
@@ -192,8 +205,9 @@ class Supervisor(LocalElasticAgent):
 
     def _make_recovery(self, workers: Workers) -> Recovery | None:
         """What replaces dead ranks in place in this attempt; None: nothing does."""
-        store = getattr(self._rdzv_handler, "hosted", None)
-        if not self._options.in_place or store is None:
+        handler, group = self._rdzv_handler, self._worker_group
+        is_hosted = isinstance(handler, HostedStoreRendezvous) or getattr(handler, "hosted", None) is not None
+        if not self._options.in_place or not is_hosted:
             return None
         self._replacements = Replacements(
             self._forks,
@@ -203,24 +217,30 @@ class Supervisor(LocalElasticAgent):
             folder=self._folder.path,
             num_spares=self._options.spares,
         )
-        number = self._number
+        scope = self._scope or str(self._number)
+        num_nodes, world_size = int(group.group_world_size or 1), group.workers[0].world_size
+        # A coordinator's number as a writer is none of a rank's.
+        address, writer = str(group.master_addr), world_size + int(group.group_rank or 0)
+        port = int(group.master_port or 0)
+        more: dict[str, Any] = {
+            "timeout_s": self._options.rejoin_timeout_s,
+            "most": _MOST_RECOVERIES,
+            "events": self._events,
+            "world_size": world_size,
+        }
+        if num_nodes > 1:
+            board_of = open_board(lambda: connect(address, port, scope), scope, writer)
+            watch = PlanWatch(lambda: connect(address, port, scope), num_nodes).start()
+            return NodesRecovery(workers, board_of, self._replacements.start, watch=watch, **more)
 
         @functools.cache  # at the first death
         def connection() -> Any:
-            own = torch.distributed.TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-            return torch.distributed.PrefixStore(f"mindx/rejoin/{number}", own)
+            return connect("localhost", port, scope)
 
-        def board_of(generation: int) -> Board:
-            return Board(connection(), key=board_key(), scope=f"{number}/{generation}", writer=len(workers.processes))
+        def board_alone(generation: int) -> Board:
+            return Board(connection(), key=board_key(), scope=f"{scope}/{generation}", writer=writer)
 
-        return Recovery(
-            workers,
-            board_of,
-            self._replacements.start,
-            timeout_s=self._options.rejoin_timeout_s,
-            most=_MOST_RECOVERIES,
-            events=self._events,
-        )
+        return Recovery(workers, board_alone, self._replacements.start, **more)
 
     def _goes_on(self, attempt: Attempt) -> bool:
         """Whether to start again after this ending; says why not."""
@@ -319,6 +339,9 @@ class Supervisor(LocalElasticAgent):
                 logger.warning("what the store of the rendezvous holds makes no sense (%s); once more", what)
         if (worker_group.group_world_size or 1) > 1:
             self._agree_on_restarts(worker_group)
+        if isinstance(self._rdzv_handler, HostedStoreRendezvous):
+            self._scope = self._rdzv_handler.scope
+            self._least_number = self._agree_on_number(worker_group)
 
     def _agree_on_restarts(self, group: WorkerGroup) -> None:
         """TORCHELASTIC_RESTART_COUNT is the same on all nodes: the highest.
@@ -335,10 +358,20 @@ class Supervisor(LocalElasticAgent):
             store.set("mindx/restarts", str(max(_restarts(each, own, most) for each in told)))
         self._remaining_restarts = most - _restarts(store.get("mindx/restarts"), own, most)
 
+    def _agree_on_number(self, group: WorkerGroup) -> int:
+        """The attempt's number is the same on all nodes whose workers share a store: the highest. Theirs is part of
+        what they write there, and an agent that was started later has counted fewer."""
+        store: Any = group.store
+        nodes, own = int(group.group_world_size or 1), self._number + 1
+        store.set(f"mindx/attempts/{group.group_rank}", str(own))
+        told = [store.get(f"mindx/attempts/{node}") for node in range(nodes)]
+        return max(_restarts(each, own, _MOST_ATTEMPTS) for each in told)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._folder.forget_workers()
-        self._number += 1
+        self._number = max(self._number + 1, self._least_number)
         os.environ["MINDX_ATTEMPT"] = str(self._number)
+        os.environ["MINDX_REJOIN_SCOPE"] = self._scope
         with self._inbox.interrupting():
             self._forks.prepare(self._number)
         try:

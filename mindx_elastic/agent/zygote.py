@@ -37,7 +37,7 @@ __all__ = ["IMPORT_VARIABLES", "OWN_VARIABLES", "ForkedWorker", "Zygote", "Zygot
 OWN_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME"),
     *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
-    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT", "MINDX_REJOIN"),
+    *("MASTER_ADDR", "MASTER_PORT", "MINDX_ATTEMPT", "MINDX_REJOIN", "MINDX_REJOIN_SCOPE"),
     *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE"),
 )
 """Each worker, or each attempt, has its own values: an import that reads them cannot be shared."""

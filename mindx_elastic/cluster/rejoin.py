@@ -20,6 +20,7 @@ from mindx_elastic.cluster.member import Member as Link
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.member import Entry, Host, Member, RejoinFailed
 
@@ -58,9 +59,9 @@ class ClusterMember(Member):
         self._note_new(board, generation)
         return super()._agree(board, host, generation)
 
-    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         self._note_new(self._board(self.generation), self.generation)
-        return super().join(ddp, end_setup)
+        return super().join(ddp, end_setup, receive)
 
     def opened(self, host: Host) -> None:
         super().opened(host)

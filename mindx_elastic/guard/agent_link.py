@@ -23,10 +23,12 @@ from mindx_elastic.core.posix import ProcessStat, open_pidfd, read_json_object, 
 from mindx_elastic.core.status_page import StatusPage, WorkerPhase, page_path
 from mindx_elastic.errors import ArenaError
 
-__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "STACK_SIGNAL", "AgentLink", "modules_path"]
+__all__ = ["AGENT_FILE", "CONTROL_FILE", "CONTROL_SIGNAL", "REJOIN", "STACK_SIGNAL", "AgentLink", "modules_path"]
 
 CONTROL_SIGNAL = signal.SIGURG  # ignored by default: harmless to a worker that is about to leave its guard
 CONTROL_FILE = "control.json"
+REJOIN = "rejoin"
+"""Kind of an order: a rank of another node has died, and its place is taken while the others live on."""
 AGENT_FILE = "agent.json"
 STACK_SIGNAL = signal.SIGRTMAX - 2
 _stacks_fd = -1  # where this process writes its stacks, until it ends

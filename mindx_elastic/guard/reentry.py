@@ -23,6 +23,7 @@ from mindx_elastic.errors import CorruptCheckpointError, MismatchError
 from mindx_elastic.memory.memory_files import SmallRecord, own_rings, own_states, small_records
 from mindx_elastic.persist.reader import Checkpoint, map_checkpoint
 from mindx_elastic.plan.facts import ResumePlan, World
+from mindx_elastic.rejoin.copies import DONOR_RING
 from mindx_elastic.rejoin.member import Entry
 from mindx_elastic.resume.restore import FollowedPart, Resumed
 
@@ -67,9 +68,9 @@ class ReentryPart(FollowedPart):
             if name not in self._modules:
                 checkpoint.state[name] = copy_tree(value)
         moment = (verdict.run_id, verdict.attempt, verdict.step)
-        if checkpoint.info.moment != moment or checkpoint.info.rank != verdict.donor:
+        if checkpoint.info.moment != moment or checkpoint.info.rank != entry.source:
             raise CorruptCheckpointError(f"{entry.path} holds another boundary than the donor's", path=entry.path)
-        found = replace(self._resumed(checkpoint), donor=verdict.donor)
+        found = replace(self._resumed(checkpoint), donor=entry.source)
         foreseen = checkpoint.info.coordinates.get("foreseen")  # of the donor, which has passed the boundary
         confirmed = moment if foreseen == 1 else None
         for ring in own_rings((), self._arenas, self._ranks.rank):
@@ -79,7 +80,7 @@ class ReentryPart(FollowedPart):
             found = replace(
                 found,
                 own_records=self._records(self._ranks.rank, moment, confirmed),
-                donor_records=self._records(verdict.donor, moment, confirmed),
+                donor_records=self._records(entry.source, moment, confirmed),
             )
         self.resumed = found
 
@@ -101,5 +102,8 @@ class ReentryPart(FollowedPart):
 
     def _records(self, rank: int, moment: Moment, confirmed: Moment | None) -> list[SmallRecord]:
         rings = own_rings((), self._arenas, rank)
+        folder = self._entry.path.parent
+        if rank == self._entry.source and folder.name != f"rank_{rank}":  # the donor is on another node
+            rings = [folder / DONOR_RING]
         found = [each for ring in rings for each in small_records(ring, self._trust.of(ring), confirmed=confirmed)]
         return [record for record in found if record.moment[0] == moment[0] and record.moment <= moment]

@@ -7,6 +7,7 @@ new process of the dead rank.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.cluster.group import current_member
 from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
-from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
@@ -28,9 +29,12 @@ from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
+from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
 from mindx_elastic.rejoin import groups, joiner, spare
+from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import Report
 from mindx_elastic.rejoin.sockets import SocketsPart
@@ -87,7 +91,7 @@ class Place:
             return error is None or isinstance(error, Exception)
         if not isinstance(error, RuntimeError):
             return False
-        return bool(stopper.peers_gone_soon(error)) and member.comes_out_soon()
+        return (bool(stopper.peers_gone_soon(error)) and member.comes_out_soon()) or member.hears_from_afar()
 
     def leave(self, stopper: Stopper, around: Connections, loaders: Loaders) -> EnterAgain | GracefulExit:
         """Agree with the others on what to enter again with: nothing is saved, memory is kept. Where that is not
@@ -185,10 +189,26 @@ def _tell_once(ranks: RankInfo, text: str) -> None:
 
 def _join(targets: Mapping[str, Any], member: Member) -> Entry:
     try:
-        return member.join(ddp_modules(targets), joiner.end_setup)
+        return member.join(ddp_modules(targets), joiner.end_setup, _receiver(member.ranks))
     except RejoinFailed as error:
         member.refuse(member.generation, str(error))
         raise MismatchError(f"this process cannot take a dead rank's place: {error}") from None
+
+
+def _receiver(ranks: RankInfo) -> Receive:
+    """Keeps the file of a donor of another node, in a process that has not opened its shared memory yet."""
+
+    def receive(parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
+        base = MemorySettings.from_env().base
+        if base is None:
+            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
+        arena = RankArena(base, parcel.directory, ranks.rank)
+        try:
+            return receive_snapshot(arena, parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
+        finally:
+            arena.close()
+
+    return receive
 
 
 def _problem(saver: Saver) -> str:
@@ -224,6 +244,11 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
             raise RejoinFailed("the donor's state does not fit into shared memory")
         return path
 
+    def receive(parcel: Parcel, fill: Callable[[mmap.mmap], None]) -> Path:
+        if around.memory is None:
+            raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
+        return around.memory.receive(parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
+
     def open_gate() -> None:
         stopper.step_gate.close()
         stopper.step_gate.open_until(0)
@@ -232,6 +257,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
         report=report,
         live=lambda: (collector.state(), saver.describe("snapshot")),
         donate=donate,
+        receive=receive,
         is_stopping=lambda: stopper.alarm is not None,
         peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),
         call_soon=lambda seconds, work: stopper.watcher.call_at(time.monotonic() + seconds, work),

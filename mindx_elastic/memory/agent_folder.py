@@ -51,11 +51,13 @@ class AgentFolder:
             remove_dead_agents(parent)
         self._sequence = 0
 
-    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int) -> int:
-        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. Returns its number,
-        from 1. Raises OSError."""
+    def order(self, kind: str, reason: str, *, grace_s: float, exit_code: int, rank: int = -1) -> int:
+        """Write an order to the workers; they look at it when they get `agent_link.CONTROL_SIGNAL`. `rank`: the one
+        that it is about. Returns its number, from 1. Raises OSError."""
         self._sequence += 1
         content = {"kind": kind, "reason": reason, "grace_s": grace_s, "exit_code": exit_code, "seq": self._sequence}
+        if rank >= 0:
+            content["rank"] = rank
         temp = self.path / f".control.{self._sequence}"
         temp.write_text(json.dumps(content))
         os.replace(temp, self.path / "control.json")

@@ -7,6 +7,7 @@ once, and the job goes on without.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -118,6 +119,15 @@ class Memory:
         """Put the last boundary where other processes of the machine can take it; None: it could not be done. Training
         thread, with the update gate held."""
         return None if self._snapshotter is None else self._snapshotter.donate()
+
+    def receive(
+        self, attempt: int, step: int, nbytes: int, header_bytes: int, fill: Callable[[mmap.mmap], None]
+    ) -> Path:
+        """Keep a boundary that another node's rank sends. Training thread, with the update gate held. Raises
+        ArenaError, and what `fill` raises."""
+        if self._snapshotter is None:
+            raise ArenaError("nothing is kept in shared memory")
+        return self._snapshotter.receive(attempt, step, nbytes, header_bytes, fill)
 
     def close(self, *, keep: bool) -> None:
         """`keep`: the next start may need it; else everything is removed."""

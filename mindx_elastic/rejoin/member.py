@@ -19,8 +19,9 @@ from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.rejoin import groups
+from mindx_elastic.rejoin import copies, groups
 from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.copies import Parcel, Receive, sources
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
 from mindx_elastic.rejoin.protocol import Report, Verdict, decide
@@ -30,6 +31,7 @@ __all__ = ["Entry", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
+_AFAR_S = 3.0  # a death has to go through the store to another node's agent
 _LONGEST = 1000
 
 
@@ -49,7 +51,9 @@ class Entry:
     generation: int
     verdict: Verdict
     path: Path
-    """The donor's snapshot in shared memory."""
+    """The donor's snapshot in shared memory, or the same boundary of a rank of this node."""
+    source: int
+    """The rank whose file that is."""
     live: Mapping[str, Any] | None
     """This process's own state of the boundary; None: it takes the donor's."""
     info: Any = None
@@ -65,6 +69,8 @@ class Host:
     """The state of the last boundary and its header facts. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
+    receive: Receive
+    """Keep the file of a donor of another node as a snapshot of this rank. Raises RejoinFailed."""
     is_stopping: Callable[[], bool]
     peers_gone_soon: Callable[[], bool]
     """After a failed collective: whether another rank is gone, or will be in a moment."""
@@ -88,7 +94,8 @@ class Member:
         self.page: Any = None
         """The status page, which stays over all recoveries."""
         self.sockets: SocketsPart | None = None
-        self._attempt = agent.attempt
+        self._attempt = settings.scope or str(agent.attempt)
+        self._node, self._num_nodes = settings.node, settings.num_nodes
         self._host: Host | None = None
         """While the guard is open."""
         self._failures: Failures | None = None
@@ -99,6 +106,7 @@ class Member:
         self._is_out = threading.Event()
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
+        self._sources: dict[int, int] = {}
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
@@ -170,6 +178,12 @@ class Member:
         if self._host is not None and (self.wants_out or (self._has_failed() and self._hears_soon())):
             raise LeavesToRejoin
 
+    def hears_from_afar(self) -> bool:
+        """Training thread, after an error: whether a rank of another node is gone. Its connections end before this
+        node's agent has heard of it."""
+        failed = self._failures is not None and self._failures.seen
+        return self._num_nodes > 1 and failed and self._wants_out.wait(_AFAR_S)
+
     def _has_failed(self) -> bool:
         """Whether something has failed since this was asked last."""
         failures = self._failures
@@ -179,7 +193,11 @@ class Member:
         return True
 
     def _hears_soon(self) -> bool:
-        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
+        if self._host is None:
+            return False
+        if self._host.peers_gone_soon() and self.comes_out_soon():
+            return True
+        return self._num_nodes > 1 and self._wants_out.wait(_AFAR_S)
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
@@ -214,25 +232,25 @@ class Member:
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
         report = host.report()
-        board.write(f"{generation}/out/{self.ranks.rank}", report.to_json())
+        board.write(f"{generation}/out/{self.ranks.rank}", {**report.to_json(), "node": self._node})
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
         live = info = None
-        if self.ranks.rank == verdict.donor:
-            path = host.donate()
+        is_source = self.ranks.rank in self._sources.values()
+        donated = host.donate() if is_source else None
+        if donated is not None:
             self._times["donated"] = time.time()
-            note = board.write(f"{generation}/state", {"path": str(path)})
-            if "path" not in note:
-                raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
+            parcel = Parcel.of(donated, verdict) if self.ranks.rank == verdict.donor and self._lack_a_source else None
+            self._give_copy(board, generation, donated, parcel)
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path = self._wait_for_state(board, host, generation)
+        path, source = self._bring_state(board, host, generation, verdict, host.receive)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, path=path, live=live, info=info)
+        return Entry(generation=generation, verdict=verdict, path=path, source=source, live=live, info=info)
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -251,14 +269,68 @@ class Member:
         verdict = decide(reports, world_size=self.ranks.world_size)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
+        self._sources = sources(
+            verdict, {rank: int(notes[keys[rank]].get("node", 0)) for rank in reports if rank not in verdict.dead}
+        )
         return verdict
 
-    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> Path:
+    # --- the donor's state on every node, see `copies` ----------------------------------------------------------------
+
+    @property
+    def _lack_a_source(self) -> list[int]:
+        """The nodes that get the donor's file from another one."""
+        return [node for node in range(self._num_nodes) if node not in self._sources]
+
+    def _give_copy(self, board: Board, generation: int, path: Path, parcel: Parcel | None) -> None:
+        """This node has the boundary in its shared memory, `parcel`: and others will get it from there."""
+        if self._num_nodes == 1:
+            self._give_word(board, generation, path)
+            return
+        note: dict[str, Any] = {"path": str(path), "rank": self._sources.get(self._node, -1)}
+        if parcel is not None:
+            note["parcel"] = parcel.to_json()
+        board.write(f"{generation}/copy/{self._node}", note)
+
+    def _give_word(self, board: Board, generation: int, path: Path) -> None:
+        """The donor's: all that a restart needs is in shared memory."""
+        note = board.write(f"{generation}/state", {"path": str(path)})
+        if "path" not in note:
+            raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
+
+    def _bring_state(
+        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
+    ) -> tuple[Path, int]:
+        """With connections to all ranks: see that each node has the boundary. Where it is on this one, and the rank
+        that has written it."""
+        if self._num_nodes > 1:
+            self._move_copies(board, host, generation, verdict, receive)
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
         if "path" not in note:
             raise RejoinFailed(str(note.get("refusal", "the donor's state is not there"))[:_LONGEST])
         self._times["state"] = time.time()
-        return Path(str(note["path"]))
+        if self._num_nodes > 1:
+            note = self._wait(board, [f"{generation}/copy/{self._node}"], host)[f"{generation}/copy/{self._node}"]
+        return Path(str(note["path"])), self._sources.get(self._node, verdict.donor)
+
+    def _move_copies(
+        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
+    ) -> None:
+        me, donor = self.ranks.rank, verdict.donor
+        given = f"{generation}/copy/{self._sources_node(donor)}"
+        takers = {node: f"{generation}/take/{node}" for node in self._lack_a_source}
+        if me == donor:
+            note = self._wait(board, [given], host)[given]
+            path, length = Path(str(note["path"])), int(note.get("parcel", {}).get("ring_bytes", 0))
+            for said in self._wait(board, list(takers.values()), host).values():
+                copies.send(path, length, int(said["rank"]), self._timeout_s)
+            self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host)
+            self._give_word(board, generation, path)
+        elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
+            parcel = Parcel.from_json(self._wait(board, [given], host)[given]["parcel"], verdict)
+            self._give_copy(board, generation, copies.take(parcel, donor, receive, self._timeout_s), None)
+
+    def _sources_node(self, rank: int) -> int:
+        return next(node for node, source in self._sources.items() if source == rank)
 
     def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
         end = time.monotonic() + self._timeout_s
@@ -272,9 +344,9 @@ class Member:
 
     # --- a new process ------------------------------------------------------------------------------------------------
 
-    def join(self, ddp: DdpModules, end_setup: Callable[[], None]) -> Entry:
+    def join(self, ddp: DdpModules, end_setup: Callable[[], None], receive: Receive) -> Entry:
         """Training thread of a new process, before it enters its guard. `end_setup`: makes groups real ones again, see
-        `joiner`. Raises RejoinFailed."""
+        `joiner`. `receive`: as `Host.receive`. Raises RejoinFailed."""
         generation = self.generation
         self._times = {"built": time.time()}
         board = self._board(generation)
@@ -287,8 +359,8 @@ class Member:
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path = self._wait_for_state(board, None, generation)
-        return Entry(generation=generation, verdict=verdict, path=path, live=None)
+        path, source = self._bring_state(board, None, generation, verdict, receive)
+        return Entry(generation=generation, verdict=verdict, path=path, source=source, live=None)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

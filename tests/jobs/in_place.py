@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import random
 import signal
@@ -30,6 +31,7 @@ from torch.utils.data import Dataset
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
+from mindx_elastic.guard import start as start_module
 
 PLACES = ("start", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
 
@@ -308,7 +310,19 @@ class Trainer:
         return digest.hexdigest()[:24]
 
 
+def be_on_a_node_of_its_own() -> None:
+    """Nodes of a test are agents on one machine: their ranks must not see each other's processes."""
+    node, identity = os.environ.get("GROUP_RANK", "0"), start_module.own_identity
+
+    def of_this_node() -> str:
+        content = json.loads(identity())
+        return json.dumps({**content, "space": f"{content['space']}/node {node}"})
+
+    setattr(start_module, "own_identity", of_this_node)  # noqa: B010
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    be_on_a_node_of_its_own()
     Trainer(parse()).run()
     dist.destroy_process_group()
