@@ -143,6 +143,8 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
         "MINDX_SPARE": rejoin.pipe,
+        "MINDX_REJOIN_SCOPE": rejoin.scope or None,
+        "GROUP_WORLD_SIZE": rejoin.num_nodes,
         "MINDX_UNMANAGED": settings.unmanaged,
         "MINDX_LOG_LEVEL": settings.log_level,
         "MS_ENABLE_GRACEFUL_EXIT": settings.graceful_exit,
@@ -171,7 +173,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_ATTEMPT": agent.attempt,
         "MINDX_PROVE": ProveSettings().control,
     }
-    assert len(defaults) == sum(len(fields(cls)) for cls in SETTINGS)
+    assert len(defaults) + 1 == sum(len(fields(cls)) for cls in SETTINGS)  # GROUP_RANK is in two of them
     defaults |= dict.fromkeys(("RANK_ID", "RANK_SIZE", "DEVICE_ID"))  # instead of the first three
     defaults |= {"RANK_TABLE_FILE": faults.rank_table, "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": None}  # a second choice each
     shown = {name: cells[0] for name, cells in rows(section("environment.md", "Read by the package")).items()}

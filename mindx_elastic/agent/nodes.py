@@ -21,11 +21,13 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore
 
+from mindx_elastic.agent.endings import describe
 from mindx_elastic.agent.recovery import ERRORS, Generation, Recovery
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
 from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
 
 __all__ = ["BoundedBoard", "NodesRecovery", "PlanWatch", "connect", "open_board"]
@@ -128,6 +130,8 @@ class NodesRecovery(Recovery):
     def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:
         if end is None and ranks:
             return "which rank the others wait for cannot be told over several nodes"
+        if end is not None and end.status is not None and end.status.phase >= WorkerPhase.STOPPING:
+            return f"rank {end.rank} has left its guard: {describe(end)}"
         return super().why_not(ranks, end)
 
     def begin(self, end: WorkerExit, cause: str) -> bool:

@@ -207,7 +207,13 @@ class Supervisor(LocalElasticAgent):
         """What replaces dead ranks in place in this attempt; None: nothing does."""
         handler, group = self._rdzv_handler, self._worker_group
         is_hosted = isinstance(handler, HostedStoreRendezvous) or getattr(handler, "hosted", None) is not None
-        if not self._options.in_place or not is_hosted:
+        if not self._options.in_place:
+            return None
+        if not is_hosted:
+            logger.warning(
+                "--recover in-place: the agents of several nodes need a dynamic rendezvous for it (--rdzv-backend "
+                "c10d) and no --master-port: when a rank dies, the whole job is restarted"
+            )
             return None
         self._replacements = Replacements(
             self._forks,

@@ -95,7 +95,7 @@ class Member:
         """The status page, which stays over all recoveries."""
         self.sockets: SocketsPart | None = None
         self._attempt = settings.scope or str(agent.attempt)
-        self._node, self._num_nodes = settings.node, settings.num_nodes
+        self._node, self._num_nodes = settings.node, settings.num_nodes if settings.scope else 1
         self._host: Host | None = None
         """While the guard is open."""
         self._failures: Failures | None = None

@@ -1,0 +1,195 @@
+"""Recoveries in place over several nodes: agents on this machine that share neither memory nor sight of each other's
+processes. A dead rank costs its own node one process, and no other node any."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.harness import Job, events, start_agent
+from tests.system.test_agent import free_port
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+drill = pytest.mark.drill
+
+JOB = "in_place.py"
+CONF = "is_host=0,last_call_timeout=5,keep_alive_interval=2,keep_alive_max_attempt=5"
+IN_PLACE = r"recovery (\d+) in place: ranks? ([\d, ]+) replaced, all ranks train on from step (\d+)"
+WHY = r"no recovery in place: (.*)"
+
+
+class Nodes:
+    """The agents of one job. This process hosts the rendezvous, so that none of them is special."""
+
+    def __init__(self, stack: ExitStack, folder: Path, num_nodes: int, ranks: int, *args: object, nnodes: str = ""):
+        self.folder = folder
+        port = free_port()
+        self._store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        self.jobs: list[Job] = []
+        for node in range(num_nodes):
+            own = folder / f"node{node}"
+            (own / "shm").mkdir(parents=True)
+            options = ["--nnodes", nnodes or str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
+            options += ["--rdzv-conf", CONF, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
+            options += ["--recover", "in-place", "--log-dir", str(own / "logs")]
+            env = {"MINDX_ARENA_DIR": str(own / "shm")}
+            job = start_agent(JOB, folder / "job", *args, ranks=ranks, options=options, env=env, run_dir=own / "run")
+            self.jobs.append(stack.enter_context(job))
+
+    def expect(self, code: int = 0) -> None:
+        for job in self.jobs:
+            assert job.wait(400) == code, self.report()
+
+    def found(self, pattern: str) -> list[re.Match[str]]:
+        """In the lines of all nodes."""
+        return [match for job in self.jobs for match in job.matches(pattern)]
+
+    @property
+    def end(self) -> tuple[dict[int, str], dict[tuple[str, str], str]]:
+        """Hashes by rank, and the samples of each step by rank and step."""
+        hashes = {rank: value for job in self.jobs for rank, value in job.hashes().items()}
+        steps: dict[tuple[str, str], str] = {}
+        for match in self.found(r"SEEN (\d+ [\d,]+) (\d+) (\d+)"):
+            assert steps.setdefault((match[2], match[3]), match[1]) == match[1], "a step that is done again"
+        return hashes, steps
+
+    def processes(self) -> dict[int, list[int]]:
+        """The processes of each rank, in the order in which they came."""
+        found: dict[int, list[int]] = {}
+        for match in self.found(r"READY (\d+) (\d+)"):
+            pids = found.setdefault(int(match[1]), [])
+            if int(match[2]) not in pids:
+                pids.append(int(match[2]))
+        return found
+
+    def report(self) -> str:
+        return "\n\n".join(f"=== node {number} ===\n{job.report()}" for number, job in enumerate(self.jobs))
+
+
+def run(
+    folder: Path,
+    num_nodes: int,
+    ranks: int,
+    *args: object,
+    faults: Sequence[str] = (),
+    meanwhile: Callable[[Nodes], None] = lambda nodes: None,
+) -> Nodes:
+    """Run it with and without the faults, and insist on the same end."""
+    ends = []
+    for name, orders in (("plain", ()), ("hurt", faults)):
+        words = [word for order in orders for word in ("--fault", order)]
+        with ExitStack() as stack:
+            nodes = Nodes(stack, folder / name, num_nodes, ranks, "--epochs", 2, *args, *words)
+            if name == "hurt":
+                meanwhile(nodes)
+            nodes.expect(0)
+        assert len(nodes.found("^FAULT ")) == len(orders), nodes.report()
+        ends.append(nodes.end)
+    assert ends[0] == ends[1], nodes.report()
+    assert not nodes.found("not bit for bit"), nodes.report()
+    return nodes
+
+
+def check_in_place(nodes: Nodes, faults: Sequence[str]) -> None:
+    """Each death cost its own rank a process, and no other rank; every agent has seen every recovery."""
+    dead = [int(order.partition(":")[0]) for order in faults]
+    for job in nodes.jobs:
+        assert [int(match[2]) for match in job.matches(IN_PLACE)] == dead, nodes.report()
+    for rank, pids in nodes.processes().items():
+        assert len(pids) == 1 + dead.count(rank), nodes.report()
+    assert not nodes.found(WHY), nodes.report()
+    for node in range(len(nodes.jobs)):
+        assert not any((nodes.folder / f"node{node}" / "shm").rglob("*.safetensors")), "shared memory is given back"
+
+
+def test_the_only_ranks_of_two_nodes_killed_in_turn(tmp_path: Path) -> None:
+    """The state comes from the other node each time, and is in the shared memory of both before a guard is closed."""
+    faults = ["1:3:forward", "0:6:mid", "1:9:update", "0:12:after", "1:13:eval"]
+    nodes = run(tmp_path, 2, 1, "--evaluate", "no_grad", "--save-every", 5, faults=faults)
+    check_in_place(nodes, faults)
+    for node in (0, 1):
+        told = events(tmp_path / "hurt" / f"node{node}" / "run", "rejoin")
+        assert [event["outcome"] for event in told] == ["in place"] * len(faults)
+        assert [event["ranks"] for event in told] == [[1], [0], [1], [0], [1]]
+
+
+@drill
+def test_ranks_of_two_nodes_with_two_each(tmp_path: Path) -> None:
+    faults = ["0:3:forward", "3:6:mid", "2:8:update", "1:10:backward"]
+    check_in_place(run(tmp_path, 2, 2, "--size", 192, "--num-workers", 1, faults=faults), faults)
+
+
+@drill
+def test_three_nodes(tmp_path: Path) -> None:
+    faults = ["2:3:forward", "0:6:mid", "1:9:backward"]
+    check_in_place(run(tmp_path, 3, 1, "--size", 144, "--amp", faults=faults), faults)
+
+
+@drill
+def test_a_survivor_of_another_node_that_is_behind_gets_the_state_too(tmp_path: Path) -> None:
+    """Rank 1 waits in front of its update for rank 2, which is killed, while rank 0 passes the boundary."""
+    faults = ["2:6:share", "1:11:mid"]
+    nodes = run(tmp_path, 3, 1, "--size", 144, "--share", "between", faults=faults)
+    check_in_place(nodes, faults)
+    assert [event["behind"] for event in events(tmp_path / "hurt" / "node0" / "run", "rejoin")] == [[1], []]
+
+
+@drill
+def test_ranks_of_two_nodes_at_once(tmp_path: Path) -> None:
+    """Either all agents replace both, or all restart."""
+    nodes = run(tmp_path, 3, 1, "--size", 144, faults=["0:6:start", "2:6:start"])
+    outcomes = [{match[1] for match in job.matches(IN_PLACE)} for job in nodes.jobs]
+    assert outcomes[0] == outcomes[1] == outcomes[2], nodes.report()
+    assert outcomes[0] or nodes.found(WHY), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("who", ["survivor", "new"])
+def test_a_second_death_while_a_recovery_is_under_way(tmp_path: Path, who: str) -> None:
+    def kill(nodes: Nodes) -> None:
+        (match,) = nodes.jobs[1].wait_for(r"a new process \(pid (\d+)\) takes the place of rank 1")
+        os.kill(int(match[1]) if who == "new" else nodes.processes()[0][0], signal.SIGKILL)
+
+    nodes = run(tmp_path, 2, 1, "--step-s", 0.02, faults=["1:6:forward"], meanwhile=kill)
+    assert nodes.found(IN_PLACE) or nodes.found(WHY), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize(
+    ("args", "fault", "reason"),
+    [
+        (("--with-guard",), "1:6:start", "not inside of guard.run"),
+        ((), "1:6:start:raise", "has left its guard"),
+        (("--setup", "gather"), "1:6:start", "all_gather"),
+    ],
+)
+def test_what_does_not_go_in_place_restarts_all_nodes(
+    tmp_path: Path, args: Sequence[object], fault: str, reason: str
+) -> None:
+    nodes = run(tmp_path, 2, 1, *args, faults=[fault])
+    assert any(reason in match[1] for match in nodes.found(WHY)), nodes.report()
+    assert not nodes.found(IN_PLACE), nodes.report()
+
+
+@drill
+@pytest.mark.parametrize("first", [0, 1], ids=["the host of the store", "another node"])
+def test_an_agent_that_dies_is_no_recovery_in_place(tmp_path: Path, first: int) -> None:
+    """Its node is lost: the others save and wait for another one, as without recovery in place."""
+    with ExitStack() as stack:
+        nodes = Nodes(stack, tmp_path, 2, 1, "--epochs", 2, "--hold-at", 6)
+        for job in nodes.jobs:
+            job.wait_for("HOLD")
+        ranks: Mapping[int, Job] = {rank: job for job in nodes.jobs for rank in job.pids()}
+        dead, other = ranks[first], ranks[1 - first]
+        dead.process.kill()
+        other.wait_for(r"restart 1 of|meets? anew|want to join", 1, 200)
+        assert not nodes.found(IN_PLACE), nodes.report()
+        other.process.terminate()
+        other.expect(143)
