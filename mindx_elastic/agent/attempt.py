@@ -113,6 +113,8 @@ class Attempt:
         self._after(0.0, self._look)
         while self.workers.live or self._waits_for_new_process():
             self._step()
+        if self._recovery is not None and self._recovery.phase is Phase.FALLBACK:
+            self._recovery.look()  # the last process has died: other nodes may wait for it
         membership = self._context.membership
         ending = conclude(
             self.workers.exits,

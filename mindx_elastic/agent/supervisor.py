@@ -104,6 +104,7 @@ class Supervisor(LocalElasticAgent):
         self._number = -1
         self._least_number = 0
         """What the nodes have agreed on for the next attempt."""
+        self._has_said_why = False
         self._scope = ""
         """A name of the attempt that is the same on all nodes; empty: its number is."""
         self._has_run = False
@@ -210,10 +211,12 @@ class Supervisor(LocalElasticAgent):
         if not self._options.in_place:
             return None
         if not is_hosted:
-            logger.warning(
-                "--recover in-place: the agents of several nodes need a dynamic rendezvous for it (--rdzv-backend "
-                "c10d) and no --master-port: when a rank dies, the whole job is restarted"
-            )
+            if not self._has_said_why:
+                self._has_said_why = True
+                logger.warning(
+                    "--recover in-place: with a static rendezvous, or a fixed --master-port, the workers' store ends "
+                    "with a rank: when a rank dies, the whole job is restarted"
+                )
             return None
         self._replacements = Replacements(
             self._forks,

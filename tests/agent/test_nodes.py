@@ -1,0 +1,261 @@
+"""The agents of several nodes in a recovery: whatever the order in which they look, they see the same end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mindx_elastic.agent.nodes import BoundedBoard, NodesRecovery, PlanWatch
+from mindx_elastic.agent.workers import WorkerExit
+from mindx_elastic.core.events import EventLog
+from mindx_elastic.core.ready_thread import ReadyThread
+from mindx_elastic.core.status_page import Status, WorkerPhase
+from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.protocol import Phase, Report
+
+KILLED = "killed by SIGKILL"
+
+
+class Plans:
+    """A `PlanWatch` without a thread."""
+
+    fd = 0
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+
+    @property
+    def newest(self) -> int:
+        number = 0
+        while self._store.check([f"{number + 1}/plan"]):
+            number += 1
+        return number
+
+    def drain(self) -> None:
+        pass
+
+    def stop(self) -> None:
+        pass
+
+
+class Agent:
+    """Of one node: workers without processes."""
+
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int, folder: Path) -> None:
+        self.store, self.node, self.world = store, node, num_nodes * ranks
+        self.own = range(node * ranks, (node + 1) * ranks)
+        self.pages = {rank: Status(pid=100 + rank, phase=WorkerPhase.TRAINING, step=7, in_place=1) for rank in self.own}
+        self.live: dict[int, Any] = {rank: SimpleNamespace(pid=100 + rank) for rank in self.own}
+        self.started: list[int] = []
+        self.told: list[int] = []
+        workers: Any = SimpleNamespace(
+            processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
+        )
+        watch: Any = Plans(store)
+        self.recovery = NodesRecovery(
+            workers,
+            self.board,
+            self.start,
+            watch=watch,
+            timeout_s=60.0,
+            most=10,
+            events=EventLog(folder / f"events{node}.jsonl"),
+            world_size=self.world,
+        )
+
+    def board(self, generation: int) -> Board:
+        return Board(self.store, key=None, scope=f"s/{generation}", writer=self.world + self.node)
+
+    def start(self, rank: int, generation: int, *, can_wait: bool) -> Any:
+        self.started.append(rank)
+        return SimpleNamespace(pid=200 + rank)
+
+    def kill(self, rank: int) -> None:
+        del self.live[rank]
+        end = WorkerExit(rank=rank, pid=100 + rank, code=-9, status=self.pages[rank])
+        if self.recovery.is_active:
+            self.recovery.hear_end(end)
+        elif self.recovery.phase is Phase.RUN:
+            self.recovery.begin(end, KILLED)
+
+    def hear(self) -> None:
+        if (rank := self.recovery.hear_others(is_stopping=False)) is not None:
+            self.told.append(rank)
+
+    def time_is_up(self) -> None:
+        if self.recovery.is_active:
+            assert self.recovery._now is not None
+            self.recovery._now.deadline = 0.0
+            self.recovery.look()
+
+    def rank_writes(self, key: str, **content: Any) -> dict[str, Any]:
+        return self.board(1).write(f"1/{key}", content)
+
+    def reports(self, rank: int) -> None:
+        facts: dict[str, Any] = {"run_id": "run", "attempt": 0, "step": 7, "clean": True, "groups": "g"}
+        self.board(1).write(f"1/out/{rank}", {**Report(rank=rank, **facts).to_json(), "node": self.node})
+
+
+@pytest.fixture
+def agents(tmp_path: Path) -> list[Agent]:
+    store: Any = dist.HashStore()
+    return [Agent(store, node, 3, 1, tmp_path) for node in range(3)]
+
+
+def go_on(agents: list[Agent]) -> None:
+    """All ranks do their part."""
+    for agent in agents:
+        agent.hear()
+        agent.reports(agent.own[0])
+    agents[0].rank_writes("state", path="/shm/x")
+    for agent in agents:
+        agent.rank_writes(f"ready/{agent.own[0]}", ready=1.0)
+
+
+def test_every_agent_takes_part_in_what_one_has_begun(agents: list[Agent]) -> None:
+    agents[1].kill(1)
+    go_on(agents)
+    assert [agent.told for agent in agents] == [[1], [], [1]]
+    assert [agent.recovery.look() for agent in agents] == [Phase.RUN] * 3
+    assert [agent.started for agent in agents] == [[], [1], []]
+    assert agents[0].board(1).read(["1/over"])["1/over"] == {"done": True}
+
+
+def test_an_agent_whose_rank_cannot_take_part_ends_it_for_all(agents: list[Agent]) -> None:
+    agents[2].pages[2] = replace(agents[2].pages[2], in_place=0)
+    agents[1].kill(1)
+    go_on(agents)
+    assert [agent.recovery.look() for agent in agents] == [Phase.FALLBACK] * 3
+    assert {agent.recovery.reason for agent in agents} == {"rank 2 is not inside of guard.run(...)"}
+    assert agents[2].told == []
+
+
+def test_two_agents_that_begin_at_the_same_time(agents: list[Agent]) -> None:
+    agents[0].kill(0)
+    agents[2].kill(2)
+    agents[1].hear()
+    agents[1].reports(1)
+    agents[1].rank_writes("state", path="/shm/x")
+    for rank in range(3):
+        agents[1].rank_writes(f"ready/{rank}", ready=1.0)
+    assert [agent.recovery.look() for agent in agents] == [Phase.RUN] * 3
+    assert [agent.started for agent in agents] == [[0], [], [2]]
+
+
+def test_one_that_refuses_while_another_has_begun(agents: list[Agent]) -> None:
+    agents[0].kill(0)
+    agents[2].pages[2] = replace(agents[2].pages[2], phase=WorkerPhase.LEFT)
+    agents[2].kill(2)  # its own error: no new process
+    assert agents[2].started == []
+    assert agents[0].recovery.look() is Phase.FALLBACK
+
+
+def test_a_success_that_stands_is_not_taken_back_by_a_clock(agents: list[Agent]) -> None:
+    agents[1].kill(1)
+    go_on(agents)
+    assert agents[0].recovery.look() is Phase.RUN
+    agents[2].time_is_up()
+    assert agents[2].recovery.look() is Phase.RUN
+
+
+def test_a_time_out_of_one_is_one_of_all(agents: list[Agent]) -> None:
+    agents[1].kill(1)
+    agents[0].hear()
+    agents[2].hear()
+    agents[2].time_is_up()
+    assert [agent.recovery.look() for agent in agents] == [Phase.FALLBACK] * 3
+    assert not any(agent.recovery.must_kill for agent in agents)
+
+
+def test_a_plan_that_is_none(agents: list[Agent]) -> None:
+    agents[0].board(1).write("1/plan", {"generation": 1, "rank": 99, "cause": "x"})
+    agents[1].hear()
+    assert agents[1].recovery.phase is Phase.RUN
+
+
+def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
+    assert "over several nodes" in agents[0].recovery.why_not([0])
+    assert agents[0].recovery.why_not([]) == ""
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_all_agents_see_the_same_end_in_any_order(tmp_path: Path, seed: int) -> None:
+    """Ranks die, report, give their word and come back, clocks run out, and each agent looks when it likes."""
+    dice, store = random.Random(seed), dist.HashStore()
+    agents = [Agent(store, node, 3, 1, tmp_path) for node in range(3)]
+    dead = {dice.randrange(3)}
+    agents[min(dead)].kill(min(dead))
+    for _ in range(60):
+        agent = dice.choice(agents)
+        rank, what = agent.own[0], dice.random()
+        if what < 0.03 and rank not in dead:
+            dead.add(rank)
+            agent.kill(rank)
+        elif what < 0.05:
+            agent.time_is_up()
+        elif what < 0.4:
+            agent.hear()
+            agent.recovery.look()
+        elif what < 0.6 and rank not in dead and agent.recovery.is_active:
+            agent.reports(rank)
+        elif what < 0.7 and agent.recovery.is_active:
+            verdict = agent.recovery._machine.verdict
+            if verdict is not None and verdict.donor == rank and rank not in dead:
+                agent.rank_writes("state", path="/shm/x")
+        elif agent.recovery.is_active and agent.recovery._machine.has_state:
+            agent.rank_writes(f"ready/{rank}", ready=1.0)
+    for agent in agents:  # nothing more comes
+        agent.hear()
+        agent.time_is_up()
+    for agent in agents:
+        agent.recovery.look()
+    phases = {agent.recovery.phase for agent in agents}
+    over = agents[0].board(1).read(["1/over"])["1/over"]
+    assert phases <= {Phase.RUN, Phase.FALLBACK}
+    if "done" not in over:
+        assert phases == {Phase.FALLBACK}
+        assert len({agent.recovery.must_kill for agent in agents}) == 1
+
+
+# --- the parts ---
+
+
+def test_a_store_that_does_not_answer_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mindx_elastic.agent.nodes._ANSWER_S", 0.05)
+    thread = ReadyThread("test")
+    asked: list[int] = []
+
+    def board() -> Any:
+        asked.append(1)
+        return SimpleNamespace(read=lambda keys: thread_waits.wait(5.0), write=None)
+
+    import threading
+
+    thread_waits = threading.Event()
+    bounded = BoundedBoard(thread, board)
+    with pytest.raises(TimeoutError, match="has not answered"):
+        bounded.read(["x"])
+    with pytest.raises(TimeoutError, match="does not answer"):
+        bounded.write("x", {})
+    assert asked == [1]
+    thread_waits.set()
+    thread.close()
+
+
+def test_a_plan_is_seen_by_the_watch() -> None:
+    import select
+
+    store = dist.HashStore()
+    watch = PlanWatch(lambda: store, 2).start()
+    try:
+        store.set("1/plan", "{}")
+        assert select.select([watch.fd], [], [], 10.0)[0]
+        assert watch.newest == 1
+    finally:
+        watch.stop()
