@@ -125,6 +125,8 @@ class NodesRecovery(Recovery):
         return self._watch.fd
 
     def close(self) -> None:
+        if self.is_active:  # a stop: the others need not wait for this node
+            self._refuse("a node has been stopped during the recovery")
         self._watch.stop()
 
     def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ from mindx_elastic.cluster.group import current_member
 from mindx_elastic.cluster.rejoin import ClusterMember, cluster_problem
 from mindx_elastic.config import AgentInfo, MemorySettings, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
-from mindx_elastic.core.status_page import WorkerPhase
+from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
 from mindx_elastic.guard.connections import Connections
@@ -30,6 +31,7 @@ from mindx_elastic.guard.replicas import ddp_modules
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.memory.arena import RankArena
+from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
@@ -202,13 +204,24 @@ def _receiver(ranks: RankInfo) -> Receive:
         base = MemorySettings.from_env().base
         if base is None:
             raise RejoinFailed("nothing is kept in shared memory (MINDX_ARENA_DIR)")
-        arena = RankArena(base, parcel.directory, ranks.rank)
+        arena = RankArena(base, _home(ranks.rank) or parcel.directory, ranks.rank)
         try:
             return receive_snapshot(arena, parcel.attempt, parcel.step, parcel.nbytes, parcel.header_bytes, fill)
         finally:
             arena.close()
 
     return receive
+
+
+def _home(rank: int) -> Path | None:
+    """The directory that names the job's folder in this node's shared memory, as the process before this one has told
+    its agent; None: it has not. Nodes may have different ones."""
+    agent = AgentInfo.from_env()
+    status = None if agent is None else read_page(page_path(agent.folder, rank))
+    if status is not None and status.arena:
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            return Path(str(read_owner(Path(status.arena))["directory"]))
+    return None
 
 
 def _problem(saver: Saver) -> str:
