@@ -38,7 +38,7 @@ class Nodes:
             (own / "shm").mkdir(parents=True)
             options = ["--nnodes", nnodes or str(num_nodes), "--rdzv-backend", "c10d", "--rdzv-id", "nodes"]
             options += ["--rdzv-conf", CONF, "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1"]
-            options += ["--recover", "in-place", "--log-dir", str(own / "logs")]
+            options += ["--recover", "in-place", "--rejoin-timeout", "120", "--log-dir", str(own / "logs")]
             env = {"MINDX_ARENA_DIR": str(own / "shm")}
             job = start_agent(JOB, folder / "job", *args, ranks=ranks, options=options, env=env, run_dir=own / "run")
             self.jobs.append(stack.enter_context(job))
