@@ -93,7 +93,7 @@ class Place:
             return error is None or isinstance(error, Exception)
         if not isinstance(error, RuntimeError):
             return False
-        return (bool(stopper.peers_gone_soon(error)) and member.comes_out_soon()) or member.hears_from_afar()
+        return member.hears_from_afar() or (bool(stopper.peers_gone_soon(error)) and member.comes_out_soon())
 
     def leave(self, stopper: Stopper, around: Connections, loaders: Loaders) -> EnterAgain | GracefulExit:
         """Agree with the others on what to enter again with: nothing is saved, memory is kept. Where that is not

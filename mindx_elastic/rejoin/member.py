@@ -195,9 +195,9 @@ class Member:
     def _hears_soon(self) -> bool:
         if self._host is None:
             return False
-        if self._host.peers_gone_soon() and self.comes_out_soon():
+        if self._num_nodes > 1 and self._wants_out.wait(_AFAR_S):
             return True
-        return self._num_nodes > 1 and self._wants_out.wait(_AFAR_S)
+        return self._host.peers_gone_soon() and self.comes_out_soon()
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
