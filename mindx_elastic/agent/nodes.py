@@ -30,7 +30,7 @@ from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
 
-__all__ = ["BoundedBoard", "NodesRecovery", "PlanWatch", "connect", "open_board"]
+__all__ = ["Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "connect"]
 
 _ANSWER_S = 5.0
 _LOOK_S, _LOOK_S_PER_NODE = 0.02, 0.001
@@ -69,6 +69,23 @@ class BoundedBoard:
         except TimeoutError:
             self._lost = True
             raise TimeoutError(f"the store of the job has not answered in {_ANSWER_S:g} s") from None
+
+
+class Boards:
+    """The boards of an attempt's generations, over one connection, which is made at the first death."""
+
+    def __init__(self, connection: Callable[[], Any], scope: str, writer: int) -> None:
+        self._thread, self._store = ReadyThread("mindx-board"), functools.cache(connection)
+        self._scope, self._writer = scope, writer
+
+    def __call__(self, generation: int) -> BoundedBoard:
+        """The board of `generation`. Raises UsageError for a job key that cannot be used."""
+        key, scope = board_key(), f"{self._scope}/{generation}"
+        return BoundedBoard(self._thread, lambda: Board(self._store(), key=key, scope=scope, writer=self._writer))
+
+    def close(self) -> None:
+        """End the thread; left behind where it waits for a store that does not answer."""
+        self._thread.close(0.1)
 
 
 class PlanWatch:
@@ -128,6 +145,8 @@ class NodesRecovery(Recovery):
         if self.is_active:  # a stop: the others need not wait for this node
             self._refuse("a node has been stopped during the recovery")
         self._watch.stop()
+        if isinstance(self._board_of, Boards):
+            self._board_of.close()
 
     def why_not(self, ranks: Sequence[int], end: WorkerExit | None = None) -> str:
         if end is None and ranks:
@@ -213,14 +232,3 @@ class NodesRecovery(Recovery):
     def _give_up(self) -> None:
         self._refuse(self._machine.reason)
         super()._give_up()
-
-
-def open_board(connection: Callable[[], Any], scope: str, writer: int) -> Callable[[int], BoundedBoard]:
-    """Makes the boards of an attempt's generations, over one connection, which is made at the first death."""
-    thread, store = ReadyThread("mindx-board"), functools.cache(connection)
-
-    def board_of(generation: int) -> BoundedBoard:
-        key = board_key()
-        return BoundedBoard(thread, lambda: Board(store(), key=key, scope=f"{scope}/{generation}", writer=writer))
-
-    return board_of

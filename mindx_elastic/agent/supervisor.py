@@ -31,7 +31,7 @@ from mindx_elastic.agent.forked_start import ForkedStart
 from mindx_elastic.agent.hang import ExitWatch, HangWatch
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.ledger import Ledger, render
-from mindx_elastic.agent.nodes import NodesRecovery, PlanWatch, connect, open_board
+from mindx_elastic.agent.nodes import Boards, NodesRecovery, PlanWatch, connect
 from mindx_elastic.agent.options import AgentOptions
 from mindx_elastic.agent.pause_desk import PauseDesk
 from mindx_elastic.agent.quarantine import set_checkpoint_aside
@@ -238,9 +238,9 @@ class Supervisor(LocalElasticAgent):
             "world_size": world_size,
         }
         if num_nodes > 1:
-            board_of = open_board(lambda: connect(address, port, scope), scope, writer)
+            boards = Boards(lambda: connect(address, port, scope), scope, writer)
             watch = PlanWatch(lambda: connect(address, port, scope), num_nodes).start()
-            return NodesRecovery(workers, board_of, self._replacements.start, watch=watch, **more)
+            return NodesRecovery(workers, boards, self._replacements.start, watch=watch, **more)
 
         @functools.cache  # at the first death
         def connection() -> Any:
