@@ -138,7 +138,7 @@ def test_the_defaults_on_the_page_are_those_of_the_code() -> None:
         "MINDX_AGREEMENT_S": settings.agreement_s,
         "MINDX_FLAG_POLL_S": settings.flag_poll_s,
         "MINDX_FINAL_SAVE": int(settings.final_save),
-        "MINDX_ZYGOTE": int(settings.zygote),
+        "MINDX_ZYGOTE": settings.zygote,
         "MINDX_RECOVER": "in-place" if rejoin.in_place else "restart",
         "MINDX_REJOIN": rejoin.generation,
         "MINDX_REJOIN_TIMEOUT_S": rejoin.timeout_s,
