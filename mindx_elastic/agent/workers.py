@@ -301,7 +301,7 @@ class Workers:
         """When all have ended. Ends what they have left: the next ones want its devices and ports."""
         self._end_remains(wait=True)
         until = time.monotonic() + _REMAINS_S
-        while any([process.poll() is None for process in self._dying]) and time.monotonic() < until:
+        while any(process.poll() is None for process in self._dying) and time.monotonic() < until:
             time.sleep(0.002)
         for fd in (*self._fds.values(), *self._threads):
             os.close(fd)
