@@ -216,6 +216,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 groups=groups.digest(),
                 orders=collector.gradient_order,
                 problem=_problem(saver),
+                home=str(around.home),
             )
 
     def donate() -> Path:
@@ -230,7 +231,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     return Host(
         report=report,
-        live=lambda: (collector.state(), saver.describe("snapshot")),
+        live=lambda: (collector.state(), saver.describe("snapshot"), collector.layouts.job),
         donate=donate,
         is_stopping=lambda: stopper.alarm is not None,
         peers_gone_soon=lambda: bool(stopper.peers_gone_soon(RuntimeError())),

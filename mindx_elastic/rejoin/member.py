@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ class Entry:
     """This process's own state of the boundary; None: it takes the donor's."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
+    layouts: Sequence[Any] = ()
+    """With `live`: a tensor of every layout that the job has."""
+    home: Path | None = None
+    """The directory that names the folder in shared memory, where the survivors' is the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +65,8 @@ class Host:
     """What a member needs of its guard while that is open."""
 
     report: Callable[[], Report]
-    live: Callable[[], tuple[Mapping[str, Any], Any]]
-    """The state of the last boundary and its header facts. The update gate is held."""
+    live: Callable[[], tuple[Mapping[str, Any], Any, Sequence[Any]]]
+    """The state of the last boundary, its header facts, and the layouts of the job. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
     is_stopping: Callable[[], bool]
@@ -99,6 +103,8 @@ class Member:
         self._is_out = threading.Event()
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
+        self._orders: Mapping[str, Sequence[int]] = {}
+        self._home: Path | None = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
@@ -217,7 +223,9 @@ class Member:
         board.write(f"{generation}/out/{self.ranks.rank}", report.to_json())
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
-        live = info = None
+        live: Mapping[str, Any] | None = None
+        info: Any = None
+        layouts: Sequence[Any] = ()
         if self.ranks.rank == verdict.donor:
             path = host.donate()
             self._times["donated"] = time.time()
@@ -225,14 +233,22 @@ class Member:
             if "path" not in note:
                 raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
         if self.ranks.rank not in verdict.needy:
-            live, info = host.live()
+            live, info, layouts = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, host, generation)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, path=path, live=live, info=info)
+        return Entry(
+            generation=generation,
+            verdict=verdict,
+            path=path,
+            live=live,
+            info=info,
+            layouts=layouts,
+            home=self._home,
+        )
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -248,6 +264,8 @@ class Member:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
+        homes = {report.home for report in reports.values() if report is not None}
+        self._home = Path(homes.pop()) if len(homes) == 1 else None
         verdict = decide(reports, world_size=self.ranks.world_size)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
@@ -288,7 +306,7 @@ class Member:
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path = self._wait_for_state(board, None, generation)
-        return Entry(generation=generation, verdict=verdict, path=path, live=None)
+        return Entry(generation=generation, verdict=verdict, path=path, live=None, home=self._home)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

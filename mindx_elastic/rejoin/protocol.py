@@ -27,6 +27,7 @@ __all__ = ["Coordinator", "Fallback", "Phase", "Report", "Verdict", "decide"]
 
 _MOST_STEP = 1 << 60
 _LONGEST = 2000
+_LONGEST_PATH = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +47,8 @@ class Report:
     """The order of gradients of each DDP module; see `capture.ddp_order`."""
     problem: str = ""
     """Why this rank cannot take part; empty: it can."""
+    home: str = ""
+    """The directory that names the folder in shared memory."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -56,6 +59,7 @@ class Report:
             "groups": self.groups,
             "orders": {name: list(order) for name, order in self.orders.items()},
             "problem": self.problem,
+            "home": self.home,
         }
 
     @classmethod
@@ -73,6 +77,7 @@ class Report:
             groups=str(content["groups"])[:_LONGEST],
             orders={str(name): [int(index) for index in order] for name, order in content["orders"].items()},
             problem=str(content["problem"])[:_LONGEST],
+            home=str(content["home"])[:_LONGEST_PATH],
         )
 
 
