@@ -12,8 +12,8 @@ from typing import Any
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.moment import Moment
 from mindx_elastic.core.owners import Owners, find_owners
-from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.core.posix import open_regular
+from mindx_elastic.errors import CorruptCheckpointError, UntrustedFileError
 from mindx_elastic.memory.arena import SlotRecord, SlotState, read_records
 from mindx_elastic.memory.boundaries import BOUNDARIES_FILE, read_ring
 from mindx_elastic.memory.folders import rank_folders

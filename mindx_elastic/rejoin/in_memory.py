@@ -11,5 +11,5 @@ __all__ = ["find_in_memory"]
 
 
 def find_in_memory(arenas: Path, rank: int) -> InMemory:
-    """What `rank` has in `arenas`, the job's folder. While no process writes there: the rank is dead, or asks itself."""
+    """What `rank` has in `arenas`, the job's folder. While no process writes there: it is dead, or asks for itself."""
     return InMemory(tuple(sorted(snapshots_of(arenas, rank))), tuple(sorted(passed_boundaries(arenas, rank))))

@@ -293,9 +293,7 @@ class Member:
             raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
         return Path(str(note["path"])), paths
 
-    def _wait(
-        self, board: Board, keys: list[str], host: Host | None, *, unless: str = ""
-    ) -> dict[str, dict[str, Any]]:
+    def _wait(self, board: Board, keys: list[str], host: Host | None, *, unless: str = "") -> dict[str, dict[str, Any]]:
         """`unless`: the key at which the coordinator writes that there is no recovery."""
         end = time.monotonic() + self._timeout_s
         while (left := end - time.monotonic()) > 0:
