@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
@@ -18,7 +19,8 @@ from mindx_elastic.core.events import EventLog, logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+from mindx_elastic.rejoin.in_memory import find_in_memory
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
 from mindx_elastic.rejoin.spare import UNFIT
 
 __all__ = ["LOOK_S", "Recovery", "joining_command"]
@@ -96,9 +98,10 @@ class Recovery:
                 if any(status.in_place for status in self._workers.statuses().values()):
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
-                board.write(f"{generation}/out/{end.rank}", {"dead": True})
+                memory = _memory_of(end)
+                board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
                 board.write(f"{generation}/plan", {"generation": generation})
-                self._machine.begin([end.rank])
+                self._machine.begin([end.rank], {end.rank: memory})
                 self._board = board
                 now = time.monotonic()
                 self._now = _Generation(time.time(), cause, now + self._timeout_s)
@@ -122,12 +125,13 @@ class Recovery:
                 logger.debug("%s", error)
         if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
-        machine.note_death(end.rank)
+        memory = InMemory() if was_known else _memory_of(end)
+        machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
         try:
             assert self._board is not None
-            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})
+            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
             if not note.get("dead"):
                 machine.note_refusal(f"rank {end.rank} has died during the recovery")
                 return
@@ -200,15 +204,17 @@ class Recovery:
             ranks=list(verdict.dead),
             behind=list(verdict.behind),
             donor=verdict.donor,
+            steps_lost=verdict.steps_lost,
             stages=stages,
         )
         logger.info(
-            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
+            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s%s",
             self._machine.generation,
             "s" * (len(verdict.dead) > 1),
             ", ".join(map(str, verdict.dead)),
             verdict.step,
             took,
+            _words_of_steps(verdict),
         )
 
     def _is_loop(self, end: WorkerExit, cause: str) -> str:
@@ -273,6 +279,24 @@ class Recovery:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
         self._events.emit("rejoin", reason=self._machine.reason, outcome="restart", generation=generation)
+
+
+def _memory_of(end: WorkerExit) -> InMemory:
+    """What a dead rank has left in shared memory."""
+    if end.status is None or not end.status.arena:
+        return InMemory()
+    try:
+        return find_in_memory(Path(end.status.arena), end.rank)
+    except OSError as error:
+        logger.debug("%s: %s", end.status.arena, error)
+        return InMemory()
+
+
+def _words_of_steps(verdict: Verdict) -> str:
+    if not verdict.rewinds:
+        return ""
+    steps = f"{verdict.steps_lost} step{'s' * (verdict.steps_lost != 1)} done again"
+    return f" (all from their snapshots in memory: {steps if verdict.steps_lost else 'no step lost'})"
 
 
 def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:
