@@ -259,7 +259,7 @@ def _conclude(supervisor: Supervisor, handler: RendezvousHandler | None, inbox: 
     ledger.note_last_loss(ending)
     ledger.close(ending.outcome, exit_code=ending.code)
     if ledger.is_eventful:
-        print_block(render(ledger.records))
+        print_block(render(ledger.records, ledger.recoveries))
     if supervisor.error_file:
         _hand_on_error(supervisor.error_file, ending.code)
     said = f": {ending.cause}" if ending.cause else ""

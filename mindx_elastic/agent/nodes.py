@@ -29,6 +29,7 @@ from mindx_elastic.core.printable import printable
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import WorkerPhase
 from mindx_elastic.rejoin.board import Board, board_key
+from mindx_elastic.rejoin.protocol import InMemory
 
 __all__ = ["Boards", "BoundedBoard", "NodesRecovery", "PlanWatch", "connect"]
 
@@ -142,8 +143,9 @@ class NodesRecovery(Recovery):
         return self._watch.fd
 
     def close(self) -> None:
+        super().close()
         if self.is_active:  # a stop: the others need not wait for this node
-            self._refuse("a node has been stopped during the recovery")
+            self._call_off("a node has been stopped during the recovery")
         self._watch.stop()
         if isinstance(self._board_of, Boards):
             self._board_of.close()
@@ -155,10 +157,10 @@ class NodesRecovery(Recovery):
             return f"rank {end.rank} has left its guard: {describe(end)}"
         return super().why_not(ranks, end)
 
-    def begin(self, end: WorkerExit, cause: str) -> bool:
+    def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
         generation = self._machine.generation + 1
         self._seen = max(self._seen, generation)
-        begins = super().begin(end, cause)
+        begins = super().begin(end, cause, stuck_s=stuck_s)
         if not begins:
             with suppress(*ERRORS):  # another agent may have planned one at this very moment, and would wait
                 refusal = {"refusal": f"rank {end.rank} cannot be replaced"}
@@ -187,9 +189,10 @@ class NodesRecovery(Recovery):
         self._tell()
         self._machine.begin([rank])
         self._board = board
-        self._now = Generation(time.time(), cause, time.monotonic() + self._timeout_s)
+        now = time.time()
+        self._now = Generation(now, now, cause, time.monotonic() + self._timeout_s)
         if reason:
-            self._refuse(reason)
+            self._call_off(reason)
             return None
         return rank
 
@@ -200,7 +203,7 @@ class NodesRecovery(Recovery):
 
     def _hear_out(self, rank: int, note: Mapping[str, Any]) -> None:
         if note.get("dead") and rank not in self._workers.processes:  # its own agent has seen it
-            self._machine.note_death(rank)
+            self._machine.note_death(rank, InMemory.from_json(note))
         else:
             super()._hear_out(rank, note)
 
@@ -219,7 +222,7 @@ class NodesRecovery(Recovery):
             self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
         return "done" in note
 
-    def _refuse(self, reason: str) -> None:
+    def _call_off(self, reason: str) -> None:
         assert self._board is not None
         try:
             note = self._board.write(f"{self._machine.generation}/over", {"refusal": reason})
@@ -230,5 +233,5 @@ class NodesRecovery(Recovery):
             self._machine.note_refusal(printable(str(note["refusal"]), _LONGEST))
 
     def _give_up(self) -> None:
-        self._refuse(self._machine.reason)
+        self._call_off(self._machine.reason)
         super()._give_up()

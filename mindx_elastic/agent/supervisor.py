@@ -195,7 +195,6 @@ class Supervisor(LocalElasticAgent):
         finally:
             if self._replacements is not None:
                 self._replacements.close()
-            attempt.close()
             self.arenas |= {status.arena for status in workers.last_statuses().values() if status.arena}
             workers.close()
             if membership is not None:
@@ -234,7 +233,7 @@ class Supervisor(LocalElasticAgent):
         more: dict[str, Any] = {
             "timeout_s": self._options.rejoin_timeout_s,
             "most": _MOST_RECOVERIES,
-            "events": self._events,
+            "note": self.ledger.note_recovery,
             "world_size": world_size,
         }
         if num_nodes > 1:
@@ -275,7 +274,7 @@ class Supervisor(LocalElasticAgent):
             return False
         if verdict.action == "set_aside":
             set_checkpoint_aside(Path(verdict.path), verdict.explanation, [Path(arena) for arena in self.arenas])
-        print_block(render(self.ledger.records))
+        print_block(render(self.ledger.records, self.ledger.recoveries))
         logger.warning("restart %s", self._restarts.count)
         self._events.emit("restart", reason=ending.cause, restart=self._restarts.total)
         return True

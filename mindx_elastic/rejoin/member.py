@@ -10,28 +10,29 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from mindx_elastic.agreement.sealed import NotOursError
 from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
 from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import printable
-from mindx_elastic.rejoin import copies, groups
+from mindx_elastic.rejoin import groups
 from mindx_elastic.rejoin.board import Board, board_key
-from mindx_elastic.rejoin.copies import Parcel, Receive, sources
+from mindx_elastic.rejoin.copies import Receive
 from mindx_elastic.rejoin.failures import Failures
 from mindx_elastic.rejoin.groups import DdpModules
-from mindx_elastic.rejoin.protocol import Report, Verdict, decide
+from mindx_elastic.rejoin.protocol import InMemory, Report, Verdict, decide
 from mindx_elastic.rejoin.sockets import SocketsPart, cut
 
-__all__ = ["Entry", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
+__all__ = ["Entry", "Found", "Host", "LeavesToRejoin", "Member", "RejoinFailed"]
 
 _CUT_AGAIN_S = 0.01
 _HEARD_S = 5.0
-_AFAR_S = 3.0  # a death has to go through the store to another node's agent
 _LONGEST = 1000
 
 
@@ -51,13 +52,28 @@ class Entry:
     generation: int
     verdict: Verdict
     path: Path
-    """The donor's snapshot in shared memory, or the same boundary of a rank of this node."""
-    source: int
-    """The rank whose file that is."""
+    """The donor's snapshot in shared memory; where all go back to snapshots, the job's folder there."""
+    paths: Mapping[int, Path]
+    """The snapshots of the living ranks that others take state from."""
     live: Mapping[str, Any] | None
-    """This process's own state of the boundary; None: it takes the donor's."""
+    """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
+    layouts: Sequence[Any] = ()
+    """With `live`: a tensor of every layout that the job has."""
+    source: int = -1
+    """The rank whose snapshot this one finds in the memory of its node; -1: as the verdict says, on one node."""
+    home: Path | None = None
+    """The directory that names the folder in shared memory, where the survivors' is the same one."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where the state is in memory: see `Entry`."""
+
+    path: Path
+    paths: Mapping[int, Path]
+    source: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +81,17 @@ class Host:
     """What a member needs of its guard while that is open."""
 
     report: Callable[[], Report]
-    live: Callable[[], tuple[Mapping[str, Any], Any]]
-    """The state of the last boundary and its header facts. The update gate is held."""
+    live: Callable[[], tuple[Mapping[str, Any], Any, Sequence[Any]]]
+    """The state of the last boundary, its header facts, and the layouts of the job. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
     receive: Receive
     """Keep the file of a donor of another node as a snapshot of this rank. Raises RejoinFailed."""
+    memory_folder: Callable[[], Path]
+    """The job's folder in shared memory. Raises RejoinFailed."""
+    reset_modules: Callable[[], str]
+    """Make the modules, which were cut off in a forward or backward, ready for the next one, and forget gradients.
+    Returns why it is not possible; empty: it is done."""
     is_stopping: Callable[[], bool]
     peers_gone_soon: Callable[[], bool]
     """After a failed collective: whether another rank is gone, or will be in a moment."""
@@ -79,6 +100,8 @@ class Host:
     open_gate: Callable[[], None]
     """Let the training thread come out at its next boundary."""
     ddp: DdpModules
+    modules: Sequence[torch.nn.Module] = ()
+    """Other modules whose forward fails when a rank has died."""
 
 
 class Member:
@@ -95,7 +118,6 @@ class Member:
         """The status page, which stays over all recoveries."""
         self.sockets: SocketsPart | None = None
         self._attempt = settings.scope or str(agent.attempt)
-        self._node, self._num_nodes = settings.node, settings.num_nodes if settings.scope else 1
         self._host: Host | None = None
         """While the guard is open."""
         self._failures: Failures | None = None
@@ -106,7 +128,8 @@ class Member:
         self._is_out = threading.Event()
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
-        self._sources: dict[int, int] = {}
+        self._orders: Mapping[str, Sequence[int]] = {}
+        self._home: Path | None = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
@@ -118,7 +141,7 @@ class Member:
     def opened(self, host: Host) -> None:
         """Training thread: the guard is open, and deaths will be heard."""
         self._is_out.clear()
-        self._failures = Failures(host.ddp)
+        self._failures = Failures([*(module for _, module in host.ddp), *host.modules])
         with self._lock:
             self._wants_out.clear()
             self._host = host
@@ -178,12 +201,6 @@ class Member:
         if self._host is not None and (self.wants_out or (self._has_failed() and self._hears_soon())):
             raise LeavesToRejoin
 
-    def hears_from_afar(self) -> bool:
-        """Training thread, after an error: whether a rank of another node is gone. Its connections end before this
-        node's agent has heard of it."""
-        failed = self._failures is not None and self._failures.seen
-        return self._num_nodes > 1 and failed and self._wants_out.wait(_AFAR_S)
-
     def _has_failed(self) -> bool:
         """Whether something has failed since this was asked last."""
         failures = self._failures
@@ -193,11 +210,7 @@ class Member:
         return True
 
     def _hears_soon(self) -> bool:
-        if self._host is None:
-            return False
-        if self._num_nodes > 1 and self._wants_out.wait(_AFAR_S):
-            return True
-        return self._host.peers_gone_soon() and self.comes_out_soon()
+        return self._host is not None and self._host.peers_gone_soon() and self.comes_out_soon()
 
     def leave(self) -> Entry:
         """Training thread, out of the program's loop, the guard open: agree with the others, and get what the next
@@ -232,25 +245,77 @@ class Member:
         if plan.get("refusal"):
             raise RejoinFailed(str(plan["refusal"])[:_LONGEST])
         report = host.report()
-        board.write(f"{generation}/out/{self.ranks.rank}", {**report.to_json(), "node": self._node})
+        board.write(f"{generation}/out/{self.ranks.rank}", self._note_of(report))
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
-        live = info = None
-        is_source = self.ranks.rank in self._sources.values()
-        donated = host.donate() if is_source else None
-        if donated is not None:
-            self._times["donated"] = time.time()
-            parcel = Parcel.of(donated, verdict) if self.ranks.rank == verdict.donor and self._lack_a_source else None
-            self._give_copy(board, generation, donated, parcel)
+        live: Mapping[str, Any] | None = None
+        info: Any = None
+        layouts: Sequence[Any] = ()
+        if self._donates(verdict):
+            self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
-            live, info = host.live()
+            live, info, layouts = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
+            raise RejoinFailed(said)
+        if said := host.reset_modules():
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path, source = self._bring_state(board, host, generation, verdict, host.receive)
+        found = self._get_state(board, host, generation, verdict, host.receive)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, path=path, source=source, live=live, info=info)
+        return Entry(
+            generation=generation,
+            verdict=verdict,
+            path=found.path,
+            paths=found.paths,
+            source=found.source,
+            live=live,
+            info=info,
+            layouts=layouts,
+            home=self._home,
+        )
+
+    # --- what is otherwise on several nodes, see `nodes_member` -------------------------------------------------------
+
+    def hears_from_afar(self) -> bool:
+        """Training thread, after an error: whether a rank of another node is gone."""
+        return False
+
+    def _note_of(self, report: Report) -> dict[str, Any]:
+        """What this rank says of itself."""
+        return report.to_json()
+
+    def _take_in(
+        self, verdict: Verdict, reports: Mapping[int, Report | None], notes: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        """The ranks have agreed. Raises RejoinFailed where they cannot go on like this."""
+
+    def _donates(self, verdict: Verdict) -> bool:
+        """Whether this rank has a part in what is in memory for others."""
+        return self.ranks.rank in {verdict.donor, *verdict.donors}
+
+    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
+        """With connections to all ranks: wait until what others need is in memory."""
+        path, paths = self._wait_for_state(board, host, generation)
+        return Found(path, paths)
+
+    def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
+        """Put this rank's state into memory; the verdict's donor says when that of all donors is there."""
+        rank = self.ranks.rank
+        if verdict.rewinds:
+            path, paths = host.memory_folder(), {}
+        else:
+            path = host.donate()
+            self._times["donated"] = time.time()
+            if rank != verdict.donor:
+                board.write(f"{generation}/donated/{rank}", {"path": str(path)})
+                return
+            keys = {other: f"{generation}/donated/{other}" for other in verdict.donors if other != rank}
+            notes = self._wait(board, list(keys.values()), host, unless=f"{generation}/state") if keys else {}
+            paths = {rank: str(path), **{other: str(notes[key]["path"]) for other, key in keys.items()}}
+        note = board.write(f"{generation}/state", {"path": str(path), "paths": paths})
+        if "path" not in note:
+            raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
 
     def _verdict(self, board: Board, host: Host | None, generation: int) -> Verdict:
         keys = {rank: f"{generation}/out/{rank}" for rank in range(self.ranks.world_size)}
@@ -263,76 +328,32 @@ class Member:
                 rank: None if notes[key].get("dead") else Report.from_json(rank, notes[key])
                 for rank, key in keys.items()
             }
+            dead_memory = {rank: InMemory.from_json(notes[keys[rank]]) for rank in reports if reports[rank] is None}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
-        verdict = decide(reports, world_size=self.ranks.world_size)
+        homes = {report.home for report in reports.values() if report is not None}
+        self._home = Path(homes.pop()) if len(homes) == 1 else None
+        verdict = decide(reports, world_size=self.ranks.world_size, dead_memory=dead_memory)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
-        self._sources = sources(
-            verdict, {rank: int(notes[keys[rank]].get("node", 0)) for rank in reports if rank not in verdict.dead}
-        )
+        self._take_in(verdict, reports, {rank: notes[key] for rank, key in keys.items()})
         return verdict
 
-    # --- the donor's state on every node, see `copies` ----------------------------------------------------------------
-
-    @property
-    def _lack_a_source(self) -> list[int]:
-        """The nodes that get the donor's file from another one."""
-        return [node for node in range(self._num_nodes) if node not in self._sources]
-
-    def _give_copy(self, board: Board, generation: int, path: Path, parcel: Parcel | None) -> None:
-        """This node has the boundary in its shared memory, `parcel`: and others will get it from there."""
-        if self._num_nodes == 1:
-            self._give_word(board, generation, path)
-            return
-        note: dict[str, Any] = {"path": str(path), "rank": self._sources.get(self._node, -1)}
-        if parcel is not None:
-            note["parcel"] = parcel.to_json()
-        board.write(f"{generation}/copy/{self._node}", note)
-
-    def _give_word(self, board: Board, generation: int, path: Path) -> None:
-        """The donor's: all that a restart needs is in shared memory."""
-        note = board.write(f"{generation}/state", {"path": str(path)})
-        if "path" not in note:
-            raise RejoinFailed(str(note.get("refusal"))[:_LONGEST])
-
-    def _bring_state(
-        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
-    ) -> tuple[Path, int]:
-        """With connections to all ranks: see that each node has the boundary. Where it is on this one, and the rank
-        that has written it."""
-        if self._num_nodes > 1:
-            self._move_copies(board, host, generation, verdict, receive)
+    def _wait_for_state(self, board: Board, host: Host | None, generation: int) -> tuple[Path, dict[int, Path]]:
+        """What the donor has said: its path, and those of all donors."""
         note = self._wait(board, [f"{generation}/state"], host)[f"{generation}/state"]
         if "path" not in note:
             raise RejoinFailed(str(note.get("refusal", "the donor's state is not there"))[:_LONGEST])
         self._times["state"] = time.time()
-        if self._num_nodes > 1:
-            note = self._wait(board, [f"{generation}/copy/{self._node}"], host)[f"{generation}/copy/{self._node}"]
-        return Path(str(note["path"])), self._sources.get(self._node, verdict.donor)
+        try:
+            paths = {int(rank): Path(str(path)) for rank, path in note["paths"].items()}
+        except (ValueError, KeyError, AttributeError) as error:
+            raise RejoinFailed(f"the donor's word makes no sense ({printable(str(error), 200)})") from None
+        return Path(str(note["path"])), paths
 
-    def _move_copies(
-        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
-    ) -> None:
-        me, donor = self.ranks.rank, verdict.donor
-        given = f"{generation}/copy/{self._sources_node(donor)}"
-        takers = {node: f"{generation}/take/{node}" for node in self._lack_a_source}
-        if me == donor:
-            note = self._wait(board, [given], host)[given]
-            path, length = Path(str(note["path"])), int(note.get("parcel", {}).get("ring_bytes", 0))
-            for said in self._wait(board, list(takers.values()), host).values():
-                copies.send(path, length, int(said["rank"]), self._timeout_s)
-            self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host)
-            self._give_word(board, generation, path)
-        elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
-            parcel = Parcel.from_json(self._wait(board, [given], host)[given]["parcel"], verdict)
-            self._give_copy(board, generation, copies.take(parcel, donor, receive, self._timeout_s), None)
-
-    def _sources_node(self, rank: int) -> int:
-        return next(node for node, source in self._sources.items() if source == rank)
-
-    def _wait(self, board: Board, keys: list[str], host: Host | None) -> dict[str, dict[str, Any]]:
+    def _wait(self, board: Board, keys: list[str], host: Host | None, *, unless: str = "") -> dict[str, dict[str, Any]]:
+        """`unless`: the key at which the coordinator writes that there is no recovery."""
         end = time.monotonic() + self._timeout_s
         while (left := end - time.monotonic()) > 0:
             found = board.wait(keys, min(left, 0.5))
@@ -340,6 +361,8 @@ class Member:
                 return found
             if host is not None and host.is_stopping():
                 raise RejoinFailed("the job is being stopped")
+            if unless and (note := board.read([unless]).get(unless)) is not None:
+                raise RejoinFailed(str(note.get("refusal", "it has been given up"))[:_LONGEST])
         raise RejoinFailed(f"the others have not come within {self._timeout_s:g} s (--rejoin-timeout)")
 
     # --- a new process ------------------------------------------------------------------------------------------------
@@ -359,8 +382,16 @@ class Member:
         end_setup()
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
-        path, source = self._bring_state(board, None, generation, verdict, receive)
-        return Entry(generation=generation, verdict=verdict, path=path, source=source, live=None)
+        found = self._get_state(board, None, generation, verdict, receive)
+        return Entry(
+            generation=generation,
+            verdict=verdict,
+            path=found.path,
+            paths=found.paths,
+            source=found.source,
+            live=None,
+            home=self._home,
+        )
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from mindx_elastic.agent.nodes import BoundedBoard, NodesRecovery, PlanWatch
+from mindx_elastic.agent.recovery import NewProcess
 from mindx_elastic.agent.workers import WorkerExit
-from mindx_elastic.core.events import EventLog
 from mindx_elastic.core.ready_thread import ReadyThread
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
@@ -47,13 +46,14 @@ class Plans:
 class Agent:
     """Of one node: workers without processes."""
 
-    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int, folder: Path) -> None:
+    def __init__(self, store: Any, node: int, num_nodes: int, ranks: int) -> None:
         self.store, self.node, self.world = store, node, num_nodes * ranks
         self.own = range(node * ranks, (node + 1) * ranks)
         self.pages = {rank: Status(pid=100 + rank, phase=WorkerPhase.TRAINING, step=7, in_place=1) for rank in self.own}
         self.live: dict[int, Any] = {rank: SimpleNamespace(pid=100 + rank) for rank in self.own}
         self.started: list[int] = []
         self.told: list[int] = []
+        self.records: list[Any] = []
         workers: Any = SimpleNamespace(
             processes=dict(self.live), live=self.live, statuses=lambda: self.pages, replace=self.live.__setitem__
         )
@@ -65,7 +65,7 @@ class Agent:
             watch=watch,
             timeout_s=60.0,
             most=10,
-            events=EventLog(folder / f"events{node}.jsonl"),
+            note=self.records.append,
             world_size=self.world,
         )
 
@@ -74,7 +74,7 @@ class Agent:
 
     def start(self, rank: int, generation: int, *, can_wait: bool) -> Any:
         self.started.append(rank)
-        return SimpleNamespace(pid=200 + rank)
+        return NewProcess(SimpleNamespace(pid=200 + rank), "zygote")
 
     def kill(self, rank: int) -> None:
         del self.live[rank]
@@ -103,9 +103,9 @@ class Agent:
 
 
 @pytest.fixture
-def agents(tmp_path: Path) -> list[Agent]:
+def agents() -> list[Agent]:
     store: Any = dist.HashStore()
-    return [Agent(store, node, 3, 1, tmp_path) for node in range(3)]
+    return [Agent(store, node, 3, 1) for node in range(3)]
 
 
 def go_on(agents: list[Agent]) -> None:
@@ -185,10 +185,10 @@ def test_a_hang_is_not_recovered_from(agents: list[Agent]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(150))
-def test_all_agents_see_the_same_end_in_any_order(tmp_path: Path, seed: int) -> None:
+def test_all_agents_see_the_same_end_in_any_order(seed: int) -> None:
     """Ranks die, report, give their word and come back, clocks run out, and each agent looks when it likes."""
     dice, store = random.Random(seed), dist.HashStore()
-    agents = [Agent(store, node, 3, 1, tmp_path) for node in range(3)]
+    agents = [Agent(store, node, 3, 1) for node in range(3)]
     dead = {dice.randrange(3)}
     agents[min(dead)].kill(min(dead))
     for _ in range(60):

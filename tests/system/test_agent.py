@@ -281,7 +281,7 @@ def test_who_does_not_stop_is_killed_at_the_end_of_the_grace_period() -> None:
         job.wait_for("WAITING")
         job.process.send_signal(signal.SIGTERM)
         job.expect(143)
-    assert job.matches("not gone after 0.5 s; SIGKILL")
+    assert job.matches("not gone after 0.5 s; SIGKILL"), job.report()
 
 
 def test_workers_do_not_outlive_a_killed_agent() -> None:

@@ -1,0 +1,104 @@
+"""A worker's side of a recovery in place where the job has several nodes: see `copies` and `agent.nodes`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindx_elastic.config import AgentInfo, RankInfo, RejoinSettings
+from mindx_elastic.rejoin.board import Board
+from mindx_elastic.rejoin.copies import Parcel, Receive, send, sources, take
+from mindx_elastic.rejoin.member import Found, Host, Member, RejoinFailed
+from mindx_elastic.rejoin.protocol import Report, Verdict
+
+__all__ = ["NodesMember"]
+
+_AFAR_S = 3.0  # a death has to go through the store to another node's agent
+
+
+class NodesMember(Member):
+    """One per process."""
+
+    def __init__(self, settings: RejoinSettings, ranks: RankInfo, agent: AgentInfo) -> None:
+        super().__init__(settings, ranks, agent)
+        self._node, self._num_nodes = settings.node, settings.num_nodes
+        self._sources: dict[int, int] = {}
+        """By node: the rank that copies the boundary there."""
+
+    def hears_from_afar(self) -> bool:
+        """Training thread, after an error: whether another rank is gone, perhaps on another node. Its connections end
+        before this node's agent has heard of it."""
+        return self._failures is not None and self._failures.seen and self._wants_out.wait(_AFAR_S)
+
+    def _hears_soon(self) -> bool:
+        return self._host is not None and (self._wants_out.wait(_AFAR_S) or super()._hears_soon())
+
+    def _note_of(self, report: Report) -> dict[str, Any]:
+        return {**report.to_json(), "node": self._node}
+
+    def _take_in(
+        self, verdict: Verdict, reports: Mapping[int, Report | None], notes: Mapping[int, Mapping[str, Any]]
+    ) -> None:
+        if verdict.rewinds:
+            raise RejoinFailed("no living rank is whole, and nodes cannot read each other's snapshots in memory")
+        if any(report is not None and report.peers is not None for report in reports.values()):
+            raise RejoinFailed("ranks on several nodes hold different parts of the state")
+        try:
+            nodes = {rank: int(notes[rank]["node"]) for rank, report in reports.items() if report is not None}
+        except (ValueError, KeyError, TypeError) as error:
+            raise RejoinFailed(f"a rank does not say on which node it is ({error})") from None
+        if not all(0 <= node < self._num_nodes for node in nodes.values()):
+            raise RejoinFailed(f"ranks on nodes {sorted(set(nodes.values()))} of {self._num_nodes}")
+        self._sources, self._home = sources(verdict, nodes), None  # nodes may have different directories
+
+    def _donates(self, verdict: Verdict) -> bool:
+        return self.ranks.rank in self._sources.values()
+
+    def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
+        path = host.donate()
+        self._times["donated"] = time.time()
+        is_donor = self.ranks.rank == verdict.donor
+        parcel = Parcel.of(path, verdict) if is_donor and self._nodes_without else None
+        self._give_copy(board, generation, path, parcel)
+
+    @property
+    def _nodes_without(self) -> list[int]:
+        """The nodes that get the donor's file from another one."""
+        return [node for node in range(self._num_nodes) if node not in self._sources]
+
+    def _give_copy(self, board: Board, generation: int, path: Path, parcel: Parcel | None) -> None:
+        """This node has the boundary in its shared memory. `parcel`: for those that get it from here."""
+        note: dict[str, Any] = {"path": str(path)}
+        if parcel is not None:
+            note["parcel"] = parcel.to_json()
+        board.write(f"{generation}/copy/{self._node}", note)
+
+    def _get_state(self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive) -> Found:
+        self._move_copies(board, host, generation, verdict, receive)
+        self._wait_for_state(board, host, generation)
+        key = f"{generation}/copy/{self._node}"
+        path, source = Path(str(self._wait(board, [key], host)[key]["path"])), self._sources.get(self._node)
+        source = verdict.donor if source is None else source
+        return Found(path, {source: path}, source)
+
+    def _move_copies(
+        self, board: Board, host: Host | None, generation: int, verdict: Verdict, receive: Receive
+    ) -> None:
+        """See that each node has the boundary; the donor then says so."""
+        me, donor, over = self.ranks.rank, verdict.donor, f"{generation}/state"
+        given = next(f"{generation}/copy/{node}" for node, source in self._sources.items() if source == donor)
+        takers = {node: f"{generation}/take/{node}" for node in self._nodes_without}
+        if me == donor:
+            note = self._wait(board, [given], host)[given]
+            path, length = Path(str(note["path"])), int(note.get("parcel", {}).get("ring_bytes", 0))
+            for said in (self._wait(board, list(takers.values()), host, unless=over) if takers else {}).values():
+                send(path, length, int(said["rank"]), self._timeout_s)
+            self._wait(board, [f"{generation}/copy/{node}" for node in range(self._num_nodes)], host, unless=over)
+            word = board.write(over, {"path": str(path), "paths": {str(donor): str(path)}})
+            if "path" not in word:
+                raise RejoinFailed(str(word.get("refusal")))
+        elif self._node in takers and board.write(takers[self._node], {"rank": me}).get("rank") == me:
+            parcel = Parcel.from_json(self._wait(board, [given], host, unless=over)[given]["parcel"], verdict)
+            self._give_copy(board, generation, take(parcel, donor, receive, self._timeout_s), None)
