@@ -133,7 +133,7 @@ class Recovery:
         self.look_at_first_step(self._pages(end))
         self._tell()
         try:
-            board, memory = self._board_of(generation), memory_of(end)
+            board, memory = self._board_of(generation), _memory_of(end)
             if reason:
                 if any(status.in_place for status in self._workers.statuses().values()):
                     board.write(f"{generation}/plan", {"refusal": reason})
@@ -194,7 +194,7 @@ class Recovery:
                 logger.debug("%s", error)
         if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
-        memory = InMemory() if was_known else memory_of(end)
+        memory = InMemory() if was_known else _memory_of(end)
         machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
@@ -408,7 +408,7 @@ class Recovery:
         self._tell_of_failure(RESTART)
 
 
-def memory_of(end: WorkerExit) -> InMemory:
+def _memory_of(end: WorkerExit) -> InMemory:
     """What a dead rank has left in shared memory."""
     if end.status is None or not end.status.arena:
         return InMemory()

@@ -32,6 +32,7 @@ def supervisor(num_nodes: int = 1, left: int = 1) -> Any:
     made: Any = object.__new__(Supervisor)
     made._inbox = SimpleNamespace(interrupting=nullcontext)
     made._num_nodes, made._remaining_restarts = num_nodes, left
+    made._rdzv_handler, made._number = None, -1
     return made
 
 
@@ -43,6 +44,15 @@ def test_the_highest_count_of_restarts_counts() -> None:
     agent = supervisor()
     agent._agree_on_restarts(group(Store(mindx_restarts_1="3"), 0))
     assert agent._remaining_restarts == 0
+
+
+@pytest.mark.parametrize(("told", "wanted"), [("3", 3), ("0", 1), ("x", 1), ("9" * 30, 1)])
+def test_the_highest_number_of_an_attempt_counts(told: str, wanted: int) -> None:
+    agent = supervisor()
+    agent._number = 0
+    store = Store()
+    store.values["mindx/attempts/1"] = told.encode()
+    assert agent._agree_on_number(group(store, 0)) == wanted
 
 
 @pytest.mark.parametrize("planted", ["", "4", "-1", "{}", "\xff\x1b[31m", "9" * 10_000, "3.0"])
