@@ -245,11 +245,11 @@ class Attempt:
         failed = what is Meaning.FAILED and self._signum is None and self.stop in (None, StopKind.MEMBERSHIP)
         if end.rank in self._cut_off or (failed and self._is_cut_off(end)):
             return  # its training was finished
+        stuck = self._stuck.pop(end.rank, "")
         if self._recovery is not None and self._recovery.is_active and self._deadline is None:
-            logger.error("rank %d (pid %d): %s", end.rank, end.pid, describe(end))
+            logger.error("rank %d (pid %d): %s", end.rank, end.pid, stuck or describe(end))
             self._recovery.hear_end(end)
             return
-        stuck = self._stuck.pop(end.rank, "")
         if failed or stuck:
             why = stuck or describe(end)
             logger.error("rank %d (pid %d): %s", end.rank, end.pid, why)
