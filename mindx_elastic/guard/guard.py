@@ -199,7 +199,7 @@ class Guard:
                 stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack)
-                more = [] if place is None else place.parts()
+                more = [] if place is None else place.parts([*self._targets.values(), *self._kept, self])
                 meet(self._exchange, "entered", [*self._last_parts, *more])
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
