@@ -36,7 +36,7 @@ class AsBegun:
         self._targets = dict(targets)
         self._hooks = [(hooks, dict(hooks)) for target in targets.values() for hooks in _hooks_of(target)]
         self._tensor_hooks = [
-            (parameter, name, _copied(getattr(parameter, name, None)))
+            (parameter, name, dict(getattr(parameter, name, None) or {}))
             for target in targets.values()
             if isinstance(target, nn.Module)
             for parameter in target.parameters()
@@ -58,14 +58,9 @@ class AsBegun:
         """The guard has been left, and will be entered again."""
         torch.set_grad_enabled(self._has_gradients)  # an evaluation that was cut off may have switched them off by hand
         for hooks, before in self._hooks:
-            if dict(hooks) != before:
-                hooks.clear()
-                hooks.update(before)
+            _put_back(hooks, before)
         for parameter, name, before in self._tensor_hooks:
-            now = getattr(parameter, name, None)
-            if now and dict(now) != (before or {}):
-                now.clear()
-                now.update(before or {})
+            _put_back(getattr(parameter, name, None) or {}, before)
         for target in self._targets.values():
             if isinstance(target, torch.amp.GradScaler):
                 target._per_optimizer_states.clear()  # of the step that was cut off
@@ -79,12 +74,23 @@ def _hooks_of(target: Any) -> Iterator[dict[Any, Any]]:
     if isinstance(target, (nn.Module, torch.optim.Optimizer)):
         for owner in owners:
             for name, value in vars(owner).items():
-                if "_hooks" in name and isinstance(value, dict):
+                if name.endswith("_hooks") and isinstance(value, dict):
                     yield value
 
 
-def _copied(hooks: Any) -> dict[Any, Any] | None:
-    return dict(hooks) if hooks else None
+def _put_back(hooks: dict[Any, Any], before: Mapping[Any, Any]) -> None:
+    """Torch's own hooks stay: they belong to what it has made of a module (pruned weights), which stays as well."""
+    if hooks.keys() != before.keys():
+        kept = {key: hook for key, hook in hooks.items() if key not in before and _is_of_torch(hook)}
+        hooks.clear()
+        hooks.update({**before, **kept})
+
+
+def _is_of_torch(hook: Any) -> bool:
+    while (inner := getattr(hook, "hook", None) or getattr(hook, "func", None)) is not None:  # wrapped, partial
+        hook = inner
+    module = getattr(hook, "__module__", None) or type(hook).__module__
+    return str(module).partition(".")[0] == "torch"
 
 
 def _num_groups() -> tuple[int, int]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from mindx_elastic.agent.attempt import Attempt, AttemptContext
+from mindx_elastic.agent.attempt import Attempt, AttemptContext, _culprits
 from mindx_elastic.agent.endings import Ending
-from mindx_elastic.agent.hang import ExitWatch, HangWatch
+from mindx_elastic.agent.hang import ExitWatch, HangWatch, Stuck
 from mindx_elastic.agent.inbox import SignalInbox
 from mindx_elastic.agent.workers import WorkerExit
 from mindx_elastic.core.events import EventLog
@@ -189,6 +189,12 @@ def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_fi
     ending = run(Workers(pages, ignore), hang_timeout_s=1.0, recovery=recovery)
     assert sorted(made[0].replaced) == [0, 1]
     assert ending.outcome == "finished"
+
+
+@pytest.mark.parametrize(("states", "found"), [("SRS", [1]), ("SSD", [2]), ("SST", [2]), ("SSS", []), ("RRR", [])])
+def test_who_the_others_wait_for_in_the_same_step(states: str, found: list[int]) -> None:
+    stuck = [Stuck(rank, 3, 60.0) for rank in range(3)]
+    assert _culprits(stuck, dict(enumerate(states)), dict.fromkeys(range(3), IN_TRAINING)) == found
 
 
 def test_all_finish(run: Callable[..., Ending]) -> None:

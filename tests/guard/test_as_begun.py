@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from mindx_elastic.agreement.gather import Answer
 from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
@@ -41,6 +42,17 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
     assert sorted(calls) == [
         *("accumulated", "backward", "forward", "gradient", "of the beginning", "pre", "step"),
     ]
+
+
+def test_what_torch_has_hooked_to_a_module_stays() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    begun = AsBegun({"model": model})
+    prune.l1_unstructured(model[0], "weight", amount=1)
+    begun.put_back()
+    with torch.no_grad():
+        model[0].weight_orig.fill_(2.0)
+    model(torch.ones(1, 2))
+    assert model[0].weight.count_nonzero() == 3 and model[0].weight.max() == 2, "it is computed in each forward"
 
 
 def test_gradients_and_the_scalers_stage_are_those_of_the_beginning() -> None:
