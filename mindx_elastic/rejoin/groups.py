@@ -152,13 +152,15 @@ def _timeout_of(group: _Group) -> timedelta | None:
 
 
 def reset_ddp(modules: DdpModules) -> str:
-    """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one. Returns why they
-    cannot."""
+    """Make a survivor's DDP modules, which were cut off in a backward, ready for the next one, as those of a new
+    process are. Returns why they cannot."""
     for name, module in modules:
         if _rebuilds(module) and not module._has_rebuilt_buckets:
             return f"{name} has not laid out its buckets yet: it was in its first two steps"
     for _, module in modules:
         module.reducer._reset_state()
+        # After a forward without gradients, as in an evaluation, DDP does not broadcast its buffers in the next one.
+        module.require_forward_param_sync = True
     return ""
 
 
@@ -181,7 +183,7 @@ def rebuild_buckets(name: str, module: DistributedDataParallel, order: list[int]
         module.reducer._rebuild_buckets()
     finally:
         module._update_process_group(group)
-    module._has_rebuilt_buckets = True
+    module._has_rebuilt_buckets = module.require_forward_param_sync = True
     return ""
 
 

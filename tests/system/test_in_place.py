@@ -320,6 +320,36 @@ def test_what_a_program_catches_becomes_no_boundary(runs: Runs) -> None:
     assert not job.matches("Traceback"), job.report()
 
 
+def test_what_the_function_and_an_evaluation_did_to_a_survivor_is_taken_back(runs: Runs) -> None:
+    """Hooks would be there twice, and DDP would leave out a broadcast that the new process makes."""
+    job, _ = runs.run(
+        2,
+        "--epochs",
+        2,
+        "--evaluate",
+        "ddp",
+        "--inside",
+        "hooks",
+        *faults("1:12:eval", "0:20:forward"),
+        options=("--rejoin-timeout", "120"),
+    )
+    check_in_place(job, [1, 0])
+
+
+@drill
+def test_groups_that_the_function_makes_are_a_reason_for_a_restart(runs: Runs) -> None:
+    job, _ = runs.run(2, "--epochs", 1, "--inside", "group", *faults("1:8:forward"))
+    assert any("process groups are made inside of the function" in match[1] for match in job.matches(WHY)), job.report()
+
+
+@drill
+def test_a_counter_that_no_guard_keeps_is_named(runs: Runs) -> None:
+    patient = ("--rejoin-timeout", "120")
+    job, _ = runs.run(2, "--epochs", 1, "--inside", "count", *faults("1:8:forward"), options=patient)
+    check_in_place(job, [1])
+    assert job.matches(r'count" \(.*the ranks that live on and the new one differ in this'), job.report()
+
+
 @drill
 def test_a_program_that_catches_every_exception_of_a_step(runs: Runs) -> None:
     job, _ = runs.run(2, "--epochs", 2, "--catch", "step", *faults("1:5:forward", "0:9:mid"))
