@@ -72,6 +72,8 @@ class Place:
     ) -> None:
         """The guard is open."""
         member = self.member
+        if isinstance(member, ClusterMember):
+            member.events = stopper.saver.events
         loaders.at_every_ask(member.at_batch)
         member.opened(_host_of(stopper, around, ranks, ddp))
         member.page.set(in_place=1, generation=member.generation)

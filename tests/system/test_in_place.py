@@ -3,11 +3,8 @@ the undisturbed run."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import JOBS, Job, events, start_agent
+from tests.harness import JOBS, Job, events, job_status, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -167,8 +164,7 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
 
 def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
     """`mindx-elastic status` says what has happened."""
-    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
-    document = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    document = job_status(run_dir)
     found, pids = document["recoveries"], processes(job)
     assert [(each["outcome"], each["ranks"]) for each in found] == [("in place", [rank]) for rank in victims(orders)]
     assert [each["generation"] for each in found] == list(range(1, len(orders) + 1))
