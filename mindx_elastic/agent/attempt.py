@@ -162,6 +162,8 @@ class Attempt:
     def _look(self) -> None:
         self._after(_LOOK_S, self._look)
         statuses = self.workers.statuses()
+        if self._recovery is not None:
+            self.workers.look_for_early_signs()
         self._context.on_look(statuses)
         self._look_at_pauses()
         if self.stop is not None or self._signum is not None:

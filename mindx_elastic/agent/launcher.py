@@ -213,6 +213,7 @@ def _make_supervisor(
         **more,
     )
     assert config.logs_specs is not None
+    zygote = Settings.from_env().zygote
     return Supervisor(
         spec,
         config.logs_specs,
@@ -226,8 +227,9 @@ def _make_supervisor(
             shim,
             folder.path,
             num_workers=config.nproc_per_node,
-            is_on=Settings.from_env().zygote
-            and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1),
+            is_on=zygote == "first"
+            or (zygote == "1" and (plan.options.in_place or config.max_restarts > 0 or config.max_nodes > 1)),
+            also_first=zygote == "first",
         ),
         start_method=config.start_method,
         log_line_prefix_template=config.log_line_prefix_template,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mindx_elastic.agent.endings import Meaning, describe, meaning
@@ -18,7 +19,8 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.printable import listed, printable
 from mindx_elastic.core.status_page import Status, WorkerPhase
 from mindx_elastic.rejoin.board import Board
-from mindx_elastic.rejoin.protocol import Coordinator, Fallback, Phase, Report
+from mindx_elastic.rejoin.in_memory import find_in_memory
+from mindx_elastic.rejoin.protocol import Coordinator, Fallback, InMemory, Phase, Report, Verdict
 from mindx_elastic.rejoin.record import IN_PLACE, RESTART, STOPPED, RecoveryRecord, StandIn, stages_of
 from mindx_elastic.rejoin.spare import UNFIT
 
@@ -49,8 +51,6 @@ class _Generation:
     noticed: float
     """`time.time`."""
     cause: str
-    reached: int
-    """Last boundary that every rank had passed."""
     deadline: float
     """`time.monotonic`."""
     ready: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -128,12 +128,13 @@ class Recovery:
                 if any(status.in_place for status in self._workers.statuses().values()):
                     board.write(f"{generation}/plan", {"refusal": reason})
             else:
-                board.write(f"{generation}/out/{end.rank}", {"dead": True})
+                memory = _memory_of(end)
+                board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
                 board.write(f"{generation}/plan", {"generation": generation})
-                self._machine.begin([end.rank])
+                self._machine.begin([end.rank], {end.rank: memory})
                 self._board = board
                 noticed, deadline = time.time(), time.monotonic() + self._timeout_s
-                self._now = _Generation(noticed - stuck_s, noticed, cause, self._reached(end), deadline)
+                self._now = _Generation(noticed - stuck_s, noticed, cause, deadline)
                 self._replace(end.rank)
         except _ERRORS as error:
             reason = reason or f"{type(error).__name__}: {error}"
@@ -170,9 +171,6 @@ class Recovery:
         """Of all ranks, the one that has just ended, too."""
         return {**self._workers.statuses(), **({} if end.status is None else {end.rank: end.status})}
 
-    def _reached(self, end: WorkerExit) -> int:
-        return min((status.step for status in self._pages(end).values()), default=-1)
-
     def hear_end(self, end: WorkerExit) -> None:
         """A worker, old or new, has ended during the recovery."""
         machine, generation = self._machine, self._machine.generation
@@ -185,12 +183,13 @@ class Recovery:
                 logger.debug("%s", error)
         if meaning(end) in (Meaning.LEFT, Meaning.FINISHED):
             machine.note_refusal(f"rank {end.rank} has left: {describe(end)}")
-        machine.note_death(end.rank)
+        memory = InMemory() if was_known else _memory_of(end)
+        machine.note_death(end.rank, memory)
         if machine.phase is Phase.FALLBACK or was_known:
             return
         try:
             assert self._board is not None
-            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True})
+            note = self._board.write(f"{generation}/out/{end.rank}", {"dead": True, **memory.to_json()})
             if not note.get("dead"):
                 machine.note_refusal(f"rank {end.rank} has died during the recovery")
                 return
@@ -260,18 +259,19 @@ class Recovery:
                 behind=verdict.behind,
                 donor=verdict.donor,
                 step=verdict.step,
-                steps_lost=max(0, now.reached - verdict.step),
+                steps_lost=verdict.steps_lost,
                 stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
                 duration_s=took,
             )
         )
         logger.info(
-            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s",
+            "recovery %d in place: rank%s %s replaced, all ranks train on from step %d after %.2f s%s",
             self._machine.generation,
             "s" * (len(verdict.dead) > 1),
             ", ".join(map(str, verdict.dead)),
             verdict.step,
             took,
+            _words_of_steps(verdict),
         )
 
     def _tell_of_failure(self, outcome: str) -> None:
@@ -356,6 +356,24 @@ class Recovery:
             logger.debug("the board cannot be written to: %s", error)
         logger.warning("no recovery in place: %s; the job is restarted", self._machine.reason)
         self._tell_of_failure(RESTART)
+
+
+def _memory_of(end: WorkerExit) -> InMemory:
+    """What a dead rank has left in shared memory."""
+    if end.status is None or not end.status.arena:
+        return InMemory()
+    try:
+        return find_in_memory(Path(end.status.arena), end.rank)
+    except OSError as error:
+        logger.debug("%s: %s", end.status.arena, error)
+        return InMemory()
+
+
+def _words_of_steps(verdict: Verdict) -> str:
+    if not verdict.rewinds:
+        return ""
+    steps = f"{verdict.steps_lost} step{'s' * (verdict.steps_lost != 1)} done again"
+    return f" (all from their snapshots in memory: {steps if verdict.steps_lost else 'no step lost'})"
 
 
 def joining_command(command: Sequence[str], executable: str) -> tuple[str, ...] | None:

@@ -134,7 +134,7 @@ class ClusterMember(Member):
             behind=verdict.behind,
             donor=verdict.donor,
             step=verdict.step,
-            steps_lost=0,  # no boundary that every survivor has passed is before it
+            steps_lost=verdict.steps_lost,
             stages={**stages, **({"first_step": round(took, 4)} if trains else {})},
             duration_s=took,
         )
@@ -156,7 +156,7 @@ class ClusterMember(Member):
 
     def _emit(self, record: RecoveryRecord) -> None:
         if self.events is not None:
-            facts = {"attempt": self._group.attempt, "pid": os.getpid(), "host": socket.gethostname()}
+            facts: dict[str, Any] = {"attempt": self._group.attempt, "pid": os.getpid(), "host": socket.gethostname()}
             self.events.emit("rejoin", **as_event(record), cluster=self._link.job, **facts)
 
     def _next_group(self, host: Host, generation: int) -> Group:

@@ -91,6 +91,7 @@ class Connections:
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
         base, home = settings.base, home or directories[0]
+        self.home = home
         self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
         self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated)
         self._has_trained = False

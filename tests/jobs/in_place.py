@@ -31,7 +31,7 @@ from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
 from tests.jobs.loop import Pictures
 
-PLACES = ("start", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
+PLACES = ("start", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
 
 
 class Sharing(torch.optim.AdamW):

@@ -27,8 +27,8 @@ PLAIN = {"--fault": 1, "--catch": 1, "--resources": 0, "--hold-at": 1}
 class Runs:
     """Disturbed runs, each beside the undisturbed one of the same training, which runs once."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._count = folder, 0
+    def __init__(self, folder: Path, job: str = JOB) -> None:
+        self._folder, self._count, self._job = folder, 0, job
         self._known: dict[tuple[object, ...], tuple[dict[int, str], dict[str, list[int]]]] = {}
 
     def run(
@@ -78,7 +78,9 @@ class Runs:
         (folder / "shm").mkdir(parents=True, exist_ok=True)
         env = {"MINDX_ARENA_DIR": str(folder / "shm"), **env}
         options = ["--recover", "in-place", *options]
-        with start_agent(JOB, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run") as job:
+        with start_agent(
+            self._job, folder, *args, ranks=ranks, options=options, env=env, run_dir=folder / "run"
+        ) as job:
             meanwhile(job)
             job.expect(code)
             assert not list((folder / "shm").glob("*/agent-*")), job.report()
