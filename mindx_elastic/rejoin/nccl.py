@@ -128,11 +128,15 @@ class Devices:
         self.is_used = bool(self._backends())
 
     def abort(self) -> None:
-        """Abort all communicators, once; returns at once."""
+        """Abort all communicators, once; returns at once, and never raises."""
         with self._lock:
-            if self._threads is not None:
+            if self._threads is not None or not self.is_used:
                 return
-            backends = self._backends()
+            try:
+                backends = self._backends()
+            except Exception as error:  # the program makes or destroys groups at this moment
+                backends = []
+                self._errors.append(f"{type(error).__name__}: {error}".partition("\n")[0])
             # One thread each: torch's abort returns when it is done, and may need the others' for that. NCCL's group
             # calls do not do it, because torch aborts in a thread of its own, and they count for the caller's.
             self._threads = [
@@ -150,7 +154,7 @@ class Devices:
 
     def settle(self, timeout_s: float = _ABORT_S) -> str:
         """Wait until they are aborted. Returns why they are not; empty: they are."""
-        if not self.is_used and not self._threads:
+        if not self.is_used:
             return ""
         self.abort()  # this rank may have come out by itself before it has heard of the death
         end = time.monotonic() + timeout_s

@@ -143,6 +143,18 @@ def test_an_abort_that_fails_is_the_reason_of_a_restart() -> None:
     assert devices_of(backend).settle() == "a communicator could not be aborted (RuntimeError: NCCL error: unhandled)"
 
 
+def test_groups_that_cannot_be_listed_are_the_reason_of_a_restart() -> None:
+    """The watcher goes on: it has sockets to cut."""
+    devices = devices_of(FakeNccl())
+
+    def fail() -> list[Any]:
+        raise KeyError("a group was destroyed meanwhile")
+
+    devices._backends = fail
+    devices.abort()
+    assert "a communicator could not be aborted (KeyError" in devices.settle()
+
+
 def test_a_rank_that_comes_out_by_itself_aborts_too() -> None:
     backend = FakeNccl()
     assert devices_of(backend).settle() == ""

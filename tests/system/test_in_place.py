@@ -285,8 +285,12 @@ def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: 
 
 def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
     orders = ("1:4:mid:stop", "0:7:backward:spin")
-    job, _ = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
+    job, folder = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
     check_in_place(job, victims(orders))
+    document = job_status(folder / "run")
+    for each in document["recoveries"]:
+        assert each["cause"].startswith("hang: no step for ") and each["stages"]["detect"] >= 3.0
+    assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
 @pytest.mark.parametrize(
