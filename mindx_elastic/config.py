@@ -209,6 +209,8 @@ class RejoinSettings:
     """``GROUP_RANK``: the node of this process, from 0."""
     num_nodes: int = 1
     """``GROUP_WORLD_SIZE``."""
+    nccl: bool = False
+    """``MINDX_REJOIN_NCCL``: ``1`` recovers process groups of NCCL in place, too, which has never been run on a GPU."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] | None = None) -> RejoinSettings:
@@ -216,6 +218,9 @@ class RejoinSettings:
         recover = env.get("MINDX_RECOVER", "").strip() or "restart"
         if recover not in ("in-place", "restart"):
             raise UsageError(f"environment variable MINDX_RECOVER={recover!r}: give in-place, restart or nothing")
+        nccl = env.get("MINDX_REJOIN_NCCL", "").strip() or "0"
+        if nccl not in ("0", "1"):
+            raise UsageError(f"environment variable MINDX_REJOIN_NCCL={nccl!r}: give 1, 0 or nothing")
         return cls(
             in_place=recover == "in-place",
             generation=_integer(env, "MINDX_REJOIN", 0),
@@ -224,6 +229,7 @@ class RejoinSettings:
             scope=env.get("MINDX_REJOIN_SCOPE", "").strip(),
             node=_integer(env, "GROUP_RANK", 0),
             num_nodes=_integer(env, "GROUP_WORLD_SIZE", 1),
+            nccl=nccl == "1",
         )
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import nn
 
+from mindx_elastic.agreement.gather import Part
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.capture.rng import capture_rng
 from mindx_elastic.cluster.group import current_member
@@ -25,6 +26,7 @@ from mindx_elastic.core.events import logger
 from mindx_elastic.core.status_page import WorkerPhase, page_path, read_page
 from mindx_elastic.errors import GracefulExit, MismatchError, UnmanagedStateError
 from mindx_elastic.guard.active import has_been_one
+from mindx_elastic.guard.as_begun import AsBegun, VariablesPart
 from mindx_elastic.guard.connections import Connections
 from mindx_elastic.guard.loops.loaders import Loaders
 from mindx_elastic.guard.replicas import ddp_modules
@@ -35,13 +37,12 @@ from mindx_elastic.memory.folders import read_owner
 from mindx_elastic.memory.snapshots import receive_snapshot
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, sharded, spare
+from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare
 from mindx_elastic.rejoin.copies import Parcel, Receive
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.nodes_member import NodesMember
 from mindx_elastic.rejoin.protocol import InMemory, Report
-from mindx_elastic.rejoin.sockets import SocketsPart
 
 __all__ = ["EnterAgain", "Place", "run_in_place", "tell_of_block"]
 
@@ -62,26 +63,33 @@ class EnterAgain(BaseException):
 class Place:
     """A guard's part in recoveries in place, for one entry. Training thread."""
 
-    def __init__(self, member: Member, entry: Entry | None) -> None:
-        """`entry`: what the last recovery has agreed on; None: there was none."""
-        self.member, self.entry = member, entry
+    def __init__(self, member: Member, entry: Entry | None, begun: AsBegun) -> None:
+        """`entry`: what the last recovery has agreed on; None: there was none. `begun`: see `guard.as_begun`."""
+        self.member, self.entry, self.begun = member, entry, begun
 
     @property
     def name(self) -> str:
         """Of this entry: the same for processes of all ages."""
         return f"entry{0 if self.entry is None else self.entry.generation}"
 
-    def parts(self) -> list[SocketsPart]:
-        """For the last meeting of the entry."""
-        return self.member.parts()
+    def parts(self, kept: Collection[Any]) -> list[Part]:
+        """For the last meeting of the entry, when the state is back. `kept`: what the guard keeps."""
+        entry, rank = self.entry, self.member.ranks.rank
+        is_new = entry is not None and rank in entry.verdict.dead and self.begun.variables is None
+        variables = VariablesPart(self.begun, kept, rank, is_new=is_new)
+        return [*self.member.parts(), *([] if entry is None else [variables])]
 
     def opened(
         self, stopper: Stopper, around: Connections, loaders: Loaders, ranks: RankInfo, ddp: groups.DdpModules
     ) -> None:
         """The guard is open."""
         member = self.member
+        if isinstance(member, ClusterMember):
+            member.events = stopper.saver.events
+        groups.devices.look()
+        stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
         loaders.at_every_ask(member.at_batch)
-        member.opened(_host_of(stopper, around, ranks, ddp))
+        member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
         member.page.set(in_place=1, generation=member.generation)
         if self.entry is not None:
             member.entered()
@@ -91,6 +99,7 @@ class Place:
         member = self.member
         if isinstance(error, (LeavesToRejoin, GracefulExit, UnmanagedStateError)):
             return isinstance(error, LeavesToRejoin)
+        _end_if_broken(error)
         if member.wants_out:  # None: the program has caught what took it out
             return error is None or isinstance(error, Exception)
         if not isinstance(error, RuntimeError):
@@ -116,6 +125,12 @@ class Place:
         return EnterAgain(entry)
 
 
+def _end_if_broken(error: BaseException | None) -> None:
+    """With an error of CUDA that stays, no state of this rank can be saved, and no other rank can use it."""
+    if nccl.is_device_error(error) and groups.devices.is_used and (broken := nccl.broken_context()):
+        nccl.end_process(broken)
+
+
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
     """Call `block` until it ends by itself. `targets`: what the guard in it keeps, in a process that has built that."""
     if spare.is_waiting():
@@ -127,12 +142,14 @@ def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapp
         return block(None)
     entry = _join(targets(), member) if member.is_joiner and not member.has_entered else None
     member.has_entered = True
+    begun = AsBegun(targets())
     try:
         while True:
             try:
-                return block(Place(member, entry))
+                return block(Place(member, entry, begun))
             except EnterAgain as again:
                 entry = again.entry
+                begun.put_back()
                 # With it go the frames of the program's loop, its iterators, their workers.
                 again.__context__ = again.__cause__ = again.__traceback__ = None
     finally:
@@ -148,6 +165,9 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
     # A new process could not pass the guards before it.
     modules = [target for target in targets.values() if isinstance(target, nn.Module)]
     reason = "this is not the process's first guard" if has_been_one() else groups.problem() or sharded.problem(modules)
+    several = bool(settings.scope) and settings.num_nodes > 1
+    if not reason and several and {kind for group in groups.my_groups() for _, kind in group.backends} != {"gloo"}:
+        reason = "process groups of several nodes are recovered with gloo only"
     if reason:
         if settings.generation and not has_been_one():
             raise MismatchError(f"this process cannot take a dead rank's place: {reason}")
@@ -160,7 +180,6 @@ def _find_member(ranks: RankInfo, targets: Mapping[str, Any]) -> Member | None:
         _members.append(ClusterMember(settings, ranks, link))
     elif not _members:
         assert agent is not None
-        several = settings.scope and settings.num_nodes > 1
         _members.append((NodesMember if several else Member)(settings, ranks, agent))
     return _members[0]
 
@@ -235,7 +254,7 @@ def _problem(saver: Saver) -> str:
     return ""
 
 
-def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules) -> Host:
+def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups.DdpModules, begun: AsBegun) -> Host:
     """What the member needs of an open guard."""
     saver, collector = stopper.saver, stopper.saver.collector
 
@@ -252,6 +271,9 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     def report() -> Report:
         stopper.update_gate.give_up()
+        problem_of_devices = groups.devices.settle()
+        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
+            nccl.end_process(broken)  # before it has reported: a new process takes its place
         memory = in_memory()
         with stopper.update_gate.hold(0.0) as problem:
             return Report(
@@ -262,7 +284,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem=_problem(saver),
+                problem=problem_of_devices or _problem(saver) or begun.problem,
                 home=str(around.home),
                 peers=None if saver.replicated else (ranks.rank,),
                 base=saver.base,
