@@ -32,7 +32,7 @@ from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.stopper import Stopper
 from mindx_elastic.persist.reserve import keep_reserve, take_reserve
 from mindx_elastic.platforms.launchers import current_ranks
-from mindx_elastic.rejoin import groups, joiner, sharded, spare
+from mindx_elastic.rejoin import groups, joiner, nccl, sharded, spare
 from mindx_elastic.rejoin.in_memory import find_in_memory
 from mindx_elastic.rejoin.member import Entry, Host, LeavesToRejoin, Member, RejoinFailed
 from mindx_elastic.rejoin.protocol import InMemory, Report
@@ -77,6 +77,10 @@ class Place:
     ) -> None:
         """The guard is open."""
         member = self.member
+        if isinstance(member, ClusterMember):
+            member.events = stopper.saver.events
+        groups.devices.look()
+        stopper.update_gate.before_update = member.before_update if groups.devices.is_used else None
         loaders.at_every_ask(member.at_batch)
         member.opened(_host_of(stopper, around, ranks, ddp, self.begun))
         member.page.set(in_place=1, generation=member.generation)
@@ -88,6 +92,7 @@ class Place:
         member = self.member
         if isinstance(error, (LeavesToRejoin, GracefulExit, UnmanagedStateError)):
             return isinstance(error, LeavesToRejoin)
+        _end_if_broken(error)
         if member.wants_out:  # None: the program has caught what took it out
             return error is None or isinstance(error, Exception)
         if not isinstance(error, RuntimeError):
@@ -111,6 +116,12 @@ class Place:
         for parameter in stopper.saver.collector.parameters:
             parameter.grad = None
         return EnterAgain(entry)
+
+
+def _end_if_broken(error: BaseException | None) -> None:
+    """With an error of CUDA that stays, no state of this rank can be saved, and no other rank can use it."""
+    if nccl.is_device_error(error) and groups.devices.is_used and (broken := nccl.broken_context()):
+        nccl.end_process(broken)
 
 
 def run_in_place(block: Callable[[Place | None], _T], targets: Callable[[], Mapping[str, Any]]) -> _T:
@@ -223,6 +234,9 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     def report() -> Report:
         stopper.update_gate.give_up()
+        problem_of_devices = groups.devices.settle()
+        if groups.devices.is_used and not problem_of_devices and (broken := nccl.broken_context()):
+            nccl.end_process(broken)  # before it has reported: a new process takes its place
         memory = in_memory()
         with stopper.update_gate.hold(0.0) as problem:
             return Report(
@@ -233,7 +247,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 clean=problem is None,
                 groups=groups.digest(),
                 orders=collector.gradient_order,
-                problem=_problem(saver) or begun.problem,
+                problem=problem_of_devices or _problem(saver) or begun.problem,
                 home=str(around.home),
                 peers=None if saver.replicated else (ranks.rank,),
                 base=saver.base,

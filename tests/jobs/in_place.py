@@ -25,29 +25,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import Dataset
 
 import mindx_elastic as mx
 from mindx_elastic.core.position import Position
 from mindx_elastic.guard import saver as saving_module
+from tests.jobs.loop import Pictures
 
 PLACES = ("start", "inside", "forward", "mid", "backward", "share", "update", "after", "eval", "save")
-
-
-class Pictures(Dataset[tuple[torch.Tensor, int, int]]):
-    """Random vectors with noise that is drawn anew each time."""
-
-    def __init__(self, size: int) -> None:
-        generator = torch.Generator().manual_seed(7)
-        self.x = torch.randn(size, 24, generator=generator)
-        self.y = torch.randint(0, 5, (size,), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int, int]:
-        noise = torch.rand(24) + random.random() + float(np.random.rand())
-        return self.x[index] + 0.1 * noise, int(self.y[index]), index
 
 
 class Sharing(torch.optim.AdamW):

@@ -3,11 +3,8 @@ the undisturbed run."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -15,7 +12,7 @@ from types import MappingProxyType
 import pytest
 
 from mindx_elastic.rejoin.record import STAGES
-from tests.harness import JOBS, Job, events, start_agent
+from tests.harness import JOBS, Job, events, job_status, start_agent
 
 pytestmark = pytest.mark.slow
 drill = pytest.mark.drill
@@ -169,8 +166,7 @@ def test_two_ranks_killed_in_turn_at_every_place_of_a_step(runs: Runs) -> None:
 
 def check_status(run_dir: Path, job: Job, orders: Sequence[str]) -> None:
     """`mindx-elastic status` says what has happened."""
-    command = [sys.executable, "-m", "mindx_elastic", "status", str(run_dir), "--json"]
-    document = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    document = job_status(run_dir)
     found, pids = document["recoveries"], processes(job)
     assert [(each["outcome"], each["ranks"]) for each in found] == [("in place", [rank]) for rank in victims(orders)]
     assert [each["generation"] for each in found] == list(range(1, len(orders) + 1))
@@ -289,8 +285,12 @@ def test_a_survivor_whose_update_comes_later_than_the_others(runs: Runs, share: 
 
 def test_a_stopped_rank_and_one_that_spins_are_replaced(runs: Runs) -> None:
     orders = ("1:4:mid:stop", "0:7:backward:spin")
-    job, _ = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
+    job, folder = runs.run(2, "--epochs", 2, *faults(*orders), options=["--hang-timeout", "3"])
     check_in_place(job, victims(orders))
+    document = job_status(folder / "run")
+    for each in document["recoveries"]:
+        assert each["cause"].startswith("hang: no step for ") and each["stages"]["detect"] >= 3.0
+    assert document["totals"]["not_training_s"] >= 6.0, "the time in which they were stuck counts"
 
 
 @pytest.mark.parametrize(
