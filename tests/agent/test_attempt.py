@@ -79,6 +79,9 @@ class Workers:
     def statuses(self) -> dict[int, Status]:
         return {rank: page for rank in self.live if (page := self.pages[rank]) is not None}
 
+    def look_for_early_signs(self) -> None:
+        pass
+
     def is_guarded(self, rank: int) -> bool:
         page = self.pages[rank]
         return page is not None and page.phase < WorkerPhase.LEFT
@@ -151,7 +154,7 @@ class Replacing:
     def why_not(self, ranks: list[int], end: WorkerExit | None = None) -> str:
         return ""
 
-    def begin(self, end: WorkerExit, cause: str) -> bool:
+    def begin(self, end: WorkerExit, cause: str, *, stuck_s: float = 0.0) -> bool:
         self.is_active = True
         self.hear_end(end)
         return True
@@ -173,6 +176,9 @@ class Replacing:
 
     def look_at_first_step(self, statuses: dict[int, Status]) -> bool:
         return True
+
+    def close(self) -> None:
+        pass
 
 
 def test_two_ranks_killed_for_one_hang_are_not_blamed_when_their_replacements_finish(

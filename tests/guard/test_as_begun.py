@@ -20,7 +20,8 @@ untouched = 7
 
 
 def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    first = nn.Linear(2, 2)
+    model = nn.Sequential(first, nn.ReLU())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     calls: list[str] = []
     model[0].register_forward_hook(lambda *_: calls.append("of the beginning"))
@@ -31,8 +32,8 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
         model[1].register_forward_pre_hook(lambda *_: calls.append("pre"))
         model[1].register_full_backward_hook(lambda *_: calls.append("backward"))
         optimizer.register_step_post_hook(lambda *_: calls.append("step"))
-        model[0].weight.register_hook(lambda _: calls.append("gradient"))
-        model[0].bias.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
+        first.weight.register_hook(lambda _: calls.append("gradient"))
+        first.bias.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
 
     train()
     begun.put_back()
@@ -45,14 +46,15 @@ def test_hooks_are_there_once_however_often_the_function_is_called() -> None:
 
 
 def test_what_torch_has_hooked_to_a_module_stays() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
+    pruned: Any = nn.Linear(2, 2)
+    model = nn.Sequential(pruned)
     begun = AsBegun({"model": model})
-    prune.l1_unstructured(model[0], "weight", amount=1)
+    prune.l1_unstructured(pruned, "weight", amount=1)
     begun.put_back()
     with torch.no_grad():
-        model[0].weight_orig.fill_(2.0)
+        pruned.weight_orig.fill_(2.0)
     model(torch.ones(1, 2))
-    assert model[0].weight.count_nonzero() == 3 and model[0].weight.max() == 2, "it is computed in each forward"
+    assert pruned.weight.count_nonzero() == 3 and pruned.weight.max() == 2, "it is computed in each forward"
 
 
 def test_gradients_and_the_scalers_stage_are_those_of_the_beginning() -> None:
@@ -90,10 +92,12 @@ def test_variables_that_differ_from_those_of_the_new_process_are_named(caplog: p
     try:
         VariablesPart(survivor, [], 0, is_new=False)  # the first entry
         fresh = VariablesPart(new, [], 1, is_new=True)
-        counted, _ = 5, history.append(1)
+        counted = 5
+        history.append(1)
         old = VariablesPart(survivor, [], 0, is_new=False)
     finally:
-        counted, _ = 0, history.clear()
+        counted = 0
+        history.clear()
     answer = old.merge([old.say(), fresh.say()]).common
     assert answer == ['"counted" (test_as_begun.py)', 'the length of "history" (test_as_begun.py)']
     with caplog.at_level(logging.WARNING):
