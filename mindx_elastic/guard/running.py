@@ -228,7 +228,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 groups=groups.digest(),
                 orders=collector.gradient_order,
                 problem=_problem(saver),
-                peers=None if saver.replicated else (ranks.rank,),
+                peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
                 memory=memory,
             )

@@ -228,14 +228,14 @@ class Member:
         board.write(f"{generation}/out/{self.ranks.rank}", report.to_json())
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
+        if said := host.reset_modules():
+            raise RejoinFailed(said)
         live = info = None
         if self.ranks.rank in {verdict.donor, *verdict.donors}:
             self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
             live, info = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
-            raise RejoinFailed(said)
-        if said := host.reset_modules():
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()

@@ -148,8 +148,11 @@ class Verdict:
     """The ranks that take state from memory, and the rank whose state each takes; perhaps its own."""
     rewinds: bool = False
     """All ranks go back to snapshots that are in memory already; else the sources are living ranks, which make one."""
+    donors: tuple[int, ...] = ()
+    """The living ranks that put their state into memory. Where the ranks hold different parts these are all that are
+    whole, so that from then on a restart finds every part."""
     donor: int = -1
-    """The living rank that says when all of that is in memory: a source, if they are living ranks."""
+    """The living rank that says when all is in memory: one of the donors, if there are any."""
     dead: tuple[int, ...] = ()
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
@@ -161,11 +164,6 @@ class Verdict:
     def needy(self) -> tuple[int, ...]:
         """The ranks that take state from memory."""
         return tuple(sorted(self.sources))
-
-    @property
-    def donors(self) -> tuple[int, ...]:
-        """The living ranks that put their state into memory for others."""
-        return () if self.rewinds else tuple(sorted(set(self.sources.values())))
 
 
 def decide(
@@ -223,13 +221,16 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
         if not holders:
             return Verdict(refusal=f"at step {step} no living rank holds the part of the state that rank {rank} had")
         sources[rank] = min(holders)
+    alike = all(report.peers is None for report in whole)
+    donors = tuple(sorted(set(sources.values()))) if alike else tuple(report.rank for report in whole)
     return Verdict(
         run_id=alive[0].run_id,
         attempt=alive[0].attempt,
         next_attempt=alive[0].attempt + 1,
         step=step,
         sources=sources,
-        donor=min(sources.values()),
+        donors=donors,
+        donor=min(donors),
         dead=dead,
         behind=behind,
     )

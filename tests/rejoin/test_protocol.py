@@ -227,7 +227,7 @@ def test_a_dead_rank_takes_its_part_from_its_replica() -> None:
     """Two replicas of two parts: rank 3 has what rank 1 has."""
     reports = {rank: report(rank, peers=(rank % 2, rank % 2 + 2)) for rank in range(4)}
     verdict = decide({**reports, 1: None}, world_size=4)
-    assert (verdict.sources, verdict.donors, verdict.donor, verdict.rewinds) == ({1: 3}, (3,), 3, False)
+    assert (verdict.sources, verdict.donors, verdict.donor, verdict.rewinds) == ({1: 3}, (0, 2, 3), 0, False)
     verdict = decide({**reports, 0: None, 1: None}, world_size=4)
     assert (verdict.sources, verdict.donors, verdict.donor) == ({0: 2, 1: 3}, (2, 3), 2)
     assert "part of the state that rank 1 had" in decide({**reports, 1: None, 3: None}, world_size=4).refusal
