@@ -91,11 +91,13 @@ class Connections:
             stack.push(self._note_error)
         settings = MemorySettings.from_env().with_every(snapshot_every)
         base, home = settings.base, home or directories[0]
+        self.home = home
         self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
         self.has_replicas = saver.replicated
         """Other ranks hold the same parts of the state as this one; without recoveries in place: all ranks do."""
         if member is not None and not saver.replicated:
             self.has_replicas = len(saver.collector.layouts.same_parts()) > 1
+            saver.collector.layouts.forget()  # what is not known yet of layouts given by hand
         self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas)
         self._has_trained = False
         self.keep_memory = True

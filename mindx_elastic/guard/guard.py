@@ -17,7 +17,7 @@ from torch import nn
 
 from mindx_elastic.agreement.connect import open_exchange
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import Part, all_or_none, meet
+from mindx_elastic.agreement.gather import Part, all_or_none
 from mindx_elastic.capture.collector import name_targets
 from mindx_elastic.config import RankInfo, Settings
 from mindx_elastic.core.events import logger
@@ -198,8 +198,6 @@ class Guard:
                 stack.callback(self._exchange.close)
             with all_or_none(self._exchange):  # a rank that cannot enter must not leave the others waiting for it
                 self._open(stack)
-                more = [] if place is None else place.parts()
-                meet(self._exchange, "entered", [*self._last_parts, *more])
             stack.enter_context(active(self))
             if place is None and not self._around.is_guest:
                 tell_of_block(self.ranks)
@@ -236,6 +234,7 @@ class Guard:
             self._targets,
             self._loaders,
             self._place,
+            self._last_parts,
         )
         self._ddp = opening.ddp
         self._collector, self._saver, self._around = opening.collector, opening.saver, opening.around
@@ -277,6 +276,7 @@ class Guard:
         )
         if opening.witness is not None and not opening.evaluates:
             self._enter_witness(stack, opening.witness)
+        opening.meet_last()
 
     def _start_stages(self, stack: ExitStack, settings: Settings, opening: Opening) -> None:
         """From here on updates are seen and, in the end, alarms are heard."""

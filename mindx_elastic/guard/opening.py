@@ -6,7 +6,7 @@ the training goes on, is in `guard` (`Guard._start_stages`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from mindx_elastic.agreement.exchange import Exchange
-from mindx_elastic.agreement.gather import meet
+from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
 from mindx_elastic.config import RankInfo, RedundancySettings, Settings
 from mindx_elastic.core.events import EVENTS_FILE, EventLog, RankFilter, attach_console, logger
@@ -34,6 +34,7 @@ from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_r
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
+from mindx_elastic.guard.start_again import start_again
 from mindx_elastic.guard.unmanaged import Unmanaged
 from mindx_elastic.guard.witness import open_witness
 
@@ -54,9 +55,12 @@ class Opening:
         targets: Mapping[str, Any],
         loaders: Loaders,
         place: Place | None = None,
+        last_parts: Sequence[Part] = (),
     ) -> None:
-        """All ranks together. Raises what `Guard` raises on entering. `place`: in recoveries in place."""
-        self._entry = None if place is None else place.entry
+        """All ranks together. Raises what `Guard` raises on entering. `place`: in recoveries in place. `last_parts`:
+        for the last meeting."""
+        self._place, self._entry = place, None if place is None else place.entry
+        self._exchange, self._last_parts = exchange, last_parts
         self._options, self._settings, self._unmanaged, self._ranks = options, settings, unmanaged, ranks
         self._targets = targets
         self.policies, self.periodic = options.exit_policies(), tuple(options.periodic)
@@ -69,9 +73,17 @@ class Opening:
         loaders.begin(stack)
         copies = RedundancySettings.from_env().with_copies(self._options.redundancy).copies
         self._folders = RankDirectories(self._directories, self._trust, apart=copies > 1)
-        if ranks.world_size > 1:
-            meet(exchange, "directories", [self._folders])
         self._open_saver()
+        entry, home = self._entry, None
+        self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
+        if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
+            self._meets_once = False
+        """Nothing is left to tell the others once the state is back; see `guard.start_again`."""
+        if self._meets_once and entry is not None and entry.home is not None:
+            home = entry.home
+        elif ranks.world_size > 1:
+            self._meets_once = False
+            meet(exchange, "directories", [self._folders])
         stack.callback(self.collector.leave_head)
         self.around = Connections(
             stack,
@@ -80,7 +92,7 @@ class Opening:
             options.snapshot_every,
             options.redundancy,
             exchange,
-            home=self._folders.home,
+            home=home or self._folders.home,
             evaluates=self.evaluates,
             member=None if place is None else place.member,
         )
@@ -131,7 +143,8 @@ class Opening:
         """Look at what is to be saved, and at how it is spread over the ranks."""
         options, ranks, targets = self._options, self._ranks, self._targets
         self.collector = Collector(targets)
-        check_state_and_space(self.collector, self._directories)
+        if self._entry is None:  # the ranks of this job have found room for it, and a form
+            check_state_and_space(self.collector, self._directories)
         self.ddp = ddp_modules(targets)
         self.collector.set_parallel_setup(parallel_setup_of(targets, ranks, options.layouts, self.ddp))
         self.saver = Saver(
@@ -145,9 +158,27 @@ class Opening:
             unmanaged=self._unmanaged,
         )
 
-    def _restore(self) -> Start:
-        """Meet the other ranks and load what they have planned together."""
-        start = start_job(
+    def _parts(self) -> list[Part]:
+        return [*self._last_parts, *([] if self._place is None else self._place.parts())]
+
+    def meet_last(self) -> None:
+        """Every rank is ready to train."""
+        if not self._meets_once:
+            meet(self._exchange, "entered", self._parts())
+
+    def _start(self) -> Start:
+        if self._entry is not None and self._meets_once:
+            return start_again(
+                collector=self.collector,
+                targets=self._targets,
+                saver=self.saver,
+                around=self.around,
+                unmanaged=self._unmanaged,
+                folders=self._folders,
+                entry=self._entry,
+                last_parts=self._parts,
+            )
+        return start_job(
             self._directories,
             look_in=self._folders.all,
             collector=self.collector,
@@ -159,6 +190,10 @@ class Opening:
             ddp=self.ddp,
             entry=self._entry,
         )
+
+    def _restore(self) -> Start:
+        """Meet the other ranks and load what they have planned together."""
+        start = self._start()
         self.saver.newest_step, self.log_filter.attempt = start.step or 0, start.attempt
         if (resumed := start.resumed) is None:
             self._unmanaged.inherit(start.notes)

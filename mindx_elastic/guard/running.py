@@ -228,6 +228,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 groups=groups.digest(),
                 orders=collector.gradient_order,
                 problem=_problem(saver),
+                home=str(around.home),
                 peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
                 memory=memory,
@@ -245,7 +246,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
 
     return Host(
         report=report,
-        live=lambda: (collector.state(), saver.describe("snapshot")),
+        live=lambda: (collector.state(), saver.describe("snapshot"), collector.layouts.job),
         donate=donate,
         memory_folder=memory_folder,
         reset_modules=lambda: sharded.reset(collector.sharded_modules),

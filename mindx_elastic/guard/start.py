@@ -71,7 +71,10 @@ __all__ = [
     "LoaderLengthsPart",
     "PeersPart",
     "Start",
+    "is_guest",
+    "load",
     "start_job",
+    "tell",
 ]
 
 STRATEGY_FILE = "strategy.proto"
@@ -164,7 +167,7 @@ def start_job(
 
     if found is not None and resume == "auto" and entry is None:
         _refuse_another_job(found, saver.names)
-    around.is_guest = around.evaluates or _is_guest(targets, found, had_strategy)
+    around.is_guest = around.evaluates or is_guest(targets, found, had_strategy)
     around.announce(found)  # before anything is loaded: loading may be what kills the process
     events.run_id, events.attempt = plan.run_id, plan.attempt
     flags = AnsweredFlagsPart(saver.flags)
@@ -178,12 +181,12 @@ def start_job(
         modules = ddp_modules(targets) if ddp is None else ddp
         if entry is None:
             _replay_orders(found, modules, unmanaged)
-        kept, restore = _load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
+        kept, restore = load(found, collector, ranks, unmanaged, with_flags=not around.is_guest)
     compiled = CompiledPart(kept)
     meet(exchange, "loaded", [flags, compiled])
     restore_compiled(targets, collector, kept, compiled.runs, unmanaged)
     if found is not None:
-        _tell(found, saver, began, entry)
+        tell(found, saver, began, entry)
         saver.began_from(found.checkpoint.info)
     watch = PeerWatch(peers.identities, rank=ranks.rank)
     if entry is not None and found is not None and not saver.replicated:
@@ -200,7 +203,7 @@ def start_job(
     return Start(plan.run_id, plan.attempt, found, watch, restore, lengths.uneven)
 
 
-def _tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> None:
+def tell(found: Resumed, saver: Saver, began: float, entry: Entry | None) -> None:
     """Write to the log and the event log from where the run continues."""
     info = found.checkpoint.info
     where = f"step {info.step} (epoch {info.epoch}, step {info.step_in_epoch})"
@@ -255,7 +258,7 @@ def _replay_orders(found: Resumed, ddp: DdpModules, unmanaged: Unmanaged) -> Non
             )
 
 
-def _load(
+def load(
     found: Resumed,
     collector: Collector,
     ranks: RankInfo,
@@ -367,7 +370,7 @@ def _new_numbers(info: CheckpointInfo, ranks: RankInfo) -> Callable[[], None]:
     return lambda: seed_rng(seed)
 
 
-def _is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
+def is_guest(targets: Mapping[str, Any], found: Resumed | None, had_strategy: bool) -> bool:
     """Whether this guard does not train, but evaluates or inspects the weights in a training's directory.
 
     It has no optimizer, and the training had objects that it has not. A program that updates the weights by hand has no

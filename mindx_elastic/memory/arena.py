@@ -308,4 +308,4 @@ def _lock_soon(fd: int, folder: Path, end: float) -> None:
                     f"{folder} is in use by another process: is a second job writing to the same checkpoint directory?",
                     path=folder,
                 ) from error
-            time.sleep(0.02)
+            time.sleep(0.001)  # a recovery in place waits for a dying process

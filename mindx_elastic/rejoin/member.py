@@ -58,6 +58,10 @@ class Entry:
     """This process's own state of the boundary; None: it takes state from memory."""
     info: Any = None
     """With `live`: its `CheckpointInfo`."""
+    layouts: Sequence[Any] = ()
+    """With `live`: a tensor of every layout that the job has."""
+    home: Path | None = None
+    """The directory that names the folder in shared memory, where the survivors' is the same one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +69,8 @@ class Host:
     """What a member needs of its guard while that is open."""
 
     report: Callable[[], Report]
-    live: Callable[[], tuple[Mapping[str, Any], Any]]
-    """The state of the last boundary and its header facts. The update gate is held."""
+    live: Callable[[], tuple[Mapping[str, Any], Any, Sequence[Any]]]
+    """The state of the last boundary, its header facts, and the layouts of the job. The update gate is held."""
     donate: Callable[[], Path]
     """Put the last boundary into shared memory; returns the file. Raises RejoinFailed."""
     memory_folder: Callable[[], Path]
@@ -110,6 +114,8 @@ class Member:
         self._is_out = threading.Event()
         self._times: dict[str, float] = {}  # `time.time` at which stages were reached
         self._store: Any = None
+        self._orders: Mapping[str, Sequence[int]] = {}
+        self._home: Path | None = None
 
     # --- the guard is open --------------------------------------------------------------------------------------------
 
@@ -230,18 +236,29 @@ class Member:
         self._times["agreed"] = time.time()
         if said := host.reset_modules():
             raise RejoinFailed(said)
-        live = info = None
+        live: Mapping[str, Any] | None = None
+        info: Any = None
+        layouts: Sequence[Any] = ()
         if self.ranks.rank in {verdict.donor, *verdict.donors}:
             self._donate(board, host, generation, verdict)
         if self.ranks.rank not in verdict.needy:
-            live, info = host.live()
+            live, info, layouts = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path, paths = self._wait_for_state(board, host, generation)
         self.generation = generation
-        return Entry(generation=generation, verdict=verdict, path=path, paths=paths, live=live, info=info)
+        return Entry(
+            generation=generation,
+            verdict=verdict,
+            path=path,
+            paths=paths,
+            live=live,
+            info=info,
+            layouts=layouts,
+            home=self._home,
+        )
 
     def _donate(self, board: Board, host: Host, generation: int, verdict: Verdict) -> None:
         """Put this rank's state into memory; the verdict's donor says when that of all donors is there."""
@@ -276,6 +293,8 @@ class Member:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise RejoinFailed(f"a rank's report makes no sense ({printable(str(error), 200)})") from None
         self._orders = next((dict(report.orders) for report in reports.values() if report is not None), {})
+        homes = {report.home for report in reports.values() if report is not None}
+        self._home = Path(homes.pop()) if len(homes) == 1 else None
         verdict = decide(reports, world_size=self.ranks.world_size, dead_memory=dead_memory)
         if verdict.refusal:
             raise RejoinFailed(verdict.refusal)
@@ -324,7 +343,7 @@ class Member:
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()
         path, paths = self._wait_for_state(board, None, generation)
-        return Entry(generation=generation, verdict=verdict, path=path, paths=paths, live=None)
+        return Entry(generation=generation, verdict=verdict, path=path, paths=paths, live=None, home=self._home)
 
     def entered(self) -> None:
         """Training thread: the guard is open again. Tells the coordinator."""

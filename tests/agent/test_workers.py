@@ -75,6 +75,37 @@ def test_a_death_wakes_the_wait(group: Group, tmp_path: Path) -> None:
     workers.close()
 
 
+BY_THREADS = (
+    "import threading\n"
+    "stay = [threading.Thread(target=threading.Event().wait, daemon=True) for _ in range(2)]\n"
+    "[thread.start() for thread in stay]\n"
+    "filled = bytearray(b'x') * (300 << 20)\n"  # its end takes a while
+)
+
+
+def test_a_killed_worker_is_noticed_before_it_is_gone(group: Group, tmp_path: Path) -> None:
+    workers = Workers({0: group.start(BY_THREADS + WAIT), 1: group.start(BY_THREADS + WAIT)}, tmp_path)
+    workers.look_for_early_signs()
+    first, second = (workers.processes[rank] for rank in range(2))
+    os.kill(first.pid, signal.SIGKILL)
+    (end,) = workers.wait(FOR_EVER)
+    assert (end.rank, end.pid, end.code) == (0, first.pid, -signal.SIGKILL) and list(workers.live) == [1]
+    workers.send(1, signal.SIGTERM)
+    assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL, -signal.SIGTERM]
+    workers.close()
+    assert not any(Path(f"/proc/{process.pid}").exists() for process in (first, second)), "both were waited for"
+
+
+def test_a_thread_that_ends_is_no_death(group: Group, tmp_path: Path) -> None:
+    code = "import threading, time\nthreading.Thread(target=time.sleep, args=(0.5,)).start()\n"
+    workers = Workers({0: group.start(code + WAIT)}, tmp_path)
+    workers.look_for_early_signs()
+    assert workers.wait(FOR_EVER) == [] and list(workers.live) == [0], "woken by the thread"
+    workers.kill(0)
+    assert [end.code for end in until_all_ended(workers)] == [-signal.SIGKILL]
+    workers.close()
+
+
 def test_another_descriptor_wakes_it_too(group: Group, tmp_path: Path) -> None:
     workers = Workers({0: group.start(WAIT)}, tmp_path)
     reader, writer = os.pipe()
