@@ -231,6 +231,7 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 home=str(around.home),
                 peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
+                saved=saver.newest_step,
                 memory=memory,
             )
 

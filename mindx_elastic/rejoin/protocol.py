@@ -14,7 +14,7 @@ outlived it in shared memory.
 There are two ways to a verdict. *From the living*: the most advanced boundary at which survivors are whole, if they
 hold every part of the state; each rank that lacks its part takes it from one of them. Else *from memory*: the newest
 boundary of which every rank has a snapshot, or a replica's snapshot and its own small state; all ranks go back to it,
-and the steps since are done again.
+and the steps since are done again. Not where the checkpoints on disk are newer: a restart loses fewer steps then.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
 change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
@@ -97,6 +97,8 @@ class Report:
     """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
     base: Moment | None = None
     """The boundary that the attempt went on from; None: it began anew."""
+    saved: int = 0
+    """The newest step that it knows to be on disk; 0: none."""
     memory: InMemory = _NOTHING
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +113,7 @@ class Report:
             "home": self.home,
             "peers": None if self.peers is None else list(self.peers),
             "base": None if self.base is None else list(self.base),
+            "saved": self.saved,
             "memory": self.memory.to_json(),
         }
 
@@ -132,6 +135,7 @@ class Report:
             home=str(content["home"])[:_LONGEST_PATH],
             peers=None if content["peers"] is None else tuple(int(peer) for peer in content["peers"]),
             base=None if content["base"] is None else _moment(content["base"]),
+            saved=int(content["saved"]),
             memory=InMemory.from_json(content["memory"]),
         )
 
@@ -203,7 +207,8 @@ def decide(
     if rewound is not None:
         return rewound
     return Verdict(
-        refusal=f"{from_living.refusal}, and shared memory does not have one boundary of every rank (--snapshot-every)"
+        refusal=f"{from_living.refusal}, and shared memory does not have a boundary of all ranks that is as new as the "
+        "checkpoints on disk (--snapshot-every)"
     )
 
 
@@ -245,7 +250,7 @@ def _from_memory(
     alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory], first_step: int
 ) -> Verdict | None:
     """The newest boundary of this attempt, or the one that it went on from, that every rank finds in memory."""
-    one = alive[0]
+    one, first_step = alive[0], max(first_step, min(report.saved for report in alive))
     peers: dict[int, set[int]] = {rank: {rank} for rank in memory}
     for report in alive:
         holders = set(memory) if report.peers is None else {report.rank, *report.peers}

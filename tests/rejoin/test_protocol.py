@@ -119,6 +119,7 @@ def sharded_worlds(draw: st.DrawFn) -> Sharded:
                 clean=draw(st.integers(0, 3)) > 0,
                 peers=peers,
                 base=base,
+                saved=draw(st.sampled_from([0, 0, 2, 4])),
                 memory=memory[rank],
             )
     return reports, {rank: memory[rank] for rank, each in reports.items() if each is None}
@@ -140,7 +141,8 @@ def find_in_memory(reports: Mapping[int, Report | None], dead: Mapping[int, InMe
         return moment in memory[rank].boundaries and any(alike(rank, other) for other in others)
 
     wanted = {("run", 3, step) for step in range(1, 9)} | ({alive[0].base} if alive[0].base else set())
-    good = [moment for moment in wanted if all(can(rank, moment) for rank in reports)]
+    saved = min(each.saved for each in alive)
+    good = [moment for moment in wanted if moment[2] >= saved and all(can(rank, moment) for rank in reports)]
     return max(good, default=None)
 
 
@@ -221,6 +223,12 @@ def test_a_rank_that_died_before_it_had_the_newest_snapshot_costs_a_step() -> No
     verdict = decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((seven,))})
     assert (verdict.rewinds, verdict.step, verdict.steps_lost) == (True, 7, 1)
     assert "--snapshot-every" in decide({0: alive, 1: None}, world_size=2).refusal
+
+
+def test_no_rank_goes_back_further_than_a_restart_would() -> None:
+    old = ("run", 3, 5)
+    alive = report(0, 9, peers=(0,), saved=6, memory=InMemory((old,)))
+    assert "on disk" in decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((old,))}).refusal
 
 
 def test_a_dead_rank_takes_its_part_from_its_replica() -> None:
