@@ -47,14 +47,18 @@ class InMemory:
     """The boundaries of its snapshots."""
     boundaries: tuple[Moment, ...] = ()
     """The boundaries of which its small state is there: all that replicas do not share."""
+    step: int = -1
+    """Of a dead rank: the last boundary that it had passed; -1: not known."""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
+        found = {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
+        return {**found, "step": self.step}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> InMemory:
         """A note that says nothing of it is fine. Raises ValueError, TypeError."""
-        return cls(*(_moments(content.get(name, [])) for name in ("snapshots", "boundaries")))
+        snapshots, boundaries = (_moments(content.get(name, [])) for name in ("snapshots", "boundaries"))
+        return cls(snapshots, boundaries, int(content.get("step", -1)))
 
 
 def _moments(content: Any) -> tuple[Moment, ...]:
@@ -167,7 +171,7 @@ class Verdict:
     behind: tuple[int, ...] = ()
     """Survivors whose own state is not that of the boundary."""
     steps_lost: int = 0
-    """How many steps the survivor that was furthest has to do again."""
+    """How many steps that every rank had passed, as far as is known, are done again."""
 
     @property
     def needy(self) -> tuple[int, ...]:
@@ -262,6 +266,7 @@ def _from_memory(
         for moment in each.snapshots
         if (moment[:2] == (one.run_id, one.attempt) or moment == one.base) and moment[2] >= first_step
     }
+    passed = [report.step for report in alive] + [memory[rank].step for rank in dead if memory[rank].step >= 0]
     for moment in sorted(found, reverse=True):
         sources = {rank: _source_of(rank, moment, memory, sorted(peers[rank])) for rank in memory}
         if None in sources.values():
@@ -276,7 +281,7 @@ def _from_memory(
             donor=min(report.rank for report in alive),
             dead=dead,
             behind=tuple(report.rank for report in alive),
-            steps_lost=max(report.step for report in alive) - moment[2],
+            steps_lost=max(0, min(passed) - moment[2]),
         )
     return None
 
