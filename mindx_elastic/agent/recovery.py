@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -413,7 +413,7 @@ def _memory_of(end: WorkerExit) -> InMemory:
     if end.status is None or not end.status.arena:
         return InMemory()
     try:
-        return find_in_memory(Path(end.status.arena), end.rank)
+        return replace(find_in_memory(Path(end.status.arena), end.rank), step=end.status.step)
     except OSError as error:
         logger.debug("%s: %s", end.status.arena, error)
         return InMemory()

@@ -93,7 +93,12 @@ class Connections:
         base, home = settings.base, home or directories[0]
         self.home = home
         self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
-        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated)
+        self.has_replicas = saver.replicated
+        """Other ranks hold the same parts of the state as this one; without recoveries in place: all ranks do."""
+        if member is not None and not saver.replicated:
+            self.has_replicas = len(saver.collector.layouts.same_parts()) > 1
+            saver.collector.layouts.forget()  # what is not known yet of layouts given by hand
+        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=self.has_replicas)
         self._has_trained = False
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
@@ -160,7 +165,7 @@ class Connections:
         next_step: Callable[[], int],
         begins_again: bool = False,
     ) -> None:
-        """Training begins with the restored state. `replicas`: the DDP modules of a replicated job, else none.
+        """Training begins with the restored state. `replicas`: the modules that other ranks hold, too.
         `begins_again`: after a recovery in place."""
         saver = self._saver
         if self.memory is not None and not self.keeps_nothing:
@@ -170,6 +175,7 @@ class Connections:
                 self.exchange,
                 saver.events,
                 replicas=replicas,
+                all_alike=saver.replicated,
                 next_step=next_step,
                 describe=lambda: saver.describe("snapshot"),
                 resumed=None if resumed is None else resumed.checkpoint.info,

@@ -36,7 +36,6 @@ from mindx_elastic.guard.loops.loops import Loops
 from mindx_elastic.guard.opening import Opening
 from mindx_elastic.guard.options import DEFAULT_SIGNALS, GuardOptions
 from mindx_elastic.guard.policy import ExitPolicy, PeriodicPolicy
-from mindx_elastic.guard.replicas import outermost_replicas
 from mindx_elastic.guard.running import EnterAgain, Place, run_in_place, tell_of_block
 from mindx_elastic.guard.stages import Stages
 from mindx_elastic.guard.unmanaged import Unmanaged
@@ -271,7 +270,7 @@ class Guard:
             start.resumed,
             start.run_id,
             self._update_gate,
-            replicas=outermost_replicas(self._targets, opening.ddp) if self._saver.replicated else [],
+            replicas=opening.shared_modules(),
             next_step=lambda: self._step + 1,
             begins_again=self._place is not None and self._place.entry is not None,
         )

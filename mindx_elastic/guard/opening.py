@@ -12,6 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mindx_elastic.agreement.exchange import Exchange
 from mindx_elastic.agreement.gather import Part, meet
 from mindx_elastic.capture.collector import Collector
@@ -28,7 +30,7 @@ from mindx_elastic.guard.loops.loops import without_streams
 from mindx_elastic.guard.options import GuardOptions
 from mindx_elastic.guard.policy import job_names
 from mindx_elastic.guard.rank_directories import RankDirectories
-from mindx_elastic.guard.replicas import ddp_modules, is_replicated
+from mindx_elastic.guard.replicas import ddp_modules, is_replicated, outermost_replicas
 from mindx_elastic.guard.running import Place
 from mindx_elastic.guard.saver import Saver
 from mindx_elastic.guard.start import Start, start_job
@@ -74,6 +76,8 @@ class Opening:
         self._open_saver()
         entry, home = self._entry, None
         self._meets_once = entry is not None and self.saver.replicated and copies == 1 and not options.layouts
+        if entry is not None and entry.verdict.rewinds:  # a rank may read another one's snapshot only when that has it
+            self._meets_once = False
         """Nothing is left to tell the others once the state is back; see `guard.start_again`."""
         if self._meets_once and entry is not None and entry.home is not None:
             home = entry.home
@@ -94,6 +98,13 @@ class Opening:
         )
         self.start = self._restore()
         """What the ranks have agreed on, and loaded."""
+
+    def shared_modules(self) -> list[nn.Module]:
+        """The modules of which other ranks hold the same weights, so that a rank keeps what is its own at each
+        boundary: in a replicated job, and with recoveries in place in a mesh that also replicates."""
+        if self.saver.replicated:
+            return outermost_replicas(self._targets, self.ddp)
+        return self.collector.sharded_modules if self.around.has_replicas else []
 
     def _open_log(self, stack: ExitStack) -> None:
         ranks = self._ranks

@@ -75,7 +75,7 @@ class ReentryPart(FollowedPart):
         entry, verdict = self._entry, self._entry.verdict
         if entry.live is not None:
             live = Checkpoint(entry.info, dict(entry.live), {})
-            self.resumed = replace(self._resumed(live, entry.path), is_live=True)
+            self.resumed = replace(self._resumed(live, entry.paths.get(self._ranks.rank, entry.path)), is_live=True)
             return
         moment = (verdict.run_id, verdict.attempt, verdict.step)
         source = verdict.sources[self._ranks.rank] if entry.source < 0 else entry.source

@@ -286,8 +286,9 @@ def _host_of(stopper: Stopper, around: Connections, ranks: RankInfo, ddp: groups
                 orders=collector.gradient_order,
                 problem=problem_of_devices or _problem(saver) or begun.problem,
                 home=str(around.home),
-                peers=None if saver.replicated else (ranks.rank,),
+                peers=None if saver.replicated else collector.layouts.same_parts(),
                 base=saver.base,
+                saved=saver.newest_step,
                 memory=memory,
             )
 

@@ -73,12 +73,13 @@ class Memory:
         next_step: Callable[[], int],
         describe: Callable[[], CheckpointInfo],
         resumed: CheckpointInfo | None = None,
+        all_alike: bool = True,
         donates: bool = False,
         begins_again: bool = False,
     ) -> None:
-        """The state is back, from `resumed`, and training begins. `replicas`: the DDP modules of a replicated job.
-        `donates`: `donate` may be called, also where no snapshots are taken. `begins_again`: after a recovery in
-        place."""
+        """The state is back, from `resumed`, and training begins. `replicas`: the modules that other ranks hold too;
+        `all_alike`: every rank does. `donates`: `donate` may be called, also where no snapshots are taken.
+        `begins_again`: after a recovery in place."""
         if resumed is not None:
             self._arena.keep(resumed.attempt, resumed.step)
         try:
@@ -96,7 +97,7 @@ class Memory:
         if self._every != 0 or donates:
             schedule = SnapshotSchedule(self._every, start=collector.position.step)
             # Replicas would copy the same bytes: one a machine does, the others keep what is their own.
-            instead = None if self._log is None or self._local_rank == 0 else self._log.pin
+            instead = None if self._log is None or self._local_rank == 0 or not all_alike else self._log.pin
             self._snapshotter = Snapshotter(
                 self._arena, collector, update_gate, schedule, describe, exchange, events, instead=instead
             )

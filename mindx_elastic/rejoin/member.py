@@ -255,6 +255,8 @@ class Member:
         board.write(f"{generation}/out/{self.ranks.rank}", self._note_of(report))
         verdict = self._verdict(board, host, generation)
         self._times["agreed"] = time.time()
+        if said := host.reset_modules():
+            raise RejoinFailed(said)
         live: Mapping[str, Any] | None = None
         info: Any = None
         layouts: Sequence[Any] = ()
@@ -263,8 +265,6 @@ class Member:
         if self.ranks.rank not in verdict.needy:
             live, info, layouts = host.live()
         if said := groups.reset_ddp(host.ddp):  # of those behind as well: it makes DDP meet once more, all ranks
-            raise RejoinFailed(said)
-        if said := host.reset_modules():
             raise RejoinFailed(said)
         groups.connect(self._gloo_store(generation), self.ranks.rank, self._timeout_s)
         self._times["connected"] = time.time()

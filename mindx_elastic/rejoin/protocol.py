@@ -14,7 +14,7 @@ outlived it in shared memory.
 There are two ways to a verdict. *From the living*: the most advanced boundary at which survivors are whole, if they
 hold every part of the state; each rank that lacks its part takes it from one of them. Else *from memory*: the newest
 boundary of which every rank has a snapshot, or a replica's snapshot and its own small state; all ranks go back to it,
-and the steps since are done again.
+and the steps since are done again. Not where the checkpoints on disk are newer: a restart loses fewer steps then.
 
 The coordinator (`Coordinator`: the agent) only starts a generation, notes deaths and watches the clock. It cannot
 change a verdict; it can end the recovery. Up to the donor's word that its state lies in shared memory, the survivors'
@@ -47,14 +47,18 @@ class InMemory:
     """The boundaries of its snapshots."""
     boundaries: tuple[Moment, ...] = ()
     """The boundaries of which its small state is there: all that replicas do not share."""
+    step: int = -1
+    """Of a dead rank: the last boundary that it had passed; -1: not known."""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
+        found = {name: [list(moment) for moment in getattr(self, name)] for name in ("snapshots", "boundaries")}
+        return {**found, "step": self.step}
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> InMemory:
         """A note that says nothing of it is fine. Raises ValueError, TypeError."""
-        return cls(*(_moments(content.get(name, [])) for name in ("snapshots", "boundaries")))
+        snapshots, boundaries = (_moments(content.get(name, [])) for name in ("snapshots", "boundaries"))
+        return cls(snapshots, boundaries, int(content.get("step", -1)))
 
 
 def _moments(content: Any) -> tuple[Moment, ...]:
@@ -97,6 +101,8 @@ class Report:
     """The ranks that hold the same parts of the state as this one, this one included; None: every rank does."""
     base: Moment | None = None
     """The boundary that the attempt went on from; None: it began anew."""
+    saved: int = 0
+    """The newest step that it knows to be on disk; 0: none."""
     memory: InMemory = _NOTHING
 
     def to_json(self) -> dict[str, Any]:
@@ -111,6 +117,7 @@ class Report:
             "home": self.home,
             "peers": None if self.peers is None else list(self.peers),
             "base": None if self.base is None else list(self.base),
+            "saved": self.saved,
             "memory": self.memory.to_json(),
         }
 
@@ -132,6 +139,7 @@ class Report:
             home=str(content["home"])[:_LONGEST_PATH],
             peers=None if content["peers"] is None else tuple(int(peer) for peer in content["peers"]),
             base=None if content["base"] is None else _moment(content["base"]),
+            saved=int(content["saved"]),
             memory=InMemory.from_json(content["memory"]),
         )
 
@@ -153,24 +161,22 @@ class Verdict:
     """The ranks that take state from memory, and the rank whose state each takes; perhaps its own."""
     rewinds: bool = False
     """All ranks go back to snapshots that are in memory already; else the sources are living ranks, which make one."""
+    donors: tuple[int, ...] = ()
+    """The living ranks that put their state into memory. Where the ranks hold different parts these are all that are
+    whole, so that from then on a restart finds every part."""
     donor: int = -1
-    """The living rank that says when all of that is in memory: a source, if they are living ranks."""
+    """The living rank that says when all is in memory: one of the donors, if there are any."""
     dead: tuple[int, ...] = ()
     """Ranks whose places new processes take."""
     behind: tuple[int, ...] = ()
     """Survivors whose own state is not that of the boundary."""
     steps_lost: int = 0
-    """How many steps the survivor that was furthest has to do again."""
+    """How many steps that every rank had passed, as far as is known, are done again."""
 
     @property
     def needy(self) -> tuple[int, ...]:
         """The ranks that take state from memory."""
         return tuple(sorted(self.sources))
-
-    @property
-    def donors(self) -> tuple[int, ...]:
-        """The living ranks that put their state into memory for others."""
-        return () if self.rewinds else tuple(sorted(set(self.sources.values())))
 
 
 def decide(
@@ -205,7 +211,8 @@ def decide(
     if rewound is not None:
         return rewound
     return Verdict(
-        refusal=f"{from_living.refusal}, and shared memory does not have one boundary of every rank (--snapshot-every)"
+        refusal=f"{from_living.refusal}, and shared memory does not have a boundary of all ranks that is as new as the "
+        "checkpoints on disk (--snapshot-every)"
     )
 
 
@@ -228,13 +235,16 @@ def _from_the_living(alive: Sequence[Report], dead: tuple[int, ...], first_step:
         if not holders:
             return Verdict(refusal=f"at step {step} no living rank holds the part of the state that rank {rank} had")
         sources[rank] = min(holders)
+    alike = all(report.peers is None for report in whole)
+    donors = tuple(sorted(set(sources.values()))) if alike else tuple(report.rank for report in whole)
     return Verdict(
         run_id=alive[0].run_id,
         attempt=alive[0].attempt,
         next_attempt=alive[0].attempt + 1,
         step=step,
         sources=sources,
-        donor=min(sources.values()),
+        donors=donors,
+        donor=min(donors),
         dead=dead,
         behind=behind,
     )
@@ -244,7 +254,7 @@ def _from_memory(
     alive: Sequence[Report], dead: tuple[int, ...], memory: Mapping[int, InMemory], first_step: int
 ) -> Verdict | None:
     """The newest boundary of this attempt, or the one that it went on from, that every rank finds in memory."""
-    one = alive[0]
+    one, first_step = alive[0], max(first_step, min(report.saved for report in alive))
     peers: dict[int, set[int]] = {rank: {rank} for rank in memory}
     for report in alive:
         holders = set(memory) if report.peers is None else {report.rank, *report.peers}
@@ -256,6 +266,7 @@ def _from_memory(
         for moment in each.snapshots
         if (moment[:2] == (one.run_id, one.attempt) or moment == one.base) and moment[2] >= first_step
     }
+    passed = [report.step for report in alive] + [memory[rank].step for rank in dead if memory[rank].step >= 0]
     for moment in sorted(found, reverse=True):
         sources = {rank: _source_of(rank, moment, memory, sorted(peers[rank])) for rank in memory}
         if None in sources.values():
@@ -270,7 +281,7 @@ def _from_memory(
             donor=min(report.rank for report in alive),
             dead=dead,
             behind=tuple(report.rank for report in alive),
-            steps_lost=max(report.step for report in alive) - moment[2],
+            steps_lost=max(0, min(passed) - moment[2]),
         )
     return None
 

@@ -9,7 +9,7 @@ cut-off backward has put on gathered parameters, and the next backward would add
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _OF_GROUPS = ("fsdp_params", "_all_gather_result")
 _OF_PARAMETERS = ("sharded_param", "unsharded_accumulated_grad")
 
 
-def problem(modules: Iterable[nn.Module]) -> str:
+def problem(modules: Sequence[nn.Module]) -> str:
     """Why `modules` could not be made ready again, or the program uses what could not; empty: they can."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     old = getattr(fsdp, "FullyShardedDataParallel", None)
@@ -36,6 +36,12 @@ def problem(modules: Iterable[nn.Module]) -> str:
     stage: Any = getattr(pipelining, "_PipelineStageBase", None)
     if stage is not None and living_objects(stage):
         return "the stages of torch.distributed.pipelining talk to each other before their first step"
+    tensor = sys.modules.get("torch.distributed.tensor")
+    kind: Any = getattr(tensor, "DTensor", ())
+    parameters = (parameter for module in modules for parameter in module.parameters())
+    devices = {parameter.device.type for parameter in parameters if isinstance(parameter, kind)} - {"cpu"}
+    if devices:
+        return f"parameters that are split over ranks on {', '.join(sorted(devices))} are only taken up again on CPUs"
     for part, state in _states(parts):
         missing = [name for name in _OF_STATES if not hasattr(state, name)]
         missing += [name for name in ("reset_iter_state",) if not hasattr(part, name)]

@@ -109,7 +109,7 @@ def sharded_worlds(draw: st.DrawFn) -> Sharded:
     for rank in range(size):
         snapshots = draw(st.lists(st.sampled_from(moments), max_size=3, unique=True))
         boundaries = draw(st.lists(st.sampled_from(moments), max_size=4, unique=True))
-        memory[rank] = InMemory(tuple(snapshots), tuple(boundaries))
+        memory[rank] = InMemory(tuple(snapshots), tuple(boundaries), draw(st.integers(-1, 5)))
         reports[rank] = None
         if draw(st.integers(0, 3)):
             peers = {"none": (rank,), "pairs": (rank - rank % 2, rank - rank % 2 + 1), "all": None}[replicas]
@@ -119,6 +119,7 @@ def sharded_worlds(draw: st.DrawFn) -> Sharded:
                 clean=draw(st.integers(0, 3)) > 0,
                 peers=peers,
                 base=base,
+                saved=draw(st.sampled_from([0, 0, 2, 4])),
                 memory=memory[rank],
             )
     return reports, {rank: memory[rank] for rank, each in reports.items() if each is None}
@@ -140,7 +141,8 @@ def find_in_memory(reports: Mapping[int, Report | None], dead: Mapping[int, InMe
         return moment in memory[rank].boundaries and any(alike(rank, other) for other in others)
 
     wanted = {("run", 3, step) for step in range(1, 9)} | ({alive[0].base} if alive[0].base else set())
-    good = [moment for moment in wanted if all(can(rank, moment) for rank in reports)]
+    saved = min(each.saved for each in alive)
+    good = [moment for moment in wanted if moment[2] >= saved and all(can(rank, moment) for rank in reports)]
     return max(good, default=None)
 
 
@@ -161,7 +163,8 @@ def test_ranks_with_parts_take_them_from_the_living_or_all_go_back_to_memory(wor
         assert verdict.needy == tuple(range(len(reports))), "no rank keeps a state of its own"
         assert verdict.behind == tuple(each.rank for each in alive)
         assert reports[verdict.donor] is not None
-        assert verdict.steps_lost == max(each.step for each in alive) - verdict.step
+        passed = [each.step for each in alive] + [each.step for each in dead.values() if each.step >= 0]
+        assert verdict.steps_lost == max(0, min(passed) - verdict.step)
         assert not verdict.donors
         for rank, source in verdict.sources.items():
             one = reports[source]
@@ -215,19 +218,27 @@ def test_a_torn_survivor_of_two_goes_back_to_the_snapshot_of_the_dead_one() -> N
     assert (verdict.rewinds, verdict.step, verdict.sources, verdict.steps_lost) == (True, 7, {0: 0, 1: 0}, 0)
 
 
-def test_a_rank_that_died_before_it_had_the_newest_snapshot_costs_a_step() -> None:
+def test_a_step_that_every_rank_had_passed_counts_as_lost() -> None:
     seven, eight = ("run", 3, 7), ("run", 3, 8)
     alive = report(0, 8, peers=(0,), memory=InMemory((eight, seven)))
-    verdict = decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((seven,))})
+    verdict = decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((seven,), (), 7)})
+    assert (verdict.rewinds, verdict.step, verdict.steps_lost) == (True, 7, 0), "the dead rank had not passed step 8"
+    verdict = decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((seven,), (), 8)})
     assert (verdict.rewinds, verdict.step, verdict.steps_lost) == (True, 7, 1)
     assert "--snapshot-every" in decide({0: alive, 1: None}, world_size=2).refusal
+
+
+def test_no_rank_goes_back_further_than_a_restart_would() -> None:
+    old = ("run", 3, 5)
+    alive = report(0, 9, peers=(0,), saved=6, memory=InMemory((old,)))
+    assert "on disk" in decide({0: alive, 1: None}, world_size=2, dead_memory={1: InMemory((old,))}).refusal
 
 
 def test_a_dead_rank_takes_its_part_from_its_replica() -> None:
     """Two replicas of two parts: rank 3 has what rank 1 has."""
     reports = {rank: report(rank, peers=(rank % 2, rank % 2 + 2)) for rank in range(4)}
     verdict = decide({**reports, 1: None}, world_size=4)
-    assert (verdict.sources, verdict.donors, verdict.donor, verdict.rewinds) == ({1: 3}, (3,), 3, False)
+    assert (verdict.sources, verdict.donors, verdict.donor, verdict.rewinds) == ({1: 3}, (0, 2, 3), 0, False)
     verdict = decide({**reports, 0: None, 1: None}, world_size=4)
     assert (verdict.sources, verdict.donors, verdict.donor) == ({0: 2, 1: 3}, (2, 3), 2)
     assert "part of the state that rank 1 had" in decide({**reports, 1: None, 3: None}, world_size=4).refusal
