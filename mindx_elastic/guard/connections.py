@@ -93,10 +93,13 @@ class Connections:
         base, home = settings.base, home or directories[0]
         self.home = home
         self._was_there = base is not None and (job_folder(base, home) / f"rank_{ranks.rank}").exists()
-        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated)
+        kept = None if member is None else member.take_arena()
+        self.memory = None if evaluates else open_memory(settings, home, ranks, replicated=saver.replicated, kept=kept)
         self._has_trained = False
         self.keep_memory = True
         """Keep the snapshots until all ranks are known to be durable on disk."""
+        self.reenters = False
+        """The guard is about to be entered again in this process, which keeps its memory open."""
         stack.callback(self._close_memory)  # at once: an error from here on must not leave the arena locked
         self._saver, self._stack, self._directories = saver, stack, directories
         copies = RedundancySettings.from_env().with_copies(redundancy)
@@ -237,6 +240,8 @@ class Connections:
             self.link.page.set_text("reason", f"{type(error).__name__}: {error}")
 
     def _close_memory(self) -> None:
-        if self.memory is not None:
+        if self.memory is not None and self._member is not None and self.reenters:
+            self._member.arena = self.memory.release()
+        elif self.memory is not None:
             guest = self.is_guest and self._was_there and not self._has_trained
             self.memory.close(keep=self._was_there if self.keeps_nothing else self.keep_memory or guest)
